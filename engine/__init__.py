@@ -1,0 +1,1 @@
+"""A compact ZeRO training engine on top of the tensor store."""

@@ -1,0 +1,1 @@
+"""The configuration: strict, frozen data read from the DeepSpeed JSON dialect."""

@@ -1,0 +1,48 @@
+"""zstore: an async tensor store for training state, and a compact ZeRO engine on top of it.
+
+The names are handed out when they are first used, so that `import zstore` is cheap and brings in no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from zstore.engine import add_config_arguments, init_distributed, initialize
+
+    from .errors import ZstoreError
+    from .store import TensorStore
+
+__all__ = [
+    "TensorStore",
+    "ZstoreError",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+]
+
+_HOMES = {
+    "TensorStore": "zstore.store",
+    "ZstoreError": "zstore.errors",
+    "add_config_arguments": "zstore.engine",
+    "init_distributed": "zstore.engine",
+    "initialize": "zstore.engine",
+}
+"""Public name -> the module that defines it."""
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

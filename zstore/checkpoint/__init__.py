@@ -1,0 +1,1 @@
+"""Checkpoints: format, writing, reading, commit and retention."""

@@ -1,0 +1,1 @@
+"""The test kit: contract suite, in-memory model, latency and fault wrappers, spawned ranks."""

@@ -1,0 +1,1 @@
+"""Where a shard rests: host memory or disk, behind one contract."""
