@@ -1,0 +1,64 @@
+# `make demo` and `make test` do their own set-up; see README.md.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+PIP_FLAGS ?= --only-binary :all:
+# A file's tests stay together: module-scoped fixtures are made once, and spawned ranks of one file do not compete.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+# Where `make test` leaves pytest's exit code, which make replaces with its own.
+STATUS ?= /dev/null
+export TORCH
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: demo test lint format bench soak clean FORCE
+
+demo: $(VENV)/stamp-run
+	$(PY) -m zstore.tools.demo
+
+test: $(VENV)/stamp-test
+	$(PY) -m pytest $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
+
+soak: $(VENV)/stamp-test
+	$(PY) -m pytest -m soak --timeout 14400
+
+lint: $(VENV)/stamp-dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/stamp-dev
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(VENV)/stamp-test
+	@for script in bench/[a-z]*.py; do echo "== $$script" && $(PY) $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that its own index serves nothing else; the constraint then names the very build that is there,
+# and no later installation can replace it. Made anew when TORCH changes.
+$(VENV)/stamp-torch: FORCE
+	@set -e; if [ "$$TORCH" != "$$(cat $@ 2>/dev/null)" ]; then \
+	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zstore needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'; \
+	  echo "Making $(VENV) with $$TORCH"; \
+	  $(PYTHON) -m venv $(VENV); \
+	  $(PIP) install --quiet $(PIP_FLAGS) $$TORCH; \
+	  echo "$$TORCH" > $@; \
+	fi
+
+$(VENV)/constraints.txt: constraints.txt $(VENV)/stamp-torch
+	@grep -v '^torch==' constraints.txt > $@
+	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> $@
+
+$(VENV)/stamp-run: $(VENV)/constraints.txt pyproject.toml
+	$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable .
+	@touch $@
+
+$(VENV)/stamp-%: $(VENV)/constraints.txt pyproject.toml
+	$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable '.[$*]'
+	@touch $@
