@@ -1,1 +1,9 @@
-"""Where a shard rests: host memory or disk, behind one contract."""
+"""Where a shard rests: device, host, disk, behind one contract."""
+
+from .base import LocalShard, Mode, PinnedShard, Span, Tier
+from .device import DeviceTier
+from .disk import DiskTier
+from .host import HostTier
+from .memory import MemoryTier
+
+__all__ = ["DeviceTier", "DiskTier", "HostTier", "LocalShard", "MemoryTier", "Mode", "PinnedShard", "Span", "Tier"]

@@ -1,0 +1,114 @@
+"""Errors of zstore, grouped by what a handler would do.
+
+ZstoreError
+    ConfigError             (ValueError)          the configuration is wrong: fix it and start again
+    UsageError              (RuntimeError)        a call came at the wrong time or with the wrong arguments
+    BudgetError             (MemoryError)         the host budget cannot hold what was asked for
+    NonFiniteError          (ArithmeticError)     a loss or gradient is NaN or infinite; no state was changed
+    StorageError            (OSError)             a transfer failed; carries path, offset, size, errno, rank
+        DiskFullError                             no space or quota left
+        RunFolderError                            a run folder is missing, locked by another run or not writable
+    CorruptionError         (ValueError)          stored bytes are not what was written
+    CheckpointError         (RuntimeError)        a checkpoint could not be saved or loaded
+        CheckpointNotFoundError (FileNotFoundError)
+        CheckpointExistsError   (FileExistsError)
+        CheckpointMismatchError (ValueError)      the checkpoint is whole, but of another model or layout
+    RankError               (RuntimeError)        another rank failed; carries the ranks and their tracebacks
+"""
+
+from __future__ import annotations
+
+import errno as errno_codes
+import os
+from collections.abc import Mapping
+
+
+class ZstoreError(Exception):
+    """Base of every error that zstore raises on purpose."""
+
+
+class ConfigError(ZstoreError, ValueError):
+    """The configuration is wrong; the message names each key, what was expected and what was got."""
+
+
+class UsageError(ZstoreError, RuntimeError):
+    """A call came at the wrong time or with arguments that cannot be served."""
+
+
+class BudgetError(ZstoreError, MemoryError):
+    """The host budget cannot hold a request; the message gives both numbers."""
+
+
+class NonFiniteError(ZstoreError, ArithmeticError):
+    """The loss or the gradients of a step are NaN or infinite; parameters and optimizer state were not touched."""
+
+
+class StorageError(ZstoreError, OSError):
+    """A transfer failed. `path`, `offset`, `nbytes`, `errno` and `rank` say where (None where unknown)."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        offset: int | None = None,
+        nbytes: int | None = None,
+        errno: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        where = [
+            f"{name}={value}"
+            for name, value in (("path", path), ("offset", offset), ("bytes", nbytes), ("rank", rank))
+            if value is not None
+        ]
+        cause = "" if errno is None else f": {os.strerror(errno)} [{errno_codes.errorcode.get(errno, errno)}]"
+        super().__init__(f"{message}{cause}" + (f" ({', '.join(where)})" if where else ""))
+        self.path, self.offset, self.nbytes, self.errno, self.rank = path, offset, nbytes, errno, rank
+
+
+class DiskFullError(StorageError):
+    """No space, or no quota, is left on the file system."""
+
+
+class RunFolderError(StorageError):
+    """A run folder is missing, is held by another run, or cannot be written."""
+
+
+class CorruptionError(ZstoreError, ValueError):
+    """Stored bytes are not what was written; the message names array, file and offset."""
+
+
+class CheckpointError(ZstoreError, RuntimeError):
+    """A checkpoint could not be saved or loaded."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint of that name."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint of that name exists and may not be replaced."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint is whole, but belongs to another model or cannot be laid out as asked."""
+
+
+class RankError(ZstoreError, RuntimeError):
+    """Another rank failed. `failures` maps each failed rank to its traceback."""
+
+    def __init__(self, message: str, failures: Mapping[int, str]) -> None:
+        details = "".join(f"\n--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(failures.items()))
+        super().__init__(message + details)
+        self.failures = dict(failures)
+
+
+_FULL = (errno_codes.ENOSPC, errno_codes.EDQUOT)
+
+
+def storage_error(
+    error: OSError, message: str, *, path: str, offset: int | None = None, nbytes: int | None = None
+) -> StorageError:
+    """Return the StorageError (or DiskFullError) that describes `error`, an OSError of the operating system."""
+    kind = DiskFullError if error.errno in _FULL else StorageError
+    return kind(message, path=path, offset=offset, nbytes=nbytes, errno=error.errno)

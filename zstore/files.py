@@ -1,0 +1,240 @@
+"""Operations on the operating system's files: the one seam through which zstore touches a disk.
+
+[Note: the seam]
+Everything above calls `Files`. A test double overrides the primitives (`_preadv`, `_pwritev`, `_fallocate`, `_fsync`,
+`link`, `rename`, ...) and so injects short transfers and errors below the code that must resume or report them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import StorageError, storage_error
+
+Bytes = npt.NDArray[np.uint8]
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+# What a file system answers where it cannot do direct I/O, links or preallocation at all.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A descriptor, and whether its transfers go past the page cache (then memory and offsets are multiples of 512)."""
+
+    fd: int
+    path: str
+    direct: bool
+
+
+class Files:
+    """Reads, writes and names files; every failure is a StorageError with path, offset, size and errno.
+
+    `direct=False` keeps all transfers in the page cache. File systems that refuse O_DIRECT are served buffered, with
+    the same bytes, and named in `fallbacks`.
+    """
+
+    def __init__(self, *, direct: bool = True) -> None:
+        self._direct = direct and _O_DIRECT != 0
+        self._refusing: set[int] = set()
+        self.fallbacks: list[str] = []
+
+    # -- bulk transfers ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
+        """Open `path`, past the page cache where the file system allows it, and close it at the end.
+
+        `create` makes a new file and fails where one exists.
+        """
+        flags = (os.O_RDWR if write else os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        name = os.fspath(path)
+        fd, direct = self._open_probed(name, flags)
+        try:
+            yield OpenFile(fd, name, direct)
+        finally:
+            os.close(fd)
+
+    def _open_probed(self, name: str, flags: int) -> tuple[int, bool]:
+        try:
+            fd = os.open(name, flags, 0o644)
+        except OSError as error:
+            raise storage_error(error, "cannot open the file", path=name) from error
+        device = os.fstat(fd).st_dev
+        if not self._direct or device in self._refusing:
+            return fd, False
+        try:
+            direct = os.open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                os.close(fd)
+                raise storage_error(error, "cannot open the file", path=name) from error
+            self._refusing.add(device)
+            self.fallbacks.append(f"{os.path.dirname(name)}: the file system refuses O_DIRECT; transfers are buffered")
+            return fd, False
+        os.close(fd)
+        return direct, True
+
+    def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
+        """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
+        done = 0
+        while done < out.size:
+            try:
+                count = self._preadv(file.fd, out[done:], offset + done)
+            except OSError as error:
+                raise storage_error(
+                    error, "cannot read", path=file.path, offset=offset + done, nbytes=out.size - done
+                ) from error
+            if count == 0:
+                raise StorageError(
+                    f"the file ends after {offset + done} bytes, expected at least {offset + out.size}",
+                    path=file.path,
+                    offset=offset,
+                    nbytes=out.size,
+                )
+            done = _resume_at(done, count, out.size, file.direct)
+
+    def write_from(self, file: OpenFile, data: Bytes, offset: int) -> None:
+        """Write all of `data` at `offset`; short writes are resumed."""
+        done = 0
+        while done < data.size:
+            try:
+                count = self._pwritev(file.fd, data[done:], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            except OSError as error:
+                raise storage_error(
+                    error, "cannot write", path=file.path, offset=offset + done, nbytes=data.size - done
+                ) from error
+            done = _resume_at(done, count, data.size, file.direct)
+
+    def allocate(self, file: OpenFile, nbytes: int) -> None:
+        """Reserve `nbytes` for the file, so that a full disk shows now and not at a later write."""
+        if nbytes == 0:
+            return
+        try:
+            self._fallocate(file.fd, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise storage_error(error, "cannot reserve space", path=file.path, nbytes=nbytes) from error
+            os.ftruncate(file.fd, nbytes)
+
+    def sync_data(self, file: OpenFile) -> None:
+        """Make the file's data durable."""
+        try:
+            self._fsync(file.fd)
+        except OSError as error:
+            raise storage_error(error, "cannot make the file durable", path=file.path) from error
+
+    # -- primitives that a double overrides -------------------------------------------------------------------------
+
+    def _preadv(self, fd: int, out: Bytes, offset: int) -> int:
+        return os.preadv(fd, [out.data], offset)
+
+    def _pwritev(self, fd: int, data: Bytes, offset: int) -> int:
+        return os.pwritev(fd, [data.data], offset)
+
+    def _fallocate(self, fd: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
+
+    def _fsync(self, fd: int) -> None:
+        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def size(self, path: str | Path) -> int:
+        """Return the file's bytes; FileNotFoundError where it is missing."""
+        return os.stat(path).st_size
+
+    def link(self, source: str | Path, target: str | Path) -> None:
+        """Make the hard link `target`. Raises the operating system's OSError: callers fall back to a copy."""
+        os.link(source, target)
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        """Rename; `target` must not exist, or be a file (which is then replaced)."""
+        try:
+            os.rename(source, target)
+        except OSError as error:
+            raise storage_error(error, f"cannot rename to {os.fspath(target)}", path=os.fspath(source)) from error
+
+    def unlink(self, path: str | Path) -> None:
+        """Remove the file's name; a missing one is no error."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, "cannot remove the file", path=os.fspath(path)) from error
+
+    def make_folder(self, path: str | Path) -> None:
+        """Make the folder and those above it; an existing one is no error."""
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise storage_error(error, "cannot make the folder", path=os.fspath(path)) from error
+
+    def remove_tree(self, path: str | Path) -> None:
+        """Remove the folder and all in it; a missing one is no error."""
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, "cannot remove the folder", path=os.fspath(path)) from error
+
+    def sync_folder(self, path: str | Path) -> None:
+        """Make the names in the folder durable (a no-op where folders cannot be opened)."""
+        if not hasattr(os, "O_DIRECTORY"):
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._fsync_folder(fd)
+        except OSError as error:
+            raise storage_error(error, "cannot make the folder durable", path=os.fspath(path)) from error
+        finally:
+            os.close(fd)
+
+    def _fsync_folder(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """Write a small file through the page cache, durable when this returns unless `sync` is false."""
+        name = os.fspath(path)
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o644)
+        except OSError as error:
+            raise storage_error(error, "cannot make the file", path=name) from error
+        try:
+            file = OpenFile(fd, name, False)
+            self.write_from(file, np.frombuffer(data, dtype=np.uint8), 0)
+            if sync:
+                self.sync_data(file)
+        finally:
+            os.close(fd)
+
+    def free_bytes(self, path: str | Path) -> int:
+        """Return the bytes that an ordinary user may still write on the path's file system."""
+        return shutil.disk_usage(path).free
+
+
+def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
+    """Return where to go on. A direct transfer must resume at an aligned place, so a few bytes are moved again."""
+    after = done + count
+    if direct and after < size:
+        aligned = after // 512 * 512
+        return aligned if aligned > done else after
+    return after

@@ -1,0 +1,163 @@
+"""Rows -> shards -> chunks at world size N. Pure arithmetic over shapes; no threads, no torch, no I/O.
+
+[Note: the grid]
+An array has `rows` rows of `row_numel` elements. It is cut into shards of `shard_rows` rows, the same for every rank;
+a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`. Rules:
+
+- `shard_rows >= ceil(rows / N)`, and a chunk holds a multiple of 16 elements: the vectorised Adam kernel gives other
+  last bits for the tail of a call, so cuts may only fall where no tail arises. (An array whose rows are all in one
+  chunk still has its own tail at its true end, as the unpadded tensor has.)
+- A chunk is about 1/16 of the shard, at least 64 KiB and at most 1 MiB in fp32, never more than the shard. Rows over
+  1 MiB are cut into equal whole fractions. Where 16-element alignment cannot be had within 1 MiB (long rows of odd
+  length), a chunk is the smallest aligned number of rows.
+- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALIGN_NUMEL = 16
+MIN_CHUNK_NUMEL = 64 * 1024 // 4
+MAX_CHUNK_NUMEL = 1024 * 1024 // 4
+CHUNKS_PER_SHARD = 16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How an array of `rows x row_numel` elements is cut. See [Note: the grid]."""
+
+    rows: int
+    row_numel: int
+    shard_rows: int
+    chunk_rows: int
+    chunk_cols: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard, padding included."""
+        return self.shard_rows * self.row_numel
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of an inner chunk, padding included."""
+        return self.chunk_rows * self.chunk_cols
+
+    @property
+    def chunks_per_row(self) -> int:
+        """Inner chunks side by side in a row; more than 1 only where rows are long."""
+        return self.row_numel // self.chunk_cols if self.chunk_cols else 1
+
+    @property
+    def chunks_per_shard(self) -> int:
+        """Inner chunks of a shard, in row-major order."""
+        return self.shard_rows // self.chunk_rows * self.chunks_per_row
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that hold at least one row; at most the world size."""
+        return 0 if self.row_numel == 0 else -(-self.rows // self.shard_rows)
+
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        """Return the global rows `[first, stop)` that shard number `shard` owns; empty past the array's end."""
+        first = min(self.rows, shard * self.shard_rows)
+        return first, min(self.rows, first + self.shard_rows)
+
+    def shard_valid_numel(self, shard: int) -> int:
+        """Return the elements of shard number `shard` that are not padding."""
+        first, stop = self.shard_range(shard)
+        return (stop - first) * self.row_numel
+
+    def present_chunks(self, shard: int) -> int:
+        """Return how many leading chunks of the shard hold at least one element; the rest are marked missing."""
+        first, stop = self.shard_range(shard)
+        return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
+
+
+@dataclass(frozen=True)
+class ChunkRange:
+    """Chunks `[first_chunk, stop_chunk)` of shard `shard`; they hold at least global rows `[first_row, stop_row)`.
+
+    Where rows are cut into fractions, the range covers whole rows.
+    """
+
+    shard: int
+    first_chunk: int
+    stop_chunk: int
+    first_row: int
+    stop_row: int
+
+
+def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
+    """Return the grid of an array of `stored_shape` (1-D or 2-D) over `world_size` ranks. See [Note: the grid]."""
+    if world_size < 1:
+        raise ValueError(f"world size must be at least 1, got {world_size}")
+    if len(stored_shape) not in (1, 2):
+        raise ValueError(f"a stored shape has one or two extents, got {stored_shape}")
+    rows = stored_shape[0]
+    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
+    if rows == 0 or row_numel == 0:
+        return Grid(rows, row_numel, 1, 1, max(row_numel, 1))
+    cols = _chunk_cols(row_numel)
+    align = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, cols)
+    min_rows = _round_up(-(-rows // world_size), align)
+    if cols < row_numel:
+        return Grid(rows, row_numel, min_rows, align, cols)
+    shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align)
+    return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
+
+
+def _chunk_cols(row_numel: int) -> int:
+    """Return the row's length, or for rows over 1 MiB its largest aligned whole fraction of 64 KiB to 1 MiB."""
+    if row_numel <= MAX_CHUNK_NUMEL:
+        return row_numel
+    for parts in range(-(-row_numel // MAX_CHUNK_NUMEL), row_numel // MIN_CHUNK_NUMEL + 1):
+        if row_numel % parts == 0 and (row_numel // parts) % ALIGN_NUMEL == 0:
+            return row_numel // parts
+    return row_numel
+
+
+def _chunk_rows(min_rows: int, row_numel: int, align: int) -> tuple[int, int]:
+    """Return (shard rows, chunk rows): of the chunk counts near the target, the one that pads least."""
+    shard_numel = min_rows * row_numel
+    target = min(max(shard_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    if shard_numel <= target:
+        return min_rows, min_rows
+    most_rows = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
+    wanted = max(1, shard_numel // target)
+    best = (_round_up(min_rows, most_rows), most_rows)
+    for count in sorted(range(max(1, wanted // 2), min(2 * wanted, wanted + 64) + 1), key=lambda n: abs(n - wanted)):
+        chunk_rows = _round_up(-(-min_rows // count), align)
+        if chunk_rows > most_rows or chunk_rows * row_numel < MIN_CHUNK_NUMEL:
+            continue
+        # Fewer chunks may cover the rows once a chunk was rounded up.
+        shard_rows = -(-min_rows // chunk_rows) * chunk_rows
+        if shard_rows < best[0]:
+            best = (shard_rows, chunk_rows)
+        if shard_rows == min_rows:
+            break
+    return best
+
+
+def plan_reads(grid: Grid, first_row: int, stop_row: int) -> list[ChunkRange]:
+    """Return the chunk ranges that hold global rows `[first_row, stop_row)`, in row order, one entry a shard.
+
+    Raises ValueError where the rows are not in the array.
+    """
+    if not 0 <= first_row <= stop_row <= grid.rows:
+        raise ValueError(f"rows [{first_row}, {stop_row}) are not in an array of {grid.rows} rows")
+    ranges: list[ChunkRange] = []
+    row = first_row
+    while row < stop_row and grid.row_numel:
+        shard, local = divmod(row, grid.shard_rows)
+        stop = min(stop_row, grid.shard_range(shard)[1])
+        first_chunk = local // grid.chunk_rows * grid.chunks_per_row
+        stop_chunk = -(-(stop - shard * grid.shard_rows) // grid.chunk_rows) * grid.chunks_per_row
+        ranges.append(ChunkRange(shard, first_chunk, stop_chunk, row, stop))
+        row = stop
+    return ranges
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,80 @@
+"""The run folder: where one rank keeps the files of its disk tier, owned by one process at a time.
+
+    <nvme_path>/zstore-run/rank-00000/owner     locked for as long as the owner lives; its text says who that is
+    <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
+
+The lock goes with the process, so a killed run leaves none. Its files hold nothing that the last checkpoint lacks (they
+may stop in the middle of an update), and the next owner sweeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from .errors import ConfigError, RunFolderError
+from .files import Files
+
+try:
+    import fcntl
+except ImportError:  # Windows: training does not run there
+    fcntl = None  # type: ignore[assignment]
+
+_FOLDER = "zstore-run"
+_OWNER = "owner"
+
+
+class RunFolder:
+    """Holds the folder `path` for this rank until `close()`.
+
+    Raises ConfigError for a relative path, RunFolderError for one that is missing, not writable or held by another run.
+    """
+
+    def __init__(self, nvme_path: str | Path, rank: int, files: Files) -> None:
+        base = Path(nvme_path)
+        if not base.is_absolute():
+            raise ConfigError(f"nvme_path: expected an absolute path, got {str(base)!r}")
+        if not base.is_dir():
+            raise RunFolderError("nvme_path: expected an existing folder; make it on the drive to use", path=str(base))
+        self.path = base / _FOLDER / f"rank-{rank:05d}"
+        self._files = files
+        try:
+            files.make_folder(self.path)
+            self._fd = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunFolderError(
+                "nvme_path: the folder cannot be written; give one that this user may write",
+                path=str(base),
+                errno=error.errno,
+                rank=rank,
+            ) from error
+        try:
+            self._lock(rank)
+            self._sweep()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _lock(self, rank: int) -> None:
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "unknown"
+                raise RunFolderError(
+                    f"nvme_path: another run holds this folder ({owner}); wait for its end or name another folder",
+                    path=str(self.path),
+                    rank=rank,
+                ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _sweep(self) -> None:
+        for left in self.path.glob("*.shard"):
+            self._files.unlink(left)
+
+    def close(self) -> None:
+        """Remove the folder's files and give the lock back."""
+        self._sweep()
+        os.close(self._fd)

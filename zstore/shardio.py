@@ -1,0 +1,223 @@
+"""Whole shard files: written once from a source, and read and verified, in bounded memory.
+
+[Note: who takes buffers]
+A buffer is taken by the thread that submits an operation, and given back by the operation. An I/O thread never waits
+for the pool: all of them could wait for buffers whose operations stand behind them in the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .arrays import ArraySpec
+from .buffers import Buffer, Pool
+from .errors import CorruptionError, UsageError
+from .files import Files
+from .io import IoQueue, Priority, Ticket, settle
+from .partition import Grid
+from .shardfile import (
+    ShardLayout,
+    check_index,
+    encode_index,
+    layout_of,
+    seal_slots,
+    slot_views,
+    verify_slots,
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+Fill = Callable[[int, int, Bytes], None]
+"""`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoResources:
+    """What transfers share: files, threads, buffers and how they are cut."""
+
+    files: Files
+    queue: IoQueue
+    pool: Pool
+    block_bytes: int = 4 * 1024 * 1024
+    """Bytes of one request to the disk, about; a request is a whole number of chunks, at least one."""
+    verify: bool = True
+    """Check the crc32c of every chunk that is read."""
+
+    def span_chunks(self, layout: ShardLayout) -> int:
+        """Return how many adjacent chunks of `layout` travel in one request."""
+        return max(1, self.block_bytes // layout.slot_bytes)
+
+
+@contextlib.contextmanager
+def open_resources(
+    *,
+    pool_bytes: int = 64 * 1024 * 1024,
+    num_threads: int = 4,
+    block_bytes: int = 4 * 1024 * 1024,
+    verify: bool = True,
+    files: Files | None = None,
+) -> Iterator[IoResources]:
+    """Make resources for the length of a `with` block; what is queued at its end is carried out first."""
+    queue = IoQueue(num_threads)
+    try:
+        yield IoResources(
+            files=files or Files(), queue=queue, pool=Pool(pool_bytes), block_bytes=block_bytes, verify=verify
+        )
+    finally:
+        queue.close()
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """What one shard file holds."""
+
+    array: str
+    shard: int
+    file_bytes: int
+    crcs: tuple[int, ...]
+    """crc32c of each present chunk's payload."""
+    linked: bool = False
+    """True where the file is a hard link to one that was there: no bytes were written."""
+
+
+def write_index(res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool) -> None:
+    """Write the index of a shard file; `create` makes the file first and reserves all its bytes."""
+    index = np.frombuffer(encode_index(layout), dtype=np.uint8)
+    with res.pool.acquire(index.size) as buffer, res.files.opened(path, write=True, create=create) as file:
+        if create:
+            res.files.allocate(file, layout.file_bytes)
+        buffer.bytes[:] = index
+        res.files.write_from(file, buffer.bytes, 0)
+
+
+def write_shard(
+    res: IoResources,
+    path: str | Path,
+    spec: ArraySpec,
+    grid: Grid,
+    shard: int,
+    fill: Fill,
+    priority: Priority = Priority.CHECKPOINT,
+) -> ShardSummary:
+    """Make a new shard file from `fill` and return its summary; the data is durable when this returns.
+
+    `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure
+    leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
+    """
+    layout = layout_of(grid, shard, spec.dtype)
+    base = shard * grid.shard_numel
+    end = base + grid.shard_valid_numel(shard)
+    step = res.span_chunks(layout)
+
+    def write_span(first_chunk: int, buffer: Buffer) -> list[int]:
+        with buffer:
+            for i, slot in enumerate(slot_views(buffer.bytes, layout)):
+                first = base + (first_chunk + i) * grid.chunk_numel
+                stop = min(first + grid.chunk_numel, end)
+                valid_bytes = (stop - first) * spec.itemsize
+                fill(first, stop, slot[:valid_bytes])
+                slot[valid_bytes : layout.payload_bytes] = 0
+            crcs = seal_slots(buffer.bytes, layout)
+            with res.files.opened(path, write=True) as file:
+                res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk))
+            return crcs
+
+    write_index(res, path, layout, create=True)
+    tickets: list[Ticket[list[int]]] = []
+    for first_chunk in range(0, layout.num_present, step):
+        buffer = res.pool.acquire(min(step, layout.num_present - first_chunk) * layout.slot_bytes)
+        tickets.append(res.queue.submit(partial(write_span, first_chunk, buffer), priority, buffer.bytes.size))
+    crcs = [crc for part in settle(tickets) for crc in part]
+    with res.files.opened(path, write=True) as file:
+        res.files.sync_data(file)
+    return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
+
+
+class ShardReader:
+    """Reads one shard file, verifying its index once and every chunk that it touches.
+
+    Raises CorruptionError that names array, file and offset for a file that is missing, of another size or damaged.
+    Safe to use from several threads, but not from an I/O thread.
+    """
+
+    def __init__(self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int) -> None:
+        self.path = str(path)
+        self.spec = spec
+        self.grid = grid
+        self.shard = shard
+        self.layout = layout_of(grid, shard, spec.dtype)
+        self.read_bytes = 0
+        self._res = res
+        self._check_file()
+
+    def _check_file(self) -> None:
+        try:
+            found = self._res.files.size(self.path)
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"array {self.spec.name!r}: the shard file {self.path} is missing; restore it from another copy"
+            ) from error
+        if found != self.layout.file_bytes:
+            raise CorruptionError(
+                f"array {self.spec.name!r}: {self.path} has {found} bytes, expected {self.layout.file_bytes} "
+                f"(wrong from offset {min(found, self.layout.file_bytes)} on): the file was cut or replaced; "
+                "restore it from another copy"
+            )
+        with self._res.pool.acquire(self.layout.data_offset) as buffer:
+            with self._res.files.opened(self.path) as file:
+                self._res.files.read_into(file, buffer.bytes, 0)
+            check_index(self.layout, buffer.bytes, path=self.path, array=self.spec.name)
+
+    def read(self, first: int, stop: int, out: Bytes, priority: Priority = Priority.READ) -> None:
+        """Read global flat elements `[first, stop)`, all of this shard, into `out` (uint8); blocks until done."""
+        base = self.shard * self.grid.shard_numel
+        if not base <= first <= stop <= base + self.grid.shard_valid_numel(self.shard):
+            raise UsageError(f"elements [{first}, {stop}) are not in shard {self.shard} of array {self.spec.name!r}")
+        if out.size != (stop - first) * self.spec.itemsize:
+            raise UsageError(f"expected {(stop - first) * self.spec.itemsize} bytes to read into, got {out.size}")
+        numel, itemsize = self.grid.chunk_numel, self.spec.itemsize
+
+        def take(chunk: int, slot: Bytes) -> None:
+            low = max(first, base + chunk * numel)
+            high = min(stop, base + (chunk + 1) * numel)
+            start = (low - base - chunk * numel) * itemsize
+            out[(low - first) * itemsize : (high - first) * itemsize] = slot[start : start + (high - low) * itemsize]
+
+        if first < stop:
+            self._scan((first - base) // numel, -(-(stop - base) // numel), take, priority)
+
+    def verify(self) -> list[int]:
+        """Check every chunk and return their crc32c."""
+        return self._scan(0, self.layout.num_present, None, Priority.READ)
+
+    def _scan(
+        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
+    ) -> list[int]:
+        layout = self.layout
+        step = self._res.span_chunks(layout)
+
+        def read_span(first: int, buffer: Buffer) -> list[int]:
+            crcs: list[int] = []
+            with buffer:
+                with self._res.files.opened(self.path) as file:
+                    self._res.files.read_into(file, buffer.bytes, layout.slot_offset(first))
+                if self._res.verify or take is None:
+                    crcs = verify_slots(buffer.bytes, layout, first, path=self.path, array=self.spec.name)
+                if take is not None:
+                    for i, slot in enumerate(slot_views(buffer.bytes, layout)):
+                        take(first + i, slot)
+            return crcs
+
+        tickets: list[Ticket[list[int]]] = []
+        for first in range(first_chunk, stop_chunk, step):
+            buffer = self._res.pool.acquire(min(step, stop_chunk - first) * layout.slot_bytes)
+            self.read_bytes += buffer.bytes.size
+            tickets.append(self._res.queue.submit(partial(read_span, first, buffer), priority, buffer.bytes.size))
+        return [crc for part in settle(tickets) for crc in part]

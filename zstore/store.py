@@ -1,0 +1,422 @@
+"""TensorStore: this rank's shards of named global tensors, on the device, in host memory or on disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .arrays import ArraySpec, numpy_dtype
+from .buffers import Buffer, Pool
+from .errors import UsageError
+from .files import Files
+from .io import IoQueue, QueueStatistics, Ticket
+from .partition import Grid
+from .runfolder import RunFolder
+from .shardio import IoResources
+from .stream import Stream, StreamCounters, Tile
+from .tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, PinnedShard, Tier
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+TierName = Literal["device", "host", "disk"]
+Array = npt.NDArray[Any]
+
+SMALL_SHARD_BYTES = 64 * 1024
+"""Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
+
+DEFAULT_POOL_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How a store uses this rank's host memory and disk."""
+
+    run_path: Path | None = None
+    """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
+    host_budget_bytes: int | None = None
+    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
+    num_threads: int = 4
+    """I/O threads."""
+    queue_depth: int = 64
+    """Operations that may wait for a thread."""
+    block_bytes: int = 4 * 1024 * 1024
+    """Bytes of one request to the disk, about."""
+    verify: bool = True
+    """Check the crc32c of every chunk that is read from disk."""
+    device: str = "cpu"
+    """Torch device of the device tier."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of transfer buffers: half of a small budget, 128 MiB of a larger one."""
+        if self.host_budget_bytes is None:
+            return DEFAULT_POOL_BYTES
+        return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """What the store holds and did since it was opened."""
+
+    disk_read_bytes: int
+    disk_write_bytes: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    pool_bytes: int
+    pool_peak_bytes: int
+    read_wait_s: float
+    write_wait_s: float
+    pool_wait_s: float
+    pin_wait_s: float
+    queue: QueueStatistics
+    fallbacks: tuple[str, ...]
+
+
+class Snapshot:
+    """A pinned version: what the shards held when it was taken, whatever happens to them since."""
+
+    def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
+        self.version = version
+        self.pins = pins
+
+    def release(self) -> None:
+        """Allow changes in place again; a second call does nothing."""
+        for pin in self.pins.values():
+            pin.release()
+
+
+class TensorStore:
+    """This rank's shards of named arrays. Close it, or use it in a `with` block.
+
+    `write`, `read` and `prefetch` return tickets and run behind the caller, in order for each array; `stream` is a pass
+    in the caller's thread. Arrays must not be changed by two passes at once.
+    """
+
+    def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None) -> None:
+        self.options = options
+        self.rank = rank
+        files = files or Files()
+        self._folder = None if options.run_path is None else RunFolder(options.run_path, rank, files)
+        pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes)
+        queue = IoQueue(options.num_threads, options.queue_depth)
+        self.resources = IoResources(
+            files=files, queue=queue, pool=pool, block_bytes=options.block_bytes, verify=options.verify
+        )
+        budget = options.host_budget_bytes
+        self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes))
+        self._device = DeviceTier(options.device)
+        self._disk = None if self._folder is None else DiskTier(self._folder.path, self.resources)
+        self._shards: dict[str, LocalShard] = {}
+        self._tiers: dict[str, Tier] = {}
+        self._pending: dict[str, Ticket[Any]] = {}
+        self._prefetched: dict[str, tuple[Buffer, Array]] = {}
+        self._lock = threading.Lock()
+        self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
+        self._counters = StreamCounters()
+        self._version = 0
+        self._closed = False
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+
+    def create(
+        self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
+    ) -> None:
+        """Register this rank's shard number `shard` of `grid`, all zeros.
+
+        `memory` (device tier only) becomes the resting place instead: 1-D, contiguous, the unpadded elements; it stays
+        the caller's, who sees every change. A shard under 64 KiB asked for on disk rests in host memory.
+        """
+        if spec.name in self._shards:
+            raise UsageError(f"array {spec.name!r} exists already")
+        local = LocalShard(spec, grid, shard)
+        chosen = self._choose(local, tier)
+        chosen.create(local, memory)
+        self._shards[spec.name] = local
+        self._tiers[spec.name] = chosen
+
+    def _choose(self, local: LocalShard, tier: TierName) -> Tier:
+        if tier == "disk":
+            if self._disk is None:
+                raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
+            return self._host if local.nbytes < SMALL_SHARD_BYTES else self._disk
+        return self._host if tier == "host" else self._device
+
+    def names(self) -> list[str]:
+        """Return the names of all arrays, in the order they were created."""
+        return list(self._shards)
+
+    def local(self, name: str) -> LocalShard:
+        """Return which shard of which array this rank holds under `name`."""
+        if name not in self._shards:
+            raise UsageError(f"there is no array {name!r} in this store")
+        return self._shards[name]
+
+    def spec(self, name: str) -> ArraySpec:
+        """Return name, shape and data type of the array."""
+        return self.local(name).spec
+
+    def valid_numel(self, name: str) -> int:
+        """Return the elements of this rank's shard, padding left out."""
+        return self.local(name).valid_numel
+
+    def tier_of(self, name: str) -> str:
+        """Return where the shard rests: device, host or disk."""
+        self.local(name)
+        return self._tiers[name].name
+
+    # -- transfers --------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
+        """Replace local flat elements `[first, first + len(data))`; the caller must not touch `data` until it is done.
+
+        `data` is 1-D, contiguous, in host memory, of the array's data type.
+        """
+        source = _as_numpy(data, self.spec(name))
+        local = self.local(name)
+        if first < 0 or first + source.size > local.valid_numel:
+            raise UsageError(
+                f"array {name!r}: elements [{first}, {first + source.size}) are not in a shard of {local.valid_numel}"
+            )
+        mode = Mode.FILL if source.size == local.valid_numel else Mode.UPDATE
+
+        def run() -> None:
+            self._drop_prefetched(name)
+            for tile in self._stream([[name]], mode):
+                low, high = max(tile.first, first), min(tile.stop, first + source.size)
+                if low < high:
+                    target = tile.views[0][low - tile.first : high - tile.first]
+                    _copy(target, source[low - first : high - first])
+
+        return self._drive([name], run)
+
+    def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
+        """Read local flat elements `[first, stop)` (all of them by default) into `out`, which the ticket gives.
+
+        `out` is 1-D, contiguous, of the array's data type, and the caller's; a new array where it is None.
+        """
+        local = self.local(name)
+        last = local.valid_numel if stop is None else stop
+        if not 0 <= first <= last <= local.valid_numel:
+            raise UsageError(f"array {name!r}: elements [{first}, {last}) are not in a shard of {local.valid_numel}")
+        dtype = numpy_dtype(local.spec.dtype)
+        target = np.empty(last - first, dtype) if out is None else out
+        if target.shape != (last - first,) or target.dtype != dtype or not target.flags.c_contiguous:
+            raise UsageError(
+                f"array {name!r}: expected {last - first} contiguous elements of {dtype} to read into, "
+                f"got {target.shape} of {target.dtype}"
+            )
+
+        def run() -> Array:
+            with self._lock:
+                cached = self._prefetched.pop(name, None)
+            if cached is not None:
+                target[:] = cached[1][first:last]
+                cached[0].release()
+                return target
+            for tile in self._stream([[name]], Mode.READ):
+                low, high = max(tile.first, first), min(tile.stop, last)
+                if low < high:
+                    source = tile.views[0][low - tile.first : high - tile.first]
+                    target[low - first : high - first] = _host_array(source, dtype)
+            return target
+
+        return self._drive([name], run)
+
+    def prefetch(self, names: Sequence[str]) -> Ticket[int]:
+        """Bring shards that rest on disk into buffers, for the next `read` of each; returns how many were brought.
+
+        Takes only buffers that are free, and never more than half of them: it is a hint, not a promise.
+        """
+
+        def run() -> int:
+            count = 0
+            for name in names:
+                local = self.local(name)
+                if self._tiers[name].name != "disk" or local.nbytes == 0 or name in self._prefetched:
+                    continue
+                pool = self.resources.pool
+                room = pool.held_bytes + local.nbytes <= pool.nbytes // 2
+                buffer = pool.try_acquire(local.nbytes) if room else None
+                if buffer is None:
+                    continue
+                target = buffer.bytes.view(numpy_dtype(local.spec.dtype))
+                for tile in self._stream([[name]], Mode.READ):
+                    target[tile.first : tile.stop] = tile.views[0]
+                with self._lock:
+                    self._prefetched[name] = (buffer, target)
+                count += 1
+            return count
+
+        return self._drive(names, run)
+
+    def stream(
+        self, groups: Sequence[Sequence[str]], mode: Literal["read", "update", "fill"] = "update"
+    ) -> Iterator[Tile]:
+        """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.stream`.
+
+        The arrays of a group share one layout. "update": change the views in place, they go back when the next tile is
+        asked for. "fill": set every element; nothing is read. "read": changes are lost. Exhaust it or close it.
+        """
+        names = [name for group in groups for name in group]
+        self._settle(names)
+        if mode != "read":
+            for name in names:
+                self._drop_prefetched(name)
+        return self._stream(groups, Mode(mode))
+
+    def _stream(self, groups: Sequence[Sequence[str]], mode: Mode) -> Iterator[Tile]:
+        for group in groups:
+            for name in group:
+                self.local(name)
+        return Stream(
+            groups,
+            mode,
+            tiers=self._tiers,
+            shards=self._shards,
+            pool=self.resources.pool,
+            counters=self._counters,
+        ).tiles()
+
+    def _drive(self, names: Sequence[str], run: Callable[[], T]) -> Ticket[T]:
+        """Run behind the caller, after what is under way for the same arrays."""
+        if self._closed:
+            raise UsageError("the store is closed")
+        with self._lock:
+            before = [self._pending[name] for name in names if name in self._pending]
+
+            def after_those() -> T:
+                for ticket in before:
+                    ticket.error()
+                return run()
+
+            ticket = Ticket(self._drivers.submit(after_those))
+            for name in names:
+                self._pending[name] = ticket
+        return ticket
+
+    def _settle(self, names: Sequence[str]) -> None:
+        """Wait for what is under way for `names`; errors stay with their tickets."""
+        with self._lock:
+            tickets = {id(t): t for name in names if (t := self._pending.pop(name, None)) is not None}
+        for ticket in tickets.values():
+            ticket.error()
+
+    def _drop_prefetched(self, name: str) -> None:
+        with self._lock:
+            cached = self._prefetched.pop(name, None)
+        if cached is not None:
+            cached[0].release()
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Wait for everything under way, call the state a version, and return its number."""
+        self._settle(list(self._shards))
+        self._version += 1
+        return self._version
+
+    def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
+        """Pin the present version of `names` (all arrays by default) without moving a byte."""
+        chosen = list(self._shards) if names is None else list(names)
+        self._settle(chosen)
+        pins: dict[str, PinnedShard] = {}
+        try:
+            for name in chosen:
+                self.local(name)
+                pins[name] = self._tiers[name].pin(name)
+        except BaseException:
+            Snapshot(self._version, pins).release()
+            raise
+        return Snapshot(self._version, pins)
+
+    def statistics(self) -> StoreStatistics:
+        """Return counters since the store was opened."""
+        queue = self.resources.queue.statistics()
+        held = dict.fromkeys(("device", "host", "disk"), 0)
+        for name, local in self._shards.items():
+            held[self._tiers[name].name] += local.nbytes
+        return StoreStatistics(
+            disk_read_bytes=queue.bytes["read"] + queue.bytes["prefetch"],
+            disk_write_bytes=queue.bytes["write_back"],
+            device_bytes=held["device"],
+            host_bytes=held["host"],
+            disk_bytes=held["disk"],
+            pool_bytes=self.resources.pool.nbytes,
+            pool_peak_bytes=self.resources.pool.peak_bytes,
+            read_wait_s=self._counters.read_wait_s,
+            write_wait_s=self._counters.write_wait_s,
+            pool_wait_s=self._counters.pool_wait_s,
+            pin_wait_s=self._counters.pin_wait_s,
+            queue=queue,
+            fallbacks=tuple(self.resources.files.fallbacks),
+        )
+
+    def close(self) -> None:
+        """Finish what is under way, then give memory, files and the run folder back; a second call does nothing."""
+        if self._closed:
+            return
+        self._settle(list(self._shards))
+        self._closed = True
+        self._drivers.shutdown()
+        self.resources.queue.close()
+        for tier in (self._disk, self._host, self._device):
+            if tier is not None:
+                tier.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
+    """Return `data` as a 1-D numpy array of the spec's data type, without copying."""
+    dtype = numpy_dtype(spec.dtype)
+    if not isinstance(data, np.ndarray):
+        import torch
+
+        found = str(data.dtype).removeprefix("torch.")
+        if data.device.type != "cpu" or data.dim() != 1 or not data.is_contiguous() or found != spec.dtype:
+            raise UsageError(
+                f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
+                f"{found} on {data.device}"
+            )
+        flat = data.detach()
+        return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
+    if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
+        raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
+    return data
+
+
+def _copy(target: Any, source: Array) -> None:
+    """Copy `source` into a view of any tier."""
+    if isinstance(target, np.ndarray):
+        target[:] = source
+    else:
+        import torch
+
+        target.view(torch.uint8).copy_(torch.from_numpy(source.view(np.uint8)))
+
+
+def _host_array(source: Any, dtype: np.dtype[Any]) -> Array:
+    """Return a view of any tier as a numpy array in host memory."""
+    if isinstance(source, np.ndarray):
+        return source
+    import torch
+
+    flat: Array = source.detach().cpu().view(torch.uint8).numpy().view(dtype)
+    return flat

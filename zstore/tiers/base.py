@@ -1,0 +1,153 @@
+"""The contract that every tier keeps: where a rank's shard rests, and how passes and pins reach it.
+
+[Note: a pass]
+All bulk access is a pass over whole chunks, driven by `zstore.stream` from one thread per shard:
+
+    begin(name, mode)                      once; may wait for a pin of memory to be released
+      load(name, span, buffer)             for each span, ahead of its use; the buffer was sized by `span_bytes`
+      views(name, span, buffer)            when the load's ticket is done: one view a chunk, padding left out
+      save(name, span, buffer)             after the consumer changed the views (not in mode READ)
+    end(name, ok)                          once, when every ticket is done; only now a new version is the present one
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec
+from ..io import Priority, Ticket
+from ..partition import Grid
+from ..shardio import IoResources, ShardSummary
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+View = Any
+"""A 1-D numpy array (host, disk) or torch tensor (device) of the array's data type."""
+
+
+class Mode(Enum):
+    """What a pass does with each chunk."""
+
+    READ = "read"
+    """Bring it; changes are lost."""
+    UPDATE = "update"
+    """Bring it and keep the changes."""
+    FILL = "fill"
+    """Do not bring it; the consumer sets every element."""
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The shard of an array that this rank holds."""
+
+    spec: ArraySpec
+    grid: Grid
+    shard: int
+
+    @property
+    def base(self) -> int:
+        """Global flat element where the shard begins."""
+        return self.shard * self.grid.shard_numel
+
+    @property
+    def valid_numel(self) -> int:
+        """Elements that are not padding."""
+        return self.grid.shard_valid_numel(self.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are not padding."""
+        return self.valid_numel * self.spec.itemsize
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of chunk number `chunk`, padding left out."""
+        first = chunk * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent chunks of a shard that travel together."""
+
+    first_chunk: int
+    num_chunks: int
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks."""
+        return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+class PinnedShard(Protocol):
+    """A shard's version that nobody changes until `release()`; usable from any thread but an I/O thread."""
+
+    @property
+    def local(self) -> LocalShard:
+        """Which shard of which array."""
+
+    @property
+    def tier(self) -> str:
+        """Where the pinned bytes rest: device, host or disk."""
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Make the shard file `path` of shard number `shard` on `grid`: a hard link where the disk tier has that very
+        file on the same file system, else a copy; durable when this returns."""
+
+    def release(self) -> None:
+        """Allow changes again; a second call does nothing."""
+
+
+class Tier(ABC):
+    """A resting place for shards. See [Note: a pass] for the order of calls."""
+
+    name: str
+
+    @abstractmethod
+    def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
+        """Register the shard, all zeros, or resting in `memory` where the tier can adopt it."""
+
+    @abstractmethod
+    def is_pinned_in_place(self, name: str) -> bool:
+        """Tell whether `begin` for a change would have to wait for a pin."""
+
+    @abstractmethod
+    def begin(self, name: str, mode: Mode) -> None:
+        """Start a pass."""
+
+    @abstractmethod
+    def span_bytes(self, name: str, num_chunks: int) -> int:
+        """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
+
+    @abstractmethod
+    def load(self, name: str, span: Span, buffer: Bytes, mode: Mode) -> Ticket[None] | None:
+        """Start bringing the span into `buffer`; None where nothing has to move."""
+
+    @abstractmethod
+    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+        """Return a view of each chunk's elements, without padding."""
+
+    @abstractmethod
+    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+        """Start taking the span back; None where nothing has to move."""
+
+    @abstractmethod
+    def end(self, name: str, ok: bool) -> None:
+        """End the pass; with `ok` false the shard keeps its former version where the tier still has it."""
+
+    @abstractmethod
+    def pin(self, name: str) -> PinnedShard:
+        """Pin the present version."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""

@@ -1,0 +1,50 @@
+"""The device tier: shards as torch tensors on the device that computes, or in memory that the caller already has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from ..errors import UsageError
+from .base import Bytes, LocalShard, View
+from .memory import MemoryTier
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceTier(MemoryTier):
+    """Shards as 1-D torch tensors on `device`."""
+
+    name = "device"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self._device = device
+        self.used_bytes = 0
+
+    def _allocate(self, local: LocalShard) -> View:
+        import torch
+
+        self.used_bytes += local.nbytes
+        return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
+
+    def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
+        import torch
+
+        wanted = getattr(torch, local.spec.dtype)
+        if memory.shape != (local.valid_numel,) or memory.dtype != wanted or not memory.is_contiguous():
+            raise UsageError(
+                f"array {local.spec.name!r}: expected contiguous memory of {local.valid_numel} elements of {wanted}, "
+                f"got shape {tuple(memory.shape)} of {memory.dtype}"
+            )
+        return memory.detach()
+
+    def as_bytes(self, view: View) -> Bytes:
+        """See `MemoryTier.as_bytes`; copies from a device that is not the CPU."""
+        import torch
+
+        if view.numel() == 0:
+            return np.empty(0, dtype=np.uint8)
+        return cast(Bytes, view.cpu().view(torch.uint8).numpy())

@@ -1,0 +1,63 @@
+"""The host tier: shards in huge-page memory, counted against the host budget."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import numpy as np
+
+from ..arrays import numpy_dtype
+from ..buffers import HUGE_PAGE_BYTES, make_slab
+from ..errors import BudgetError
+from .base import Bytes, LocalShard, View
+from .memory import MemoryTier
+
+_SLAB_BYTES = 32 * HUGE_PAGE_BYTES
+_ALIGN_BYTES = 64
+
+
+class HostTier(MemoryTier):
+    """Shards in host memory. `limit_bytes` is what the budget leaves for them (None: no limit)."""
+
+    name = "host"
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._slab = make_slab(0)
+        self._slab_used = 0
+        self._lock = threading.Lock()
+
+    def _allocate(self, local: LocalShard) -> View:
+        with self._lock:
+            data = self._take(local)
+        return data[: local.nbytes].view(numpy_dtype(local.spec.dtype))
+
+    def _take(self, local: LocalShard) -> Bytes:
+        nbytes = -(-local.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+            raise BudgetError(
+                f"array {local.spec.name!r} needs {nbytes} bytes of host memory, but {self.used_bytes} of the "
+                f"{self.limit_bytes} bytes that `host_budget_bytes` leaves for state are taken: raise the budget, or "
+                "keep the state on disk (`offload_optimizer.device: nvme`)"
+            )
+        self.used_bytes += nbytes
+        if nbytes > self._slab.size - self._slab_used:
+            # Small shards share slabs; a large one has its own, and leaves the shared slab's rest in use.
+            if nbytes >= _SLAB_BYTES // 4:
+                return make_slab(nbytes)
+            self._slab, self._slab_used = make_slab(_SLAB_BYTES), 0
+        data = self._slab[self._slab_used : self._slab_used + nbytes]
+        self._slab_used += nbytes
+        return data
+
+    def as_bytes(self, view: View) -> Bytes:
+        """See `MemoryTier.as_bytes`; no copy."""
+        return cast(Bytes, view.view(np.uint8))
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        super().close()
+        self._slab = make_slab(0)

@@ -1,0 +1,122 @@
+"""What the host and the device tier share: shards that rest in memory, changed in place, pinned in place."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..io import Priority, Ticket
+from ..partition import Grid
+from ..shardio import IoResources, ShardSummary, write_shard
+from .base import Bytes, LocalShard, Mode, Span, Tier, View
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MemoryTier(Tier):
+    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, LocalShard] = {}
+        self._memory: dict[str, View] = {}
+        self._pins: dict[str, int] = {}
+        self._unpinned = threading.Condition()
+
+    def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
+        """Register the shard; see `Tier.create`."""
+        name = local.spec.name
+        self._memory[name] = self._allocate(local) if memory is None else self._adopt(local, memory)
+        self._shards[name] = local
+        self._pins[name] = 0
+
+    @abstractmethod
+    def _allocate(self, local: LocalShard) -> View:
+        """Return zeroed memory for the shard's unpadded elements."""
+
+    def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
+        raise UsageError(f"array {local.spec.name!r}: only the device tier rests in memory of the caller's")
+
+    @abstractmethod
+    def as_bytes(self, view: View) -> Bytes:
+        """Return the bytes of a view, in host memory."""
+
+    def is_pinned_in_place(self, name: str) -> bool:
+        """See `Tier.is_pinned_in_place`."""
+        return self._pins[name] > 0
+
+    def begin(self, name: str, mode: Mode) -> None:
+        """See `Tier.begin`."""
+        if mode is not Mode.READ:
+            with self._unpinned:
+                self._unpinned.wait_for(lambda: self._pins[name] == 0)
+
+    def span_bytes(self, name: str, num_chunks: int) -> int:
+        """See `Tier.span_bytes`."""
+        return 0
+
+    def load(self, name: str, span: Span, buffer: Bytes, mode: Mode) -> Ticket[None] | None:
+        """See `Tier.load`."""
+        return None
+
+    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+        """See `Tier.views`."""
+        local, memory = self._shards[name], self._memory[name]
+        return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
+
+    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+        """See `Tier.save`."""
+        return None
+
+    def end(self, name: str, ok: bool) -> None:
+        """See `Tier.end`; memory is changed in place, so a failed pass leaves what it did."""
+
+    def pin(self, name: str) -> MemoryPin:
+        """See `Tier.pin`."""
+        with self._unpinned:
+            self._pins[name] += 1
+        return MemoryPin(self, self._shards[name], self._memory[name])
+
+    def unpin(self, name: str) -> None:
+        """Drop one pin of the shard."""
+        with self._unpinned:
+            self._pins[name] -= 1
+            self._unpinned.notify_all()
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._memory.clear()
+
+
+class MemoryPin:
+    """A pinned shard in memory; whoever changes the shard waits for `release`."""
+
+    def __init__(self, tier: MemoryTier, local: LocalShard, memory: View) -> None:
+        self.local = local
+        self._memory = memory
+        self._tier: MemoryTier | None = tier
+        self._owner = tier
+
+    @property
+    def tier(self) -> str:
+        """The tier's name."""
+        return self._owner.name
+
+    def fill(self, first: int, stop: int, out: Bytes) -> None:
+        """Copy global flat elements `[first, stop)`, all of this shard, into `out`."""
+        low = first - self.local.base
+        out[:] = self._owner.as_bytes(self._memory[low : low + stop - first])
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Write the shard file from memory; see `PinnedShard.publish`."""
+        return write_shard(res, path, self.local.spec, grid, shard, self.fill, priority)
+
+    def release(self) -> None:
+        """See `PinnedShard.release`."""
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.unpin(self.local.spec.name)
