@@ -1,0 +1,109 @@
+"""Ranks, what they tell each other, and how one rank's error reaches all."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from zstore.dist import World
+from zstore.errors import DiskFullError, RankError
+from zstore.testing.ranks import run_ranks
+
+
+def _exchange(rank: int) -> dict[str, Any]:
+    world = World.current()
+    values = world.all_gather_object({"rank": rank, "text": "é" * rank})
+    first = world.broadcast_object(["from", rank], source=1)
+    world.barrier()
+    second = world.second()
+    send = torch.arange(world.world_size * 3, dtype=torch.bfloat16).view(world.world_size, 3) + 10 * rank
+    out = torch.empty_like(send)
+    second.all_to_all(out, send, kind="reduce_scatter").wait()
+    gathered = torch.empty(world.world_size * 2, dtype=torch.float16)
+    world.all_gather(gathered, torch.full((2,), rank, dtype=torch.float16))
+    return {
+        "values": values,
+        "first": first,
+        "out": out.tolist(),
+        "gathered": gathered.tolist(),
+        "sent": {kind: world.sent_bytes[kind] for kind in ("reduce_scatter", "all_gather")},
+        "alone": world.second() is world,
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchange(world_size: int) -> None:
+    results = run_ranks(_exchange, world_size)
+    for rank, result in enumerate(results):
+        assert result["values"] == [{"rank": r, "text": "é" * r} for r in range(world_size)]
+        assert result["first"] == ["from", 1]
+        assert result["out"] == [[10 * r + 3 * rank + i for i in range(3)] for r in range(world_size)]
+        assert result["gathered"] == [r for r in range(world_size) for _ in range(2)]
+        # Each rank sends 3 bf16 values, and 2 fp16 values, to each other rank.
+        assert result["sent"] == {"reduce_scatter": (world_size - 1) * 6, "all_gather": (world_size - 1) * 4}
+        assert not result["alone"]
+
+
+def _one_fails(rank: int) -> list[str]:
+    world = World.current()
+    world.raise_together(None)
+    try:
+        world.raise_together(DiskFullError("no room", path="/x") if rank == 1 else None)
+    except DiskFullError as error:
+        return ["own", str(error)]
+    except RankError as error:
+        return ["other", str(error), *map(str, error.failures)]
+    return ["nothing"]
+
+
+def test_an_error_reaches_every_rank() -> None:
+    first, second, third = run_ranks(_one_fails, 3)
+    assert second == ["own", "no room (path=/x)"]
+    for other in (first, third):
+        assert other[0] == "other"
+        assert other[2:] == ["1"]
+        assert "rank 1 of 3 failed" in other[1]
+        assert "DiskFullError: no room (path=/x)" in other[1]
+
+
+def test_alone() -> None:
+    world = World.current()
+    assert (world.rank, world.world_size, world.backend) == (0, 1, None)
+    assert world.second() is world
+    assert world.all_gather_object({"a": 1}) == [{"a": 1}]
+    assert world.broadcast_object(3) == 3
+    out = torch.zeros(2)
+    world.all_gather(out, torch.ones(2))
+    assert out.tolist() == [1, 1]
+    assert not world.sent_bytes
+    world.barrier()
+    world.raise_together(None)
+    with pytest.raises(KeyError):
+        world.raise_together(KeyError("mine"))
+
+
+def _dies(rank: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    World.current().barrier()
+
+
+def _raises(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("rank 0's own reason")
+
+
+def _hangs(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def test_run_ranks_shows_what_went_wrong() -> None:
+    with pytest.raises(RankError, match="exit code 7"):
+        run_ranks(_dies, 2)
+    with pytest.raises(RankError, match="rank 0's own reason"):
+        run_ranks(_raises, 2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed.*timed out.*_hangs"):
+        run_ranks(_hangs, 2, timeout_s=3)

@@ -1,0 +1,170 @@
+"""The ranks of a run and the few collectives that everything else is made of.
+
+[Note: one error for all]
+`World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
+None; where all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type, and
+every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the same order.
+
+Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as torch_dist
+
+from .errors import RankError
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"]
+"""What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until it is done; raise its error."""
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+
+
+class Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(kw_only=True)
+class World:
+    """The ranks of a run, as this rank sees them. Made by `World.current()`."""
+
+    rank: int = 0
+    """This rank, from 0."""
+    world_size: int = 1
+    """Number of ranks."""
+    local_rank: int = 0
+    """This rank's number on its machine."""
+    local_world_size: int = 1
+    """Number of ranks on this machine."""
+    backend: str | None = None
+    """Backend of torch.distributed ("gloo", "nccl"); None alone."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where tensors must lie for the backend's collectives."""
+    group: torch_dist.ProcessGroup | None = None
+    """Process group of the collectives; None is the default one."""
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes that this rank sent to others, by `Kind`. A second world on another group shares the counter."""
+
+    @staticmethod
+    def current() -> World:
+        """Return the world of the process group that is initialised, or a world of one rank."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        cuda = torch.cuda.is_available()
+        if not (torch_dist.is_available() and torch_dist.is_initialized()):
+            return World(local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"))
+        backend = torch_dist.get_backend()
+        world_size = torch_dist.get_world_size()
+        return World(
+            rank=torch_dist.get_rank(),
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            backend=backend,
+            device=torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu"),
+        )
+
+    def second(self) -> World:
+        """Return the same ranks on a process group of their own (a collective); alone, this very world.
+
+        Collectives on two groups need not come in one order, so that one may wait without holding up the other.
+        """
+        if self.world_size == 1:
+            return self
+        return World(**{**self.__dict__, "group": torch_dist.new_group()})
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's `value` (JSON data) in rank order."""
+        if self.world_size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device), kind="control")
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        mine[: data.numel()] = data
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
+        self.all_gather(everyone, mine, kind="control")
+        rows = everyone.cpu().view(self.world_size, longest)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Return rank `source`'s `value` (JSON data) on every rank."""
+        return self.all_gather_object(value if self.rank == source else None)[source]
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        if self.world_size > 1:
+            self.all_gather_object(None)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        text = None if error is None else "".join(traceback.format_exception(error))
+        failures = {rank: text for rank, text in enumerate(self.all_gather_object(text)) if text is not None}
+        if error is not None:
+            raise error
+        if failures:
+            ranks = ", ".join(map(str, failures))
+            raise RankError(f"rank {ranks} of {self.world_size} failed; rank {self.rank} stops with it", failures)
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
+        """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not values."""
+        if self.world_size == 1:
+            out.copy_(mine)
+            return
+        self.sent_bytes[kind] += (self.world_size - 1) * mine.nbytes
+        if mine.numel():
+            _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+
+    def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
+        """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
+
+        The caller must keep both and not touch them until the work is done.
+        """
+        self.sent_bytes[kind] += send.nbytes * (self.world_size - 1) // self.world_size
+        if not send.numel():
+            return Done()
+        flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
+        work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
+        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own reduction."""
+        self.sent_bytes[kind] += send.nbytes * (self.world_size - 1) // self.world_size
+        if not send.numel():
+            return Done()
+        work: Work = _reduce_scatter_single(
+            out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+        )
+        return work
+
+
+# torch 2.13 gave these two new names and warns at the old ones.
+_all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)

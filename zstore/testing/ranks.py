@@ -1,0 +1,157 @@
+"""Real ranks for tests: processes on this machine that talk over gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from zstore.errors import RankError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a child finds its function: tests are not importable by name, so their file goes along."""
+
+    module: str
+    path: str | None
+    name: str
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Run `fn(rank, *args)` in `world_size` new processes of one gloo group; return their results in rank order.
+
+    `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with one
+    thread. Raises RankError with every failed rank's traceback. Where a rank fails, or `timeout_s` passes, all are stopped;
+    after a timeout the error shows where each rank that hung was. No process is left behind.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Ranks are forked from a process that has torch loaded: a start takes a tenth of a second, not two.
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "zstore.testing.ranks"])
+    module = sys.modules[fn.__module__]
+    place = _Place(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
+    with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_child, args=(place, rank, world_size, folder, theirs, args), daemon=True
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            return _collect(ranks, Path(folder), time.monotonic() + timeout_s)
+        finally:
+            for process, connection in ranks:
+                process.kill()
+                process.join()
+                connection.close()
+
+
+def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    while waiting:
+        # Once one rank failed, the others are given a moment to say what they saw of it.
+        limit = min(deadline, time.monotonic() + 2) if failures else deadline
+        ready = wait(list(waiting), timeout=max(0, limit - time.monotonic()))
+        if not ready:
+            if not failures:
+                failures = _where_they_hang(ranks, waiting.values(), folder)
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[index]
+            try:
+                good, value = connection.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ranks[rank][0].join()
+                good, value = False, f"the process ended with exit code {ranks[rank][0].exitcode}"
+            (results if good else failures)[rank] = value
+    if failures:
+        raise RankError(f"rank {', '.join(map(str, sorted(failures)))} of {len(ranks)} failed", failures)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _where_they_hang(ranks: list[tuple[BaseProcess, Connection]], hung: Any, folder: Path) -> dict[int, str]:
+    places: dict[int, str] = {}
+    for rank in hung:
+        process, _ = ranks[rank]
+        trace = folder / f"trace-{rank}"
+        if process.pid is not None and process.is_alive() and trace.exists():
+            os.kill(process.pid, signal.SIGUSR1)
+            end = time.monotonic() + 5
+            while not trace.stat().st_size and time.monotonic() < end:
+                time.sleep(0.01)
+        text = trace.read_text() if trace.exists() else ""
+        places[rank] = f"timed out\n{text}"
+    return places
+
+
+def _child(place: _Place, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]) -> None:
+    with open(Path(folder) / f"trace-{rank}", "w") as trace:
+        faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
+        try:
+            value = _run(place, rank, world_size, folder, args)
+        except BaseException:  # noqa: BLE001 - it is shown in the parent
+            results.send((False, traceback.format_exc()))
+        else:
+            results.send((True, value))
+        results.close()
+        # Threads of a broken group would hold the process up.
+        faulthandler.unregister(signal.SIGUSR1)
+        os._exit(0)
+
+
+def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> Any:
+    import torch
+    import torch.distributed as torch_dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    warnings.simplefilter("error")
+    fn = _load(place)
+    torch_dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    value = fn(rank, *args)
+    torch_dist.destroy_process_group()
+    return value
+
+
+def _load(place: _Place) -> Callable[..., Any]:
+    try:
+        module = importlib.import_module(place.module)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(place.module, place.path or "")
+        if spec is None or spec.loader is None:
+            raise
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[place.module] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in place.name.split("."):
+        found = getattr(found, part)
+    fn: Callable[..., Any] = found
+    return fn
