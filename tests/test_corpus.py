@@ -1,0 +1,162 @@
+"""Text as bytes: order of files, samples by (seed, number) alone, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zstore.errors import ConfigError
+from zstore.tools.corpus import STDLIB_BYTES, Corpus, open_corpus
+
+
+def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:
+    """Files of random bytes below `root`, and what they are laid end to end."""
+    random = np.random.default_rng(7)
+    contents = [random.bytes(size) for size in sizes]
+    for i, content in enumerate(contents):
+        file = root / f"part{i % 2}" / f"{i:03}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    return open_corpus(root), b"".join(contents[0::2] + contents[1::2])
+
+
+def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
+    corpus, whole = make_folder(tmp_path, [10, 0, 1, 300, 7, 0, 25])
+    assert corpus.num_bytes == len(whole)
+    assert corpus.read(0, len(whole)) == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_range_is_read_across_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
+    corpus, whole = make_folder(tmp_path_factory.mktemp("corpus"), sizes)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    count = data.draw(st.integers(0, len(whole) - start))
+    assert corpus.read(start, count) == whole[start : start + count]
+
+
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("no")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "a.txt").write_text("yes")
+    assert open_corpus(tmp_path).read(0, 3) == b"yes"
+    assert open_corpus(tmp_path).num_bytes == 3
+
+
+def test_samples_are_windows_of_the_text(tmp_path: Path) -> None:
+    corpus, whole = make_folder(tmp_path, [50, 40, 60])
+    for number in range(50):
+        ids, labels = corpus.sample(number, 20, seed=1)
+        assert ids.dtype == torch.int64
+        assert ids.shape == (20,)
+        assert bytes(ids.tolist()) in whole
+        assert torch.equal(ids, labels)
+
+
+def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(np.random.default_rng(0).bytes(100_000))
+    corpus = open_corpus(tmp_path / "text")
+    forwards = [corpus.sample(n, 16, seed=3)[0] for n in range(64)]
+    backwards = [open_corpus(tmp_path / "text").sample(n, 16, seed=3)[0] for n in reversed(range(64))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+    assert len({bytes(ids.tolist()) for ids in forwards}) == 64
+    other = [corpus.sample(n, 16, seed=4)[0] for n in range(64)]
+    assert not any(torch.equal(a, b) for a, b in zip(forwards, other, strict=True))
+
+
+def philox(key: tuple[int, int], counter: int) -> int:
+    """First 64 bits of Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    mask = 2**64 - 1
+    block = [counter, 0, 0, 0]
+    first, second = key
+    for _ in range(10):
+        product_0, product_1 = 0xD2E7470EE14C6C93 * block[0], 0xCA5A826395121157 * block[2]
+        block = [
+            product_1 >> 64 ^ block[1] ^ first,
+            product_1 & mask,
+            product_0 >> 64 ^ block[3] ^ second,
+            product_0 & mask,
+        ]
+        first, second = first + 0x9E3779B97F4A7C15 & mask, second + 0xBB67AE8584CAA73B & mask
+    return block[0]
+
+
+def test_the_order_is_fixed_for_all_time(tmp_path: Path) -> None:
+    """A checkpoint resumed with a later version must see the same batches."""
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    corpus = open_corpus(tmp_path / "text")
+    pairs = [(0, 0), (0, 1), (1, 0), (1234, 10**12), (-1, 5), (2**64 - 1, 2**63)]
+    starts = [int(corpus.sample(number, 2, seed=seed)[0][0]) for seed, number in pairs]
+    assert starts == [philox((seed % 2**64, number), counter=1) * 255 >> 64 for seed, number in pairs]
+
+
+def test_places_are_spread_evenly(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    corpus = open_corpus(tmp_path / "text")
+    starts = np.array([int(corpus.sample(n, 2, seed=0)[0][0]) for n in range(4000)])
+    counts = np.bincount(starts // 32, minlength=8)[:8]
+    assert counts.min() > 400
+    assert {int(starts.min()), int(starts.max())} == {0, 254}
+
+
+def test_a_batch_is_its_samples(tmp_path: Path) -> None:
+    corpus, _ = make_folder(tmp_path, [500])
+    ids, labels = corpus.batch([4, 9, 2], 16, seed=0)
+    assert ids.shape == labels.shape == (3, 16)
+    assert torch.equal(ids[1], corpus.sample(9, 16, seed=0)[0])
+
+
+def test_the_standard_library_stands_in() -> None:
+    corpus = open_corpus()
+    assert STDLIB_BYTES * 0.5 < corpus.num_bytes <= STDLIB_BYTES
+    assert b"def " in corpus.read(0, 100_000)
+    assert all(file.suffix == ".py" for file in corpus.files)
+    assert not any({"site-packages", "test", "tests"} & set(file.parts) for file in corpus.files)
+    code = "from zstore.tools.corpus import open_corpus; print(open_corpus().sample(17, 64, 5)[0].tolist())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert other.stdout.strip() == str(corpus.sample(17, 64, 5)[0].tolist())
+
+
+def test_text_as_long_as_one_sample_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"abcdef")
+    assert open_corpus(tmp_path / "text").sample(3, 6, seed=0)[0].tolist() == list(b"abcdef")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_corpus(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"no text \(0 files"):
+        open_corpus(tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match=r"no text \(1 files, 0 bytes\)"):
+        open_corpus(tmp_path / "empty")
+    (tmp_path / "short").write_bytes(b"abc")
+    with pytest.raises(ConfigError, match="holds 3 bytes, but one sample takes 4"):
+        open_corpus(tmp_path / "short").sample(0, 4, seed=0)
+    with pytest.raises(ConfigError, match="2 tokens or more"):
+        open_corpus(tmp_path / "short").require(1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_text_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("abc")
+    (tmp_path / "secret").chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_corpus(tmp_path)
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"x" * 100)
+    corpus = open_corpus(file)
+    file.write_bytes(b"x" * 10)
+    with pytest.raises(ConfigError, match="was changed"):
+        corpus.sample(0, 100, seed=0)

@@ -1,0 +1,177 @@
+"""The shipped models: sizes, tying, causality, loss, sampling; and transformers models by configuration."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from zstore.errors import ConfigError
+from zstore.tools.models import SHIPPED, Gpt, GptConfig, build_model, loss_of, shapes
+
+SMALL = GptConfig(hidden=32, num_layers=2, num_heads=2, max_positions=24)
+
+
+def small_model(config: GptConfig = SMALL) -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "within"), [("gpt-tiny", 1, 0.1), ("gpt-small", 10, 0.1), ("gpt-base", 110, 0.02)]
+)
+def test_sizes_are_what_the_names_promise(name: str, millions: float, within: float) -> None:
+    count = sum(math.prod(shape) for shape in shapes(name).values())
+    assert count == pytest.approx(millions * 1e6, rel=within)
+
+
+def test_shapes_are_those_of_the_built_model_and_list_a_tied_weight_once() -> None:
+    model = build_model("gpt-tiny", seq_len=128)
+    assert shapes("gpt-tiny") == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert "lm_head.weight" not in shapes("gpt-tiny")
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    assert {"transformer.wpe.weight", "transformer.h.3.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.bias"} <= set(
+        state
+    )
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    model = build_model("gpt-tiny", seq_len=128)
+    ids = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
+    assert loss_of(model(input_ids=ids, labels=ids)).item() == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_the_loss_is_the_next_tokens_cross_entropy() -> None:
+    model = small_model()
+    ids = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(1))
+    log_p = model(ids).detach().double().log_softmax(-1)  # [batch, tokens, vocab_size]
+    expected = -sum(log_p[b, t, ids[b, t + 1]] for b in range(3) for t in range(15)) / (3 * 15)
+    assert model(ids, labels=ids).item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_token_sees_none_that_follow() -> None:
+    model = small_model()
+    ids = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(2))
+    changed = ids.clone()
+    changed[0, 10:] = (ids[0, 10:] + 1) % 256
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0, :10], model(changed)[0, :10])
+        assert not torch.allclose(model(ids)[0, 10], model(changed)[0, 10])
+
+
+def test_a_few_steps_learn_a_text_by_heart_and_generate_it() -> None:
+    text = b"the quick brown fox jumps"
+    model = small_model(GptConfig(hidden=64, num_layers=2, num_heads=2, max_positions=32))
+    ids = torch.tensor([list(text)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(ids, labels=ids).backward()
+        optimizer.step()
+    out = model.generate(ids[:, :4], max_new_tokens=len(text) - 4, temperature=0)
+    assert bytes(out[0].tolist()) == text
+
+
+def test_generation_repeats_with_its_generator_and_slides_past_the_last_position() -> None:
+    model = small_model()
+    prompt = torch.zeros(1, 20, dtype=torch.int64)
+    first, second = (model.generate(prompt, 10, 1.0, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert first.shape == (1, 30)
+    assert torch.equal(first, second)
+    assert torch.equal(first[:, :20], prompt)
+
+
+def test_the_seed_gives_the_weights() -> None:
+    assert all(torch.equal(a, b) for a, b in zip(small_model().parameters(), small_model().parameters(), strict=True))
+
+
+def test_seq_len_beyond_the_shipped_positions_gets_more_of_them() -> None:
+    longest = SHIPPED["gpt-tiny"].max_positions
+    assert build_model("gpt-tiny", longest)._modules["transformer"].wpe.num_embeddings == longest
+    assert build_model("gpt-tiny", longest + 1)._modules["transformer"].wpe.num_embeddings == longest + 1
+    with pytest.raises(ConfigError, match="got a sequence of 25 tokens, but the model has 24"):
+        small_model()(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_bad_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of num_heads"):
+        GptConfig(hidden=10, num_layers=1, num_heads=3)
+
+
+NEO = {
+    "model_type": "gpt_neo",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "attention_types": [[["global"], 2]],
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**NEO, **changes}))
+    return path
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_transformers_config_gives_a_model_with_the_same_calls(tmp_path: Path, as_folder: bool) -> None:
+    path = write_config(tmp_path / "neo", torch_dtype="float16")
+    model = build_model(str(path.parent if as_folder else path), seq_len=32)
+    assert isinstance(model, transformers.GPTNeoForCausalLM)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    output = model(input_ids=ids, labels=ids)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss_of(output), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 100}, "vocab_size is 100"),
+        ({"max_position_embeddings": 16}, "max_position_embeddings is 16"),
+        ({"model_type": "no_such"}, "cannot build a causal language model"),
+        ({"model_type": "vit"}, "cannot build a causal language model"),
+        (
+            {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}, "model_type": "x"},
+            "cannot build",
+        ),
+    ],
+)
+def test_configs_that_cannot_serve_are_refused(tmp_path: Path, changes: Mapping[str, object], message: str) -> None:
+    path = write_config(tmp_path / "bad", **changes)
+    with pytest.raises(ConfigError, match=message):
+        build_model(str(path), seq_len=32)
+
+
+def test_broken_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot build"):
+        build_model(str(path), seq_len=32)
+
+
+def test_unknown_names_are_answered_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean gpt-small\?.*gpt-tiny, gpt-small, gpt-base"):
+        build_model("gpt-smal", seq_len=32)
+    with pytest.raises(ConfigError, match=r"config\.json is not there"):
+        build_model(str(tmp_path), seq_len=32)
+
+
+def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(tmp_path / "neo")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"zstore\[hf\]"):
+        build_model(str(path), seq_len=32)

@@ -1,0 +1,152 @@
+"""Text to train on: files read as bytes, and samples that depend on the seed and the sample's number alone.
+
+[Note: sample order] Sample n of a run with seed s starts at the same byte however many ranks share the work and
+whenever the run was resumed: the place is a hash of (s, n), taken from the raw output of numpy's counter-based Philox
+generator (raw output is the same in every numpy version, which numpy does not promise for its distributions).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zstore.errors import ConfigError
+
+STDLIB_BYTES = 8_000_000
+"""How much of the standard library's sources is taken: enough for the demo, and the same few hundred files anywhere."""
+
+_NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Files laid end to end. Only their sizes are kept; a sample's bytes are read when it is asked for."""
+
+    files: tuple[Path, ...]
+    ends: tuple[int, ...]
+    """Where each file ends, in bytes from the beginning of the corpus."""
+    name: str
+    """For messages: the path given, or what stands in for it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files; a byte is a token."""
+        return self.ends[-1]
+
+    def require(self, seq_len: int) -> None:
+        """Raise `ConfigError` unless a sample of `seq_len` tokens can be cut from the text."""
+        if seq_len < 2:
+            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
+        if self.num_bytes < seq_len:
+            raise ConfigError(
+                f"{self.name} holds {self.num_bytes} bytes, but one sample takes {seq_len}: "
+                "give more text or a smaller --seq-len"
+            )
+
+    def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal: the model does the shift by one."""
+        self.require(seq_len)
+        start = _start(number, seed, self.num_bytes - seq_len + 1)
+        ids = torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))
+        return ids, ids.clone()
+
+    def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The samples of `numbers` as `(input_ids, labels)`, int64 [len(numbers), seq_len]."""
+        ids, labels = zip(*(self.sample(number, seq_len, seed) for number in numbers), strict=True)
+        return torch.stack(ids), torch.stack(labels)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """The bytes from `start` on, across files; `ConfigError` when a file has become shorter."""
+        pieces = []
+        index = bisect.bisect_right(self.ends, start)
+        while num_bytes > 0:
+            begin = self.ends[index - 1] if index else 0
+            wanted = min(num_bytes, self.ends[index] - start)
+            piece = _read_at(self.files[index], start - begin, wanted)
+            pieces.append(piece)
+            start += wanted
+            num_bytes -= wanted
+            index += 1
+        return b"".join(pieces)
+
+
+def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
+    """The text file at `path`, or all files below the folder `path` in the order of their names, hidden ones left out.
+
+    Without a path the sources of Python's own standard library, up to `STDLIB_BYTES`. Raises `ConfigError` for a path
+    that is missing, cannot be read, or holds no text.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return _corpus(_stdlib_files(root), f"the standard library ({root})")
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
+    if root.is_dir():
+        return _corpus(_files_below(root), str(root))
+    return _corpus([root], str(root))
+
+
+def _corpus(files: Sequence[Path], name: str) -> Corpus:
+    try:
+        sizes = [file.stat().st_size for file in files]
+        for file in files:
+            with file.open("rb"):
+                pass
+    except OSError as error:
+        raise ConfigError(f"the text in {name} cannot be read: {error}") from error
+    if not sum(sizes):
+        raise ConfigError(f"{name} holds no text ({len(files)} files, 0 bytes): give a file or folder with text in it")
+    return Corpus(files=tuple(files), ends=tuple(itertools.accumulate(sizes)), name=name)
+
+
+def _files_below(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Files in the order of their names; hidden ones and folders named in `skip` are left out."""
+    found = []
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if not name.startswith(".") and name not in skip]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    return list(_until(STDLIB_BYTES, (file for file in _files_below(root, skip=_NOT_TEXT) if file.suffix == ".py")))
+
+
+def _until(max_bytes: int, files: Iterator[Path]) -> Iterator[Path]:
+    taken = 0
+    for file in files:
+        size = file.stat().st_size
+        if taken + size <= max_bytes:
+            taken += size
+            yield file
+
+
+def _read_at(file: Path, offset: int, num_bytes: int) -> bytes:
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        piece = stream.read(num_bytes)
+    if len(piece) != num_bytes:
+        raise ConfigError(
+            f"{file}: expected {num_bytes} bytes at offset {offset}, got {len(piece)}: "
+            "the file was changed while the run read it"
+        )
+    return piece
+
+
+def _start(number: int, seed: int, span: int) -> int:
+    """A place in [0, span) that depends on (seed, number) alone: see [Note: sample order]."""
+    if number < 0:
+        raise ValueError(f"sample numbers start at 0, got {number}")
+    key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)
+    raw = int(np.random.Philox(key=key).random_raw())
+    return raw * span >> 64

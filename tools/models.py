@@ -1,0 +1,246 @@
+"""Models for `zstore train`: three byte-level GPTs in plain torch, and transformers' causal language models by config.
+
+All are called alike, as transformers does it: `model(input_ids=..., labels=...)` with `labels` equal to `input_ids`;
+the model compares each prediction with the token after it. `loss_of` takes the loss out of what comes back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zstore.errors import ConfigError
+
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptConfig:
+    """Shape of a GPT; `hidden` must be a multiple of `num_heads`."""
+
+    hidden: int
+    """Width of the residual stream, in elements."""
+    num_layers: int
+    num_heads: int
+    vocab_size: int = BYTE_VOCABULARY
+    max_positions: int = 1024
+    """Longest sequence in tokens: rows of the position embedding."""
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no model can have."""
+        if self.hidden % self.num_heads:
+            raise ConfigError(f"hidden ({self.hidden}) must be a multiple of num_heads ({self.num_heads})")
+
+
+SHIPPED = {
+    "gpt-tiny": GptConfig(hidden=128, num_layers=4, num_heads=4),
+    "gpt-small": GptConfig(hidden=320, num_layers=8, num_heads=5),
+    "gpt-base": GptConfig(hidden=864, num_layers=12, num_heads=12),
+}
+"""About 1, 10 and 109 million parameters."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention; query, key and value come from one projection."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.c_attn = nn.Linear(config.hidden, 3 * config.hidden)
+        self.c_proj = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        batch, tokens, hidden = x.shape
+        heads = self.c_attn(x).view(batch, tokens, 3, self.num_heads, -1)  # [batch, tokens, 3, heads, head_dim]
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # [batch, heads, tokens, head_dim]
+        projected: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, tokens, hidden))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Two projections around a GELU, four times as wide between them."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.hidden, 4 * config.hidden)
+        self.c_proj = nn.Linear(4 * config.hidden, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        projected: Tensor = self.c_proj(F.gelu(self.c_fc(x)))
+        return projected
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        x = x + self.attn(self.ln_1(x))
+        mixed: Tensor = x + self.mlp(self.ln_2(x))
+        return mixed
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the last norm, under GPT-2's names."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden)
+        self.wpe = nn.Embedding(config.max_positions, config.hidden)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.hidden)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[batch, tokens] int64 -> [batch, tokens, hidden]."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.wte(input_ids) + self.wpe(positions)
+        for block in self.h:
+            x = block(x)
+        normed: Tensor = self.ln_f(x)
+        return normed
+
+
+class Gpt(nn.Module):
+    """A GPT whose output head is its token embedding; weights come from torch's global generator."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self._initialise()
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def _initialise(self) -> None:
+        # Every residual branch adds variance, so the projections that write into the stream start smaller.
+        into_stream = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.transformer.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=into_stream if name.endswith("c_proj.weight") else 0.02)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits [batch, tokens, vocab_size], or, given `labels` [batch, tokens], the mean loss as a scalar in fp32.
+
+        `labels` are the tokens at the same places as `input_ids`; the model does the shift by one. Raises `ConfigError`
+        for sequences longer than `max_positions`.
+        """
+        if input_ids.shape[1] > self.config.max_positions:
+            raise ConfigError(
+                f"got a sequence of {input_ids.shape[1]} tokens, but the model has {self.config.max_positions} "
+                "positions: shorten it, or build the model with a longer seq_len"
+            )
+        logits: Tensor = self.lm_head(self.transformer(input_ids))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`prompt_ids` [batch, tokens] followed by `max_new_tokens` sampled ones; temperature 0 takes the likeliest."""
+        ids = prompt_ids
+        for _ in range(max_new_tokens):
+            logits = self(ids[:, -self.config.max_positions :])[:, -1].float()  # [batch, vocab_size]
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, chosen], dim=1)
+        return ids
+
+
+def build_model(name_or_path: str, seq_len: int) -> nn.Module:
+    """An fp32 model with random weights for sequences of `seq_len` tokens.
+
+    `name_or_path` is one of `SHIPPED`, or the path of a transformers `config.json` or its folder (extra `hf`).
+    Raises `ConfigError` when it is neither, when transformers is not installed, or when the model cannot take bytes or
+    `seq_len` tokens.
+    """
+    shipped = SHIPPED.get(name_or_path)
+    if shipped is not None:
+        return Gpt(replace(shipped, max_positions=max(shipped.max_positions, seq_len)))
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise ConfigError(_unknown(name_or_path, path))
+    return _build_transformers(path, seq_len)
+
+
+def shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape of a shipped model; no tensor is filled. The tied output head is not listed again."""
+    with torch.device("meta"):
+        model = Gpt(SHIPPED[name])
+    return {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returned for `labels`: the tensor itself, or the `loss` of a transformers output."""
+    loss = output if isinstance(output, Tensor) else output.loss
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the model returned no loss for labels but {type(output).__name__}: it cannot be trained on text"
+        )
+    return loss
+
+
+def _unknown(name: str, path: Path) -> str:
+    near = difflib.get_close_matches(name, SHIPPED, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    looked = f"{path} is not there" if path.name == "config.json" else "no such file"
+    return (
+        f"unknown model {name!r}{hint}: expected one of {', '.join(SHIPPED)}, or the path of a "
+        f"transformers config.json or of a folder that holds one ({looked})"
+    )
+
+
+def _build_transformers(path: Path, seq_len: int) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"{path} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_transformers(config, path, seq_len)
+        model = AutoModelForCausalLM.from_config(config)
+    except ConfigError:
+        raise
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
+    built: nn.Module = model.float()
+    return built
+
+
+def _check_transformers(config: Any, path: Path, seq_len: int) -> None:
+    vocab_size = getattr(config, "vocab_size", BYTE_VOCABULARY)
+    if vocab_size < BYTE_VOCABULARY:
+        raise ConfigError(
+            f"{path}: vocab_size is {vocab_size}, but text is read as bytes and needs {BYTE_VOCABULARY} or more"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or seq_len
+    if positions < seq_len:
+        raise ConfigError(f"{path}: max_position_embeddings is {positions}, but the sequences have {seq_len} tokens")
