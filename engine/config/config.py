@@ -1,0 +1,302 @@
+"""A config as the engine reads it: loaded, then resolved for a run."""
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from zstore.errors import ConfigError, UsageError
+
+from .jsonc import load_jsonc
+from .parse import Notice, parse
+from .resolve import BatchSizes, ResolveContext, resolve_settings
+from .schema import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss is scaled in fp16."""
+
+    static_scale: float | None
+    """Fixed factor, or None: the scale is dynamic, by the fields below."""
+    init_scale: float
+    window: int
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int
+    """Overflows after which the scale halves."""
+    min_scale: float
+    consecutive_hysteresis: bool
+    """Whether a step without overflow restores the hysteresis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam's arguments."""
+
+    type: Literal["Adam", "AdamW"]
+    """As written; `adam_w_mode` says what is meant."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool
+    """Whether weight decay is decoupled (AdamW)."""
+
+
+class WarmupParams(TypedDict):
+    """Arguments of WarmupLR."""
+
+    warmup_min_lr: float
+    warmup_max_lr: float | None
+    """None: the lr of each parameter group."""
+    warmup_num_steps: int
+    warmup_type: Literal["log", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The learning rate's schedule."""
+
+    type: Literal["WarmupLR"]
+    params: WarmupParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where state rests."""
+
+    device: Literal["none", "cpu", "nvme"]
+    nvme_path: Path | None
+    """Absolute; not None with "nvme"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoConfig:
+    """How the I/O threads work."""
+
+    block_bytes: int
+    """Largest request, a multiple of 4096."""
+    queue_depth: int
+    """Requests that may wait for a thread."""
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A sound config, made by `load_config`. Its properties are there once `resolve` has filled in "auto"."""
+
+    settings: Settings
+    """Every key, typed."""
+    source: str
+    """Where it was read from, for messages."""
+    reported: tuple[Notice, ...] = ()
+    resolved: bool = False
+
+    def notices(self) -> list[Notice]:
+        """Return each key that was set and does not act, once, with the reason."""
+        return list(self.reported)
+
+    def report(self) -> list[str]:
+        """Return the notices as lines to print, those with the same reason in one."""
+        keys: dict[str, list[str]] = {}
+        for notice in self.reported:
+            keys.setdefault(notice.message, []).append(notice.key)
+        return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
+
+    def resolve(self, context: ResolveContext) -> "Config":
+        """Return this config with every "auto" and the batch sizes filled in from `context`.
+
+        Raises ConfigError that names all keys that cannot be, or contradict at this world size.
+        """
+        settings, problems = resolve_settings(self.settings, context)
+        if problems:
+            raise _error(self.source, problems)
+        notices = list(self.reported)
+        for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
+            if passed and getattr(self.settings, key) is not None:
+                notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
+                notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
+        return replace(self, settings=settings, reported=tuple(notices), resolved=True)
+
+    def _plain(self, value: Any) -> Any:
+        if not self.resolved:
+            raise UsageError('this config may still say "auto": call resolve() and read what it returns')
+        return value
+
+    @property
+    def batch(self) -> BatchSizes:
+        """Samples per step, per forward, and forwards per step."""
+        s = self.settings
+        return BatchSizes(
+            train_batch_size=self._plain(s.train_batch_size),
+            micro_batch_size=self._plain(s.train_micro_batch_size_per_gpu),
+            accumulation_steps=self._plain(s.gradient_accumulation_steps),
+        )
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Type of parameters and gradients; masters are fp32 always."""
+        if self._plain(self.settings.bf16.enabled):
+            return "bf16"
+        return "fp16" if self._plain(self.settings.fp16.enabled) else "fp32"
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss is scaled; None but in fp16."""
+        fp16 = self.settings.fp16
+        if self.precision != "fp16":
+            return None
+        return LossScaling(
+            static_scale=fp16.loss_scale or None,
+            init_scale=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            min_scale=fp16.min_loss_scale,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+        )
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        """The optimizer to build; None where the caller passes one."""
+        section = self.settings.optimizer
+        if section is None:
+            return None
+        params, decoupled = section.params, section.type == "AdamW" or section.params.adam_w_mode
+        decay = 0.01 if params.torch_adam and decoupled else 0.0
+        return OptimizerConfig(
+            type=section.type,
+            lr=self._plain(params.lr),
+            betas=self._plain(params.betas),
+            eps=self._plain(params.eps),
+            weight_decay=self._plain(decay if params.weight_decay is None else params.weight_decay),
+            adam_w_mode=decoupled,
+        )
+
+    @property
+    def scheduler(self) -> SchedulerConfig | None:
+        """The schedule to build; None where there is none or the caller passes one."""
+        section = self.settings.scheduler
+        if section is None:
+            return None
+        params, optimizer = section.params, self.optimizer
+        highest = self._plain(params.warmup_max_lr)
+        return SchedulerConfig(
+            type=section.type,
+            params={
+                "warmup_min_lr": self._plain(params.warmup_min_lr),
+                "warmup_max_lr": optimizer.lr if highest is None and optimizer is not None else highest,
+                "warmup_num_steps": self._plain(params.warmup_num_steps),
+                "warmup_type": params.warmup_type,
+            },
+        )
+
+    @property
+    def gradient_clipping(self) -> float:
+        """Largest global norm of the gradients; 0: off."""
+        return float(self._plain(self.settings.gradient_clipping))
+
+    @property
+    def stage(self) -> int:
+        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        return self.settings.zero_optimization.stage
+
+    @property
+    def offload_optimizer(self) -> OffloadConfig:
+        """Where the optimizer state rests."""
+        section = self.settings.zero_optimization.offload_optimizer
+        return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
+
+    @property
+    def offload_param(self) -> OffloadConfig:
+        """Where parameters are asked to rest; not built yet."""
+        section = self.settings.zero_optimization.offload_param
+        return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
+
+    @property
+    def reduce_bucket_numel(self) -> int:
+        """Elements of gradients reduced in one collective."""
+        return int(self._plain(self.settings.zero_optimization.reduce_bucket_size))
+
+    @property
+    def allgather_bucket_numel(self) -> int:
+        """Elements of parameters gathered in one collective."""
+        return int(self._plain(self.settings.zero_optimization.allgather_bucket_size))
+
+    @property
+    def persistence_threshold_numel(self) -> int:
+        """Parameters with fewer elements keep their gathered copy (stage 3)."""
+        return int(self._plain(self.settings.zero_optimization.stage3_param_persistence_threshold))
+
+    @property
+    def io(self) -> IoConfig:
+        """How the I/O threads work."""
+        aio, threads = self.settings.aio, self.settings.zstore.io_threads
+        return IoConfig(
+            block_bytes=aio.block_size, queue_depth=aio.queue_depth, num_threads=threads or aio.thread_count
+        )
+
+    @property
+    def steps_per_print(self) -> int:
+        """Steps between lines of progress; 0: none."""
+        return self.settings.steps_per_print
+
+    @property
+    def host_budget_bytes(self) -> int | Literal["auto"] | None:
+        """Bytes of host memory per machine; "auto": a share of what is available; None: no limit was set."""
+        return self.settings.zstore.host_budget_bytes
+
+    @property
+    def verify_reads(self) -> bool:
+        """Whether checksums are verified on every read."""
+        return self.settings.zstore.verify_reads
+
+    @property
+    def keep(self) -> int | None:
+        """Checkpoints that stay when a new one is saved; None: all."""
+        return self.settings.zstore.keep
+
+    @property
+    def seed(self) -> int:
+        """Seed of data order and dropout."""
+        return self.settings.seed
+
+
+def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+    """Return the config in `source`, a dict (copied, never changed) or the path of a JSON file with comments.
+
+    Raises ConfigError that names every problem found.
+    """
+    if isinstance(source, Mapping):
+        name, raw = "config", copy.deepcopy(dict(source))
+    elif isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        raw = load_jsonc(_read(name), name)
+    else:
+        raise ConfigError(f"expected a config as dict or as the path of a JSON file, got {type(source).__name__}")
+    settings, problems, notices = parse(raw)
+    if problems:
+        raise _error(name, [problem.message for problem in problems])
+    return Config(settings=settings, source=name, reported=tuple(notices), resolved=False)
+
+
+def _read(path: str) -> str:
+    """Return the text of a config file."""
+    if path.lstrip().startswith("{"):
+        raise ConfigError(
+            "expected the path of a config file, got JSON text; pass json.loads(text), or write it to a file"
+        )
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+
+
+def _error(source: str, problems: list[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(f"{source}: {problems[0]}")
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    return ConfigError(f"{source}: {len(problems)} problems in the config:{listed}")

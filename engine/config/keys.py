@@ -1,0 +1,116 @@
+"""What a config key is here: its status, and the base of all sections of the schema."""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic.fields import FieldInfo
+
+from .values import Rule, show
+
+
+class Status(Enum):
+    """What becomes of a key that is set."""
+
+    BUILT = "acts"
+    """It does what it says."""
+    NOT_YET = "not yet"
+    """It will act in a later version; until then it is reported."""
+    NO_EFFECT = "no effect"
+    """Nothing is left to do for it in this design, or leaving it out harms nothing; it is reported."""
+    REFUSED = "refused"
+    """Training without it would not be what the config asks for: an error."""
+
+
+def _key(default: Any, status: Status, why: str = "", quiet: tuple[Any, ...] = ()) -> Any:
+    return Field(default=default, json_schema_extra={"status": status.name, "why": why, "quiet": list(quiet)})
+
+
+def built(default: Any) -> Any:
+    """A key that acts."""
+    return _key(default, Status.BUILT)
+
+
+def not_yet(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+    """A key of a later version. `why` says what happens until then; the default and `quiet` ask for just that."""
+    return _key(default, Status.NOT_YET, why, quiet)
+
+
+def no_effect(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+    """A key that never acts, because of `why`."""
+    return _key(default, Status.NO_EFFECT, why, quiet)
+
+
+def refused(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+    """A key that is an error with any other value; `why` says what to do instead."""
+    return _key(default, Status.REFUSED, why, quiet)
+
+
+def about(field: FieldInfo) -> tuple[Status, str, list[Any]]:
+    """Return status, reason and quiet values of a field made by the functions above."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict):
+        return Status.BUILT, "", []
+    quiet = extra["quiet"]
+    return Status[str(extra["status"])], str(extra["why"]), quiet if isinstance(quiet, list) else []
+
+
+def rule_of(field: FieldInfo) -> Rule | None:
+    """Return the rule that reads a field's value, None where the field is a section."""
+    for part in field.metadata:
+        if isinstance(part, PlainValidator) and isinstance(part.func, Rule):
+            return part.func
+    return None
+
+
+class Section(BaseModel):
+    """An object of the config. Frozen; unknown keys are errors; null is the same as leaving the key out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
+
+    renames: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of keys."""
+    switch: ClassVar[str | None] = None
+    """The key that turns the section on; where it is off, the other keys ask for nothing."""
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Return `data` in today's form. Raises ValueError where old and new forms contradict."""
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, data: object) -> object:
+        data = cls.rewrite(data)
+        if not isinstance(data, Mapping):
+            raise ValueError(
+                f"expected an object with keys as {', '.join(list(cls.model_fields)[:3])}; got {show(data)}"
+            )
+        known = {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+        for spelling, name in cls.renames.items():
+            value = known.pop(spelling, None)
+            if value is not None and known.setdefault(name, value) != value:
+                values = f"one is {show(value)} and one {show(known[name])}"
+                raise ValueError(f'"{spelling}" and "{name}" are the same setting, but {values}; keep one')
+        return known
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the section's switch is off."""
+        return self.switch is not None and getattr(self, self.switch) in (False, "none")
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section that a field holds, None where it holds a value."""
+    kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield (dotted path, field) of each key of `section` and of the sections in it, in the order of the schema."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        inner = section_of(field)
+        if inner is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")

@@ -1,0 +1,201 @@
+"""From what was written to `Settings`: every problem is found and named by its key, and every key that does not act."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from .keys import Section, Status, about, known_keys, rule_of, section_of
+from .schema import Settings
+from .values import Anything, is_off, show
+
+_EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """A key that was set and does not act, or not as it could be read."""
+
+    key: str
+    """Dotted path, as written."""
+    message: str
+    """What happens instead, or why nothing is left to do."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong, and the keys that it is about."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
+    """Return settings, problems and notices of `raw`, all of them; with problems, the settings mean nothing."""
+    problems: list[Problem] = []
+    sound = dict(raw)
+    while True:
+        try:
+            settings = Settings.model_validate(sound)
+            break
+        except ValidationError as failure:
+            # What is wrong is taken out and the rest is read again, so that checks across keys are made too.
+            for error in failure.errors(include_url=False):
+                path = tuple(map(str, error["loc"]))
+                problems.append(_problem(sound, path, error))
+                sound = _without(sound, path)
+    broken = {key for problem in problems for key in problem.keys}
+    for section in ("optimizer", "scheduler"):
+        if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
+            problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
+    found, notices = _review(settings, sound)
+    problems += [problem for problem in [*found, *_contradictions(settings)] if not broken & set(problem.keys)]
+    return settings, problems, notices
+
+
+def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
+    """Return what pydantic's `error` at `path` means, with the key as it was written."""
+    section: type[Section] = Settings
+    written: list[str] = []
+    for name in path:
+        spelled = _spelled(raw, section, name)
+        written.append(spelled)
+        raw = raw.get(spelled) if isinstance(raw, Mapping) else None
+        field = section.model_fields.get(name)
+        section = (section_of(field) if field else None) or section
+    key = ".".join(written)
+    if error["type"] == "extra_forbidden":
+        return Problem(keys=(key,), message=f"{key}: unknown key{_nearest(section, path)}")
+    if error["type"] == "missing":
+        rule = rule_of(section.model_fields[path[-1]])
+        return Problem(keys=(key,), message=f"{key}: the key is missing; expected {rule}")
+    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    return Problem(keys=(key,), message=f"{key}: {message}" if key else message)
+
+
+def _nearest(section: type[Section], path: tuple[str, ...]) -> str:
+    """Return the end of a sentence that names the known key nearest to an unknown one."""
+    prefix = "".join(f"{part}." for part in path[:-1])
+    here = [*section.model_fields, *section.renames]
+    elsewhere = [key for key in _EVERY_KEY if key.rpartition(".")[2] == path[-1]]
+    if elsewhere:
+        return f"; it belongs {_home(elsewhere[0])}"
+    close = difflib.get_close_matches(path[-1], here, n=1)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    far = difflib.get_close_matches(path[-1], [key.rpartition(".")[2] for key in _EVERY_KEY], n=1)
+    if far:
+        return f"; did you mean {next(key for key in _EVERY_KEY if key.rpartition('.')[2] == far[0])}?"
+    nearest = difflib.get_close_matches(path[-1], here, n=1, cutoff=0.0)
+    return f"; the nearest known key is {prefix}{nearest[0]}"
+
+
+def _home(key: str) -> str:
+    """Return where a key stands, for a sentence."""
+    section = key.rpartition(".")[0]
+    return f"into {section}" if section else "to the top of the config"
+
+
+def _spelled(raw: Any, section: type[Section], name: str) -> str:
+    """Return how `raw` spells the key `name` of `section`."""
+    if not isinstance(raw, Mapping) or raw.get(name) is not None:
+        return name
+    return next((other for other, target in section.renames.items() if target == name and other in raw), name)
+
+
+def _without(raw: Any, path: tuple[str, ...], section: type[Section] = Settings) -> Any:
+    """Return a copy of `raw` without the key at `path`, however spelled; without its section if that needs the key."""
+    if not path or not isinstance(raw, Mapping):
+        return {}
+    names = {path[0], *(other for other, target in section.renames.items() if target == path[0])}
+    copy = {name: value for name, value in raw.items() if str(name) not in names}
+    field = section.model_fields.get(path[0])
+    inner = section_of(field) if field else None
+    if inner is not None and len(path) > 1:
+        spelled, last = _spelled(raw, section, path[0]), inner.model_fields.get(path[1])
+        if spelled in raw and (len(path) > 2 or last is None or not last.is_required()):
+            copy[spelled] = _without(raw[spelled], path[1:], inner)
+    return copy
+
+
+def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:
+    """Return the refused keys and the ones that do not act, among those set in `section` and what lies in it."""
+    problems: list[Problem] = []
+    notices: list[Notice] = []
+    for name, field in type(section).model_fields.items():
+        if name not in section.model_fields_set or (section.is_off and name != section.switch):
+            continue
+        value = getattr(section, name)
+        spelled = _spelled(raw, type(section), name)
+        key = prefix + spelled
+        if isinstance(value, Section):
+            inner = _review(value, raw.get(spelled) if isinstance(raw, Mapping) else None, f"{key}.")
+            problems += inner[0]
+            notices += inner[1]
+            continue
+        status, why, quiet = about(field)
+        asks = value != field.default and value not in quiet and not _can_be_off(field, value)
+        off_switch = name == section.switch and section.is_off
+        if status is Status.REFUSED and asks:
+            problems.append(Problem(keys=(key,), message=f"{key}: {show(value)} is not supported: {why}"))
+        elif status in (Status.NOT_YET, Status.NO_EFFECT) and asks and not off_switch:
+            when = "not built yet: " if status is Status.NOT_YET else "no effect: "
+            notices.append(Notice(key=key, message=when + why))
+    return problems, notices + ([] if prefix else list(_idle(section)))
+
+
+def _can_be_off(field: FieldInfo, value: object) -> bool:
+    """Whether a value whose content is not read asks for nothing."""
+    rule = rule_of(field)
+    return isinstance(rule, Anything) and rule.can_be_off and is_off(value)
+
+
+def _idle(settings: Section) -> Iterator[Notice]:
+    """Yield the keys that act in general, but not with the other keys of this config."""
+    if not isinstance(settings, Settings):
+        return
+    zero = settings.zero_optimization
+    if zero.stage != 3 and "stage3_param_persistence_threshold" in zero.model_fields_set:
+        key = "zero_optimization.stage3_param_persistence_threshold"
+        yield Notice(
+            key=key, message=f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}"
+        )
+    if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
+        yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
+    optimizer = settings.optimizer
+    if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
+        message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
+        yield Notice(key="optimizer.params.adam_w_mode", message=message)
+
+
+def _contradictions(settings: Settings) -> Iterator[Problem]:
+    """Yield what is wrong between keys that are each right by themselves."""
+    zero = settings.zero_optimization
+    if settings.fp16.enabled is True and settings.bf16.enabled is True:
+        yield _clash(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
+    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        key = f"zero_optimization.{name}"
+        if offload.device == "nvme" and offload.nvme_path is None:
+            message = 'the device is "nvme"; give the absolute path of a folder on the drive'
+            yield _clash((f"{key}.nvme_path", f"{key}.device"), message)
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
+        yield _clash(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        message = f'"{zero.offload_param.device}" needs stage 3; got stage {zero.stage}'
+        yield _clash(("zero_optimization.offload_param.device", "zero_optimization.stage"), message)
+    threads = settings.zstore.io_threads
+    if threads is not None and "thread_count" in settings.aio.model_fields_set and threads != settings.aio.thread_count:
+        message = f"these are the same setting, but one is {threads} and one {settings.aio.thread_count}; keep one"
+        yield _clash(("zstore.io_threads", "aio.thread_count"), message)
+
+
+def _clash(keys: tuple[str, ...], message: str) -> Problem:
+    return Problem(keys=keys, message=f"{' and '.join(keys)}: {message}")

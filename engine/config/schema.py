@@ -1,0 +1,206 @@
+"""The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
+
+Each key is followed by what it does, its unit and limits, and why its default is what it is; `docs/config.md` is made
+from this. A key's status (`keys.Status`) says what becomes of it. Keys that are not BUILT default to what happens
+without them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator
+
+from .keys import Section, built, no_effect, not_yet, refused
+from .sections import (
+    KERNEL,
+    ActivationCheckpointingSection,
+    AioSection,
+    Bf16Section,
+    CheckpointSection,
+    CommsLoggerSection,
+    CsvMonitorSection,
+    DataType,
+    DataTypesSection,
+    FlopsProfilerSection,
+    Fp16Section,
+    OptimizerSection,
+    SchedulerSection,
+    TensorboardSection,
+    WandbSection,
+)
+from .values import (
+    Auto,
+    AutoReal,
+    Bool,
+    Count,
+    MaybeAutoPositive,
+    MaybePositive,
+    OneOf,
+    Real,
+    Unread,
+    Whole,
+)
+from .zero import ZeroSection
+
+_NO_MONITOR = "this monitor is not offered; use tensorboard, wandb or csv_monitor"
+_MEAN = "gradients are averaged in one fixed way, the one whose bits are tested"
+
+
+class ZstoreSection(Section):
+    """Settings of zstore's own."""
+
+    host_budget_bytes: Annotated[int | Auto | None, PlainValidator(Whole(minimum=1, words=("auto",)))] = built(None)
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there. "auto": 60 % of
+    what is available. Unset: with nvme, only buffers are in memory."""
+    verify_reads: Bool = built(True)
+    """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
+    keep: MaybePositive = built(None)
+    """Checkpoints that stay when a new one is saved, newest first. Unset: all, since deleting is not ours to start."""
+    io_threads: MaybePositive = built(None)
+    """The same as aio.thread_count; unset: what stands there."""
+    step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = not_yet(
+        "auto", "the update runs in step(), after the backward", quiet=("none",)
+    )
+    """When the update runs: after the backward, within it, or before the next forward; the same bits in all."""
+    split_master: Bool = not_yet(False, "the fp32 master is stored whole")
+    """Keep the master as the bf16 weight and its low 16 bits: less traffic, the same bits. Needs bf16."""
+    durability: Annotated[str, PlainValidator(OneOf(options=("checkpoint", "step")))] = not_yet(
+        "checkpoint", "what was not saved is lost when a process is killed"
+    )
+    """What survives a killed process: the last checkpoint, or the last step."""
+
+
+class Settings(Section):
+    """The whole config."""
+
+    renames: ClassVar[Mapping[str, str]] = {
+        "bfloat16": "bf16",
+        "seq_parallel_communication_data_type": "seq_parallel_comm_data_type",
+    }
+
+    train_batch_size: MaybeAutoPositive = built(None)
+    """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
+    two of the three give the third. "auto" here and in the next two: what the caller gives."""
+    train_micro_batch_size_per_gpu: MaybeAutoPositive = built(None)
+    """Samples that one rank takes through one forward and backward."""
+    gradient_accumulation_steps: MaybeAutoPositive = built(None)
+    """Micro-batches per step; 1 where it cannot be derived."""
+    optimizer: OptimizerSection | None = None
+    scheduler: SchedulerSection | None = None
+    fp16: Fp16Section = Fp16Section()
+    bf16: Bf16Section = Bf16Section()
+    gradient_clipping: AutoReal = built(0.0)
+    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off, as in DeepSpeed's code."""
+    zero_optimization: ZeroSection = ZeroSection()
+    aio: AioSection = AioSection()
+    zstore: ZstoreSection = ZstoreSection()
+    seed: Count = built(1234)
+    """Seed of data order and dropout. Fixed, so that two runs that say nothing about it agree."""
+    steps_per_print: Count = built(10)
+    """Steps between lines of progress; 0: none."""
+    wall_clock_breakdown: Bool = not_yet(False, "engine.statistics() has times by link")
+    """Print the time of forward, backward and step."""
+    memory_breakdown: Bool = not_yet(False, "engine.statistics() has bytes by tier")
+    """Print the memory in use."""
+    dump_state: Bool = not_yet(False, "the plan of what rests where is printed in any case")
+    """Print the engine's state at the start."""
+    tensorboard: TensorboardSection = TensorboardSection()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    wandb: WandbSection = WandbSection()
+    comet: Unread = no_effect(None, _NO_MONITOR)
+    """Metrics for Comet."""
+    trackio: Unread = no_effect(None, _NO_MONITOR)
+    """Metrics for Trackio."""
+    dataloader_drop_last: Bool = not_yet(False, "the returned loader deals whole batches only")
+    """Drop the last batch of an epoch where it is short."""
+    log_level: Unread = no_effect(None, "use Python's logging")
+    """How much is logged."""
+    disable_python_gc: Bool = not_yet(False, "Python's collector is left as it is")
+    """Collect garbage only when asked to."""
+    activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: DataType = no_effect(None, "gradients are reduced in their own type", quiet=("none",))
+    """Type in which gradients are reduced."""
+    seq_parallel_comm_data_type: DataType = no_effect(None, "there is no sequence parallelism", quiet=("none",))
+    """Type of sequence-parallel traffic."""
+    prescale_gradients: Bool = no_effect(False, _MEAN)
+    """Divide gradients before they are reduced."""
+    gradient_predivide_factor: Real = no_effect(1.0, _MEAN)
+    """Part of the division that comes before the reduction."""
+    gradient_allreduce_op: Annotated[str, PlainValidator(OneOf(options=("mean", "sum")))] = refused(
+        "mean", "gradients are averaged over train_batch_size; multiply the loss instead"
+    )
+    """Average or sum gradients over the ranks."""
+    managed_gradient_accumulation: Bool = refused(True, "step() is called after each micro-batch and acts on the last")
+    """Count micro-batches in the engine."""
+    sparse_gradients: Bool = no_effect(False, "gradients are dense")
+    """Reduce sparse gradients of embeddings as such."""
+    disable_allgather: Bool = no_effect(False, "updated shards are always all-gathered")
+    """Broadcast updated shards."""
+    zero_allow_untested_optimizer: Bool = no_effect(
+        False, "every element-wise optimizer is allowed, others are refused"
+    )
+    """Allow optimizers that were not tested."""
+    zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
+    """Insist on DeepSpeed's CPU Adam for offloaded state."""
+    graph_harvesting: Bool = no_effect(False, "no graph is captured")
+    """Capture CUDA graphs."""
+    use_data_before_expert_parallelism: Bool = no_effect(False, "there is no expert parallelism")
+    """Order of process groups."""
+    vocabulary_size: Unread = no_effect(None, "it follows from the model")
+    """Size for a check of alignment."""
+    timers: Unread = no_effect(None, "engine.statistics() has the times")
+    """How time is taken."""
+    nebula: Unread = no_effect(None, "saving does not stall training, without another service")
+    """Another checkpoint service."""
+    datastates_ckpt: Unread = no_effect(None, "saving does not stall training, without another library")
+    """Another checkpoint library."""
+    flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
+    comms_logger: CommsLoggerSection = CommsLoggerSection()
+    amp: Unread = refused(None, "Apex is no longer kept up; use bf16 or fp16")
+    """Apex mixed precision."""
+    torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
+    """Let the engine run torch.autocast."""
+    sparse_attention: Unread = refused(None, "choose the attention in the model")
+    """Sparse attention kernels."""
+    compile: Unread = refused(None, "call torch.compile on the model's blocks", quiet=({},))
+    """DeepCompile."""
+    elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
+    """Batch sizes from a list of world sizes."""
+    autotuning: Unread = refused(None, "there is no autotuner; remove the section")
+    """Search for a config."""
+    pipeline: Unread = refused(None, "there is no pipeline parallelism; remove the section")
+    """Pipeline parallelism."""
+    tensor_parallel: Unread = refused(None, "there is no tensor parallelism; remove the section")
+    """Tensor parallelism."""
+    expert_parallel: Unread = refused(None, "there is no expert parallelism; remove the section")
+    """Expert parallelism."""
+    sequence_parallel_size: Annotated[int, PlainValidator(Whole(minimum=1))] = refused(
+        1, "there is no sequence parallelism"
+    )
+    """Ranks that share a sequence."""
+    hybrid_engine: Unread = refused(None, "there is no inference engine; remove the section")
+    """Inference within training."""
+    compression_training: Unread = refused(None, "compression changes the model; remove the section")
+    """Quantize and prune while training."""
+    quantize_training: Unread = refused(None, "quantization changes the model; remove the section")
+    """Quantize while training."""
+    weight_quantization: Unread = refused(None, "quantization changes the model; remove the section")
+    """Quantize weights at load."""
+    eigenvalue: Unread = refused(None, "it serves quantize_training; remove the section")
+    """Curvature for quantization."""
+    progressive_layer_drop: Unread = refused(None, "drop layers in the model's forward")
+    """Drop layers while training."""
+    curriculum_learning: Unread = refused(None, "order the data in your data set")
+    """Sequence lengths that grow."""
+    data_efficiency: Unread = refused(None, "order and drop the data in your data set")
+    """Sampling and token dropping."""
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take an endless steps_per_print, as Accelerate writes it, for "never"."""
+        if isinstance(data, Mapping) and data.get("steps_per_print") == float("inf"):
+            known: dict[Any, Any] = dict(data)
+            return known | {"steps_per_print": 0}
+        return data

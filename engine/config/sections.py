@@ -1,0 +1,320 @@
+"""The sections of a config but `zero_optimization`: precision, optimizer, schedule, I/O, monitors, checkpoints."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import PlainValidator
+
+from .keys import Section, built, no_effect, not_yet, refused
+from .values import (
+    Auto,
+    AutoBool,
+    AutoPositive,
+    AutoReal,
+    Bool,
+    Leftover,
+    MaybeAutoReal,
+    MaybeName,
+    MaybePositive,
+    Name,
+    Number,
+    OneOf,
+    Pair,
+    Positive,
+    Real,
+    Unread,
+    Whole,
+)
+
+_CLIENT = "pass an optimizer that does it to initialize(optimizer=...)"
+_OTHER = "it belongs to another optimizer and means nothing to Adam; remove it"
+KERNEL = "there is one update kernel, torch's fused one, on every device"
+_FP32 = "masters and moments are always fp32"
+_MONITOR = "metrics go to the log in this version"
+_BLOCKS = "wrap the model's blocks in torch.utils.checkpoint"
+_PROFILER = "use torch.profiler"
+_COUNTED = "engine.statistics() counts the bytes of every link"
+_IO = "requests are always submitted singly and overlapped, by threads"
+
+Betas = Annotated[tuple[float, float] | Auto, PlainValidator(Pair(item=Number(maximum=1.0, open_end=True), auto=True))]
+DataType = Annotated[str | None, PlainValidator(OneOf(options=("fp32", "fp16", "bf16", "none")))]
+
+
+class Fp16Section(Section):
+    """fp16 parameters and gradients, fp32 masters, with a scaled loss. Not together with bf16."""
+
+    switch = "enabled"
+
+    enabled: AutoBool = built(False)
+    """Train in fp16. "auto": where bf16 is off."""
+    loss_scale: Real = built(0.0)
+    """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
+    initial_scale_power: Annotated[int, PlainValidator(Whole(maximum=127))] = built(16)
+    """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low small gradients."""
+    loss_scale_window: Positive = built(1000)
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: Positive = built(2)
+    """Overflows after which the scale halves; 2 forgives a single one."""
+    consecutive_hysteresis: Bool = built(False)
+    """Count only overflows in a row."""
+    min_loss_scale: Real = built(1.0)
+    """The dynamic scale never falls below this."""
+    auto_cast: Bool = not_yet(False, "batches are passed to the model as they are")
+    """Cast floating inputs to fp16."""
+    fp16_master_weights_and_grads: Bool = no_effect(False, _FP32)
+    """Keep masters in fp16."""
+
+
+class Bf16Section(Section):
+    """bf16 parameters and gradients, fp32 masters. Not together with fp16."""
+
+    switch = "enabled"
+
+    enabled: AutoBool = built(False)
+    """Train in bf16. "auto": where the device has it and fp16 is not on."""
+    immediate_grad_update: Bool = no_effect(False, "gradients are always taken as they come")
+    """Accumulate a gradient as soon as it exists."""
+    check_grad_overflow: Bool = not_yet(False, "overflow is looked for with fp16 only")
+    """Skip steps whose gradients are not finite."""
+    bf16_master_weights_and_grads: Bool = no_effect(False, _FP32)
+    """Keep masters in bf16."""
+    bf16_optimizer_states: Bool = no_effect(False, _FP32)
+    """Keep moments in bf16."""
+
+
+class OptimizerParams(Section):
+    """Arguments of Adam and AdamW."""
+
+    lr: AutoReal = built(1e-3)
+    """Learning rate; the default is torch's and DeepSpeed's."""
+    betas: Betas = built((0.9, 0.999))
+    """Decay of the two moments, each below 1."""
+    eps: AutoReal = built(1e-8)
+    """Added to the denominator."""
+    weight_decay: MaybeAutoReal = built(None)
+    """Decay of the weights per step, times lr. Unset: 0, but 0.01 for AdamW with torch_adam, as torch has it."""
+    adam_w_mode: Bool = built(True)
+    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
+    torch_adam: Bool = built(False)
+    """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
+    bias_correction: Bool = refused(True, f"the moments are always corrected for their start; {_CLIENT}")
+    """Correct the moments for having started at zero."""
+    amsgrad: Bool = refused(False, _CLIENT)
+    """Use the largest second moment seen."""
+    maximize: Bool = refused(False, _CLIENT)
+    """Ascend."""
+    max_grad_norm: Real = refused(0.0, "set gradient_clipping at the top of the config instead")
+    """Clipping inside the optimizer."""
+    fused: Bool = no_effect(True, KERNEL)
+    """torch's choice of kernel."""
+    foreach: Bool = no_effect(False, KERNEL)
+    """torch's choice of kernel."""
+    capturable: Bool = no_effect(False, KERNEL)
+    """For CUDA graphs."""
+    differentiable: Bool = no_effect(False, KERNEL)
+    """Differentiate through the step."""
+    set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
+    """How gradients are cleared."""
+    fp32_optimizer_states: Bool = no_effect(True, _FP32)
+    """Keep moments in fp32."""
+    freeze_step: Leftover = no_effect(None, _OTHER)
+    """Warm-up steps of 1-bit Adam."""
+    var_freeze_step: Leftover = no_effect(None, _OTHER)
+    """Of 0/1 Adam."""
+    var_update_scaler: Leftover = no_effect(None, _OTHER)
+    """Of 0/1 Adam."""
+    local_step_scaler: Leftover = no_effect(None, _OTHER)
+    """Of 0/1 Adam."""
+    local_step_clipper: Leftover = no_effect(None, _OTHER)
+    """Of 0/1 Adam."""
+    cuda_aware: Leftover = no_effect(None, _OTHER)
+    """MPI of 1-bit Adam."""
+    comm_backend_name: Leftover = no_effect(None, _OTHER)
+    """Backend of 1-bit Adam."""
+    max_coeff: Leftover = no_effect(None, _OTHER)
+    """Of LAMB."""
+    min_coeff: Leftover = no_effect(None, _OTHER)
+    """Of LAMB."""
+    momentum: Leftover = no_effect(None, _OTHER)
+    """Of SGD."""
+
+
+_OPTIMIZERS = OneOf(
+    options=("Adam", "AdamW"),
+    hint=", or pass any other element-wise torch optimizer to initialize(optimizer=...) and leave this section out",
+)
+_SCHEDULERS = OneOf(
+    options=("WarmupLR",),
+    hint=", or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
+)
+
+
+class OptimizerSection(Section):
+    """The optimizer. Without this section one is passed to `initialize`."""
+
+    type: Annotated[Literal["Adam", "AdamW"], PlainValidator(_OPTIMIZERS)]
+    """Adam means AdamW unless adam_w_mode is false."""
+    params: OptimizerParams = OptimizerParams()
+    legacy_fusion: Bool = no_effect(False, KERNEL)
+    """An older fused kernel."""
+
+
+class SchedulerParams(Section):
+    """Arguments of WarmupLR. The rate climbs from the least to the most and stays there."""
+
+    warmup_min_lr: AutoReal = built(0.0)
+    """Learning rate at the first step. "auto": what the caller gives, else 0."""
+    warmup_max_lr: MaybeAutoReal = built(None)
+    """Learning rate after the warm-up. Unset or "auto": the optimizer's lr."""
+    warmup_num_steps: AutoPositive = built(1000)
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed."""
+    warmup_type: Annotated[Literal["log", "linear"], PlainValidator(OneOf(options=("log", "linear")))] = built("log")
+    """Shape of the climb, by default DeepSpeed's."""
+    last_batch_iteration: Annotated[int, PlainValidator(Whole(minimum=-1))] = no_effect(
+        -1, "a resumed run takes its position from the checkpoint"
+    )
+    """Step to go on from."""
+
+
+class SchedulerSection(Section):
+    """The learning rate's schedule, stepped by `engine.step()`."""
+
+    type: Annotated[Literal["WarmupLR"], PlainValidator(_SCHEDULERS)]
+    """Name of the schedule."""
+    params: SchedulerParams = SchedulerParams()
+
+
+class AioSection(Section):
+    """How the I/O threads read and write."""
+
+    renames: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count", "num_threads": "thread_count"}
+
+    block_size: Annotated[int, PlainValidator(Whole(minimum=4096, multiple=4096))] = built(4 << 20)
+    """Bytes of one request; longer transfers are cut. 4 MiB reaches the drive's limit with few calls."""
+    queue_depth: Positive = built(32)
+    """Requests that may wait for a thread; one more blocks the caller."""
+    thread_count: Positive = built(8)
+    """Threads, so requests under way at once; each waits in the kernel, so more than cores is right."""
+    single_submit: Bool = no_effect(False, _IO)
+    """Submit requests one at a time."""
+    overlap_events: Bool = no_effect(True, _IO)
+    """Submit before earlier requests are done."""
+    use_gds: Bool = no_effect(False, "offloaded state passes through host memory, where it is checked and updated")
+    """Read straight into device memory."""
+
+
+class TensorboardSection(Section):
+    """Metrics for TensorBoard."""
+
+    switch = "enabled"
+
+    enabled: Bool = not_yet(False, _MONITOR)
+    """Write them."""
+    output_path: Name = not_yet("", _MONITOR)
+    """Folder."""
+    job_name: Name = not_yet("DeepSpeedJobName", _MONITOR)
+    """Folder in that folder."""
+
+
+class CsvMonitorSection(TensorboardSection):
+    """Metrics as CSV files."""
+
+
+class WandbSection(Section):
+    """Metrics for Weights & Biases."""
+
+    switch = "enabled"
+
+    enabled: Bool = not_yet(False, _MONITOR)
+    """Send them."""
+    group: MaybeName = not_yet(None, _MONITOR)
+    """Group of runs."""
+    team: MaybeName = not_yet(None, _MONITOR)
+    """Team."""
+    project: Name = not_yet("deepspeed", _MONITOR)
+    """Project."""
+
+
+class ActivationCheckpointingSection(Section):
+    """DeepSpeed's own activation checkpointing, which a model calls; here a model uses torch's."""
+
+    partition_activations: Bool = no_effect(False, "there is no model parallelism")
+    """Share activations among model-parallel ranks."""
+    cpu_checkpointing: Bool = no_effect(False, _BLOCKS)
+    """Keep activations in host memory."""
+    contiguous_memory_optimization: Bool = no_effect(False, _BLOCKS)
+    """Copy activations into one buffer."""
+    number_checkpoints: MaybePositive = no_effect(None, _BLOCKS)
+    """Checkpoints that the buffer has room for."""
+    synchronize_checkpoint_boundary: Bool = no_effect(False, _BLOCKS)
+    """Wait for the device at each checkpoint."""
+    profile: Bool = no_effect(False, _PROFILER)
+    """Time each checkpoint."""
+
+
+class FlopsProfilerSection(Section):
+    """Count floating-point operations."""
+
+    switch = "enabled"
+
+    enabled: Bool = no_effect(False, _PROFILER)
+    """Profile."""
+    recompute_fwd_factor: Real = no_effect(0.0, _PROFILER)
+    """Forward passes that are recomputed."""
+    profile_step: Positive = no_effect(1, _PROFILER)
+    """Step that is profiled."""
+    module_depth: Annotated[int, PlainValidator(Whole(minimum=-1))] = no_effect(-1, _PROFILER)
+    """Depth of the report."""
+    top_modules: Positive = no_effect(1, _PROFILER)
+    """Modules in the report."""
+    detailed: Bool = no_effect(True, _PROFILER)
+    """Report every module."""
+    output_file: MaybeName = no_effect(None, _PROFILER)
+    """File of the report."""
+
+
+class CommsLoggerSection(Section):
+    """Log collectives."""
+
+    switch = "enabled"
+
+    enabled: Bool = no_effect(False, _COUNTED)
+    """Log."""
+    verbose: Bool = no_effect(False, _COUNTED)
+    """Print each collective."""
+    prof_all: Bool = no_effect(True, _COUNTED)
+    """Log all kinds."""
+    debug: Bool = no_effect(False, _COUNTED)
+    """Name the caller."""
+    prof_ops: Unread = no_effect(None, _COUNTED)
+    """Kinds to log."""
+
+
+class CheckpointSection(Section):
+    """How checkpoints are written."""
+
+    tag_validation: Annotated[str, PlainValidator(OneOf(options=("Ignore", "Warn", "Fail")))] = no_effect(
+        "Warn", "ranks that do not agree on a tag are always an error"
+    )
+    """Compare the tags of all ranks."""
+    load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
+    """Load a converted checkpoint."""
+    use_node_local_storage: Bool = refused(False, "a checkpoint is one folder that all ranks see; give a shared folder")
+    """Save to a folder of each node's own."""
+    parallel_write: Unread = no_effect(None, "all ranks write at once")
+    """Let pipeline stages write."""
+    checkpoint_serialization: Bool = no_effect(True, "nothing is pickled")
+    """torch's zip format."""
+    writer: Unread = no_effect(None, "saving does not stall training, with one writer")
+    """Another writer."""
+
+
+class DataTypesSection(Section):
+    """Data types of single parts."""
+
+    grad_accum_dtype: DataType = no_effect(None, "gradients accumulate in the parameters' type", quiet=("none",))
+    """Type in which gradients accumulate."""
+    param_dtype: DataType = no_effect(None, "it follows from fp16 and bf16", quiet=("none",))
+    """Type of the parameters."""
+    buffer_dtype: DataType = no_effect(None, "buffers keep their type", quiet=("none",))
+    """Type of the modules' buffers."""

@@ -1,0 +1,198 @@
+"""The `zero_optimization` section and what belongs to it. Sizes are in elements, as DeepSpeed has them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import PlainValidator
+
+from .keys import Section, built, no_effect, not_yet, refused
+from .values import (
+    AbsolutePath,
+    AutoCount,
+    AutoPositive,
+    Bool,
+    Count,
+    Fraction,
+    MaybeAutoCount,
+    MaybeCount,
+    MaybePositive,
+    OneOf,
+    Unread,
+    Whole,
+)
+
+Stage = Annotated[int, PlainValidator(OneOf(options=(0, 1, 2, 3)))]
+Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(OneOf(options=("none", "cpu", "nvme")))]
+
+_EXACT = "what is sent is never quantized: stages and tiers give the same bits"
+_ONE_WAY = "there is one way to gather, flat and by unit"
+_ALL_RANKS = "parameters are sharded over all ranks"
+_PREFETCH = "units are gathered when they are needed and released after; prefetch comes with a later version"
+_PARAMETERS = "parameters stay on the device in this version"
+_PIPELINE = "the update orders its own reads and writes in this version"
+
+
+class OffloadOptimizerSection(Section):
+    """Where the optimizer state (fp32 master weights and what the optimizer keeps) rests, and is updated."""
+
+    switch = "device"
+
+    device: Device
+    """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
+    nvme_path: AbsolutePath = built(None)
+    """Folder on the drive for the state's files; needed with "nvme". Each run locks it; two runs cannot share one."""
+    pin_memory: Bool = not_yet(False, "whether host memory is pinned follows from the device in this version")
+    """Register host memory with the device driver, for copies that run beside computation."""
+    buffer_count: MaybePositive = not_yet(None, "the number of buffers follows from the host budget")
+    """Buffers for state on its way; DeepSpeed's default is 4."""
+    fast_init: Bool = not_yet(False, "new state is always written tensor by tensor")
+    """Make new optimizer state without writing it first."""
+    ratio: Fraction = not_yet(1.0, "all of the state is offloaded")
+    """Share of the optimizer state that is updated off the device; 0.3 keeps 70 % on it."""
+    pipeline_read: Bool = not_yet(False, _PIPELINE)
+    """Read the next tile while one is updated."""
+    pipeline_write: Bool = not_yet(False, _PIPELINE)
+    """Write the last tile while one is updated."""
+    super_offload: Bool = no_effect(False, "there is one update kernel, and no second for superchips")
+    """A CPU update for machines whose host and device share a fast link."""
+    convert_grad_on_cpu: Bool = no_effect(True, "gradients stay in 16 bits until the update casts them, tile by tile")
+    """Where gradients are cast to fp32."""
+    cpuadam_cores_perc: Fraction = no_effect(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
+    """Share of the cores for the update of `super_offload`."""
+
+
+class OffloadParamSection(Section):
+    """Where parameters rest between their uses. Stage 3 only."""
+
+    switch = "device"
+
+    device: Device = not_yet(..., _PARAMETERS)
+    """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
+    nvme_path: AbsolutePath = not_yet(None, _PARAMETERS)
+    """Folder on the drive; needed with "nvme"."""
+    pin_memory: Bool = not_yet(False, _PARAMETERS)
+    """Register host memory with the device driver."""
+    buffer_count: MaybePositive = not_yet(None, _PARAMETERS)
+    """Buffers for parameters on their way; DeepSpeed's default is 5."""
+    buffer_size: MaybePositive = not_yet(None, _PARAMETERS)
+    """Elements of one buffer; DeepSpeed's default is 1e8."""
+    max_in_cpu: MaybeCount = not_yet(None, _PARAMETERS)
+    """Elements of parameters kept in host memory with "nvme"; DeepSpeed's default is 1e9."""
+
+
+class ZeroSection(Section):
+    """What is sharded over the ranks, where it rests, and in which sizes it travels. A bare `true` is stage 1."""
+
+    renames: ClassVar[Mapping[str, str]] = {
+        name: f"stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+        )
+    } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+
+    stage: Stage = built(0)
+    """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too. Off unless asked for."""
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
+    offload_param: OffloadParamSection = OffloadParamSection(device="none")
+    reduce_bucket_size: AutoPositive = built(500_000_000)
+    """Elements of gradients reduced in one collective: more is faster, and takes that memory. "auto": hidden size
+    squared."""
+    allgather_bucket_size: AutoPositive = built(500_000_000)
+    """Elements of parameters gathered in one collective after the update (stages 1, 2). "auto": hidden size squared."""
+    stage3_param_persistence_threshold: AutoCount = built(100_000)
+    """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
+    collectives. "auto": 10 times the hidden size."""
+    stage3_model_persistence_threshold: MaybeCount = not_yet(None, "the copies kept are not limited in sum")
+    """Most elements of parameters that keep their gathered copy; DeepSpeed has no limit."""
+    stage3_prefetch_bucket_size: MaybeAutoCount = not_yet(None, _PREFETCH)
+    """Elements gathered ahead of use; DeepSpeed's default is 5e7. "auto": 0.9 times the hidden size squared."""
+    stage3_max_live_parameters: MaybeCount = not_yet(None, _PREFETCH)
+    """Most elements of gathered parameters at one time; DeepSpeed's default is 1e9."""
+    stage3_max_reuse_distance: MaybeCount = not_yet(None, _PREFETCH)
+    """Keep a parameter that is used again within so many elements; DeepSpeed's default is 1e9."""
+    sub_group_size: MaybePositive = not_yet(None, "the update's tiles follow from the shards and the cache")
+    """Elements updated at a time; DeepSpeed's default is 1e9."""
+    stage3_gather_16bit_weights_on_model_save: Bool = not_yet(False, "run `zstore consolidate` on the checkpoint")
+    """Write 16-bit weights beside every checkpoint."""
+    contiguous_gradients: Bool = not_yet(True, "gradients are always copied into flat buffers")
+    """Copy gradients into one buffer as they come, against fragmentation."""
+    reduce_scatter: Bool = not_yet(True, "sharded gradients are always reduced by reduce-scatter")
+    """Reduce-scatter gradients; false: all-reduce them."""
+    allgather_partitions: Bool = not_yet(True, "updated shards are always all-gathered")
+    """All-gather updated parameters; false: broadcast them."""
+    overlap_comm: Bool = not_yet(False, "collectives run in order with the computation in this version")
+    """Reduce gradients while the backward goes on."""
+    round_robin_gradients: Bool = not_yet(False, "each rank copies the rows that it owns, all ranks at once")
+    """Spread the copies of gradients to the host over the ranks."""
+    ignore_unused_parameters: Bool = not_yet(True, "parameters without a gradient are always left as they are")
+    """Go on where a parameter gets no gradient; false: an error."""
+    elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
+    """Checkpoints that load at another world size."""
+    load_from_fp32_weights: Bool = no_effect(True, "a checkpoint holds the fp32 weights, and they are what is loaded")
+    """Load fp32 master weights, not the 16-bit ones."""
+    use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
+    """Reduce the buckets of several ranks together."""
+    compute_grad_norm: Bool = no_effect(True, "the global norm is part of every step's report")
+    """Compute the global gradient norm where nothing else needs it."""
+    parameter_alignment: Bool = no_effect(False, "shards are cut at multiples of 16 elements")
+    """Begin every parameter at a multiple of 16 bytes."""
+    stage3_module_granularity_threshold: Count = no_effect(0, _ONE_WAY)
+    """Treat modules with few parameters per descendant as one."""
+    stage3_use_all_reduce_for_fetch_params: Bool = no_effect(False, _ONE_WAY)
+    """Gather by all-reduce."""
+    stage3_allgather_sequential: Bool = no_effect(False, _ONE_WAY)
+    """Gather parameters one at a time."""
+    stage3_partition_stream_chunk_size: Count = no_effect(0, "parameters are cut by rows, whatever their size")
+    """Elements of the pieces in which large parameters are sharded."""
+    zero_hpz_partition_size: Count = no_effect(1, _ALL_RANKS)
+    """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ)."""
+    zero_quantized_weights: Bool = no_effect(False, _EXACT)
+    """Gather weights in 8 bits (ZeRO++ qwZ)."""
+    zero_quantized_nontrainable_weights: Bool = no_effect(False, _EXACT)
+    """Keep frozen weights in 8 bits."""
+    zero_quantized_gradients: Bool = no_effect(False, _EXACT)
+    """Reduce gradients in 4 bits (ZeRO++ qgZ)."""
+    zeropp_loco_param: Unread = no_effect(None, _EXACT)
+    """Error feedback of quantized gradients."""
+    mics_shard_size: Annotated[int, PlainValidator(Whole(minimum=-1))] = no_effect(-1, _ALL_RANKS)
+    """Ranks that share one copy of the parameters (MiCS)."""
+    mics_hierarchical_params_gather: Bool = no_effect(False, _ALL_RANKS)
+    """Gather within and then between nodes (MiCS)."""
+    memory_efficient_linear: Bool = no_effect(True, "linear layers are torch's own")
+    """Replace linear layers by ones that save less for backward."""
+    override_module_apply: Bool = no_effect(True, "modules are not patched")
+    """Patch `Module.apply` to gather parameters."""
+    pipeline_loading_checkpoint: Bool = no_effect(False, "each rank reads only the rows that it owns")
+    """Load checkpoints one rank after another."""
+    log_trace_cache_warnings: Bool = no_effect(False, "no trace is recorded in this version")
+    """Warn where the order of modules changes."""
+    enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
+    """Internal checks."""
+    legacy_stage1: Bool = no_effect(False, "there is one implementation of all stages")
+    """An older stage 1."""
+    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "Muon is not offered")
+    """Keep Muon's momentum off the drive."""
+    leaf_module: Unread = no_effect(None, "units are found from the model's own structure")
+    """Modules that are gathered as a whole."""
+    cpu_offload_use_pin_memory: Bool = no_effect(False, "write pin_memory in offload_optimizer")
+    """Old form of `pin_memory`."""
+    zenflow: Unread = refused(None, "updates that are late by design would change the result; remove the key")
+    """Update the most important gradients first, the others later."""
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take `true` for stage 1, and the older `cpu_offload` and `cpu_offload_param` for their sections."""
+        if isinstance(data, bool):
+            return {"stage": int(data)}
+        if not isinstance(data, Mapping):
+            return data
+        known: dict[Any, Any] = dict(data)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if known.pop(old, None) and known.get(new) is None:
+                known[new] = {"device": "cpu"}
+        return known

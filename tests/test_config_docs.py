@@ -1,0 +1,45 @@
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from zstore.engine.config import add_config_arguments
+from zstore.engine.config.keys import known_keys
+from zstore.engine.config.schema import Settings
+from zstore.tools.config_docs import document
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "config.md"
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document(), (
+        "run: python -m zstore.tools.config_docs > docs/config.md"
+    )
+
+
+def test_the_document_names_every_key() -> None:
+    lines = document().splitlines()
+    for path, _ in known_keys(Settings):
+        assert any(line.startswith(f"| `{path.rpartition('.')[2]}` |") for line in lines), path
+
+
+def test_every_row_has_five_cells() -> None:
+    rows = [line for line in document().splitlines() if line.startswith("| `")]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {6}
+
+
+def test_the_command_writes_it() -> None:
+    command = [sys.executable, "-m", "zstore.tools.config_docs"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == document()
+
+
+def test_arguments_of_deepspeed_scripts() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    assert add_config_arguments(parser) is parser
+    none = parser.parse_args([])
+    assert (none.deepspeed, none.deepspeed_config, none.deepscale, none.deepscale_config) == (False, None, False, None)
+    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json", "--local_rank", "1"])
+    assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
+    assert "--deepspeed_config PATH" in parser.format_help()
+    assert "deepscale" not in parser.format_help()

@@ -1,0 +1,254 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstore.engine.config import BatchSizes, Config, IoConfig, LossScaling, OptimizerConfig, ResolveContext, load_config
+from zstore.engine.config.resolve import open_keys, solve_batch
+from zstore.errors import ConfigError, UsageError
+
+CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
+CALLER = ResolveContext(
+    world_size=2,
+    hidden_size=64,
+    device_supports_bf16=True,
+    lr=2e-4,
+    betas=(0.8, 0.9),
+    eps=1e-6,
+    weight_decay=0.1,
+    warmup_num_steps=7,
+    micro_batch_size=3,
+)
+SMALL = st.integers(1, 40)
+
+
+def resolved(config: dict[str, Any], **context: Any) -> Config:
+    settings = {"train_micro_batch_size_per_gpu": 1} | config
+    return load_config(settings).resolve(ResolveContext(**{"world_size": 1, **context}))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_that_people_have_become_plain_data(path: Path) -> None:
+    config = load_config(path)
+    context = CALLER if config.settings.train_batch_size != 1 else ResolveContext(world_size=1)
+    plain = config.resolve(context)
+    assert list(open_keys(plain.settings)) == []
+    assert plain.notices() == config.notices()
+    sizes = plain.batch
+    assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * context.world_size
+    for name in [name for name, value in vars(Config).items() if isinstance(value, property)]:
+        assert "auto" not in repr(getattr(plain, name))
+    assert plain.resolve(context) == plain
+
+
+def test_the_largest_config_in_full() -> None:
+    config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json").resolve(CALLER)
+    assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
+    assert (config.precision, config.loss_scaling) == ("bf16", None)
+    assert config.optimizer == OptimizerConfig(
+        type="AdamW", lr=2e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, adam_w_mode=True
+    )
+    assert config.scheduler is not None
+    assert config.scheduler.params == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 2e-4,
+        "warmup_num_steps": 7,
+        "warmup_type": "log",
+    }
+    assert (config.stage, config.gradient_clipping, config.steps_per_print) == (3, 1.0, 100)
+    assert (config.offload_optimizer.device, config.offload_optimizer.nvme_path) == ("nvme", Path("/local_nvme"))
+    assert (config.offload_param.device, config.offload_param.nvme_path) == ("nvme", Path("/local_nvme"))
+    assert (config.reduce_bucket_numel, config.allgather_bucket_numel) == (200_000_000, 200_000_000)
+    assert config.persistence_threshold_numel == 1_000_000
+
+
+def test_sizes_from_the_hidden_size() -> None:
+    names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
+    names.append("stage3_param_persistence_threshold")
+    config = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")}, hidden_size=100)
+    assert [getattr(config.settings.zero_optimization, name) for name in names] == [10_000, 10_000, 9_000, 1_000]
+
+
+def test_what_cannot_be_resolved_is_named_all_at_once() -> None:
+    config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json")
+    zero = {"zero_optimization": {"reduce_bucket_size": "auto"}}
+    with pytest.raises(ConfigError) as caught:
+        config.resolve(ResolveContext(world_size=2))
+    for key in ("optimizer.params.lr", "betas", "eps", "weight_decay", "warmup_num_steps", "no batch size is given"):
+        assert str(caught.value).count(key) >= 1, key
+    assert str(caught.value).startswith(f"{config.source}: 7 problems")
+    with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bucket_size: .*the model tells no hidden size"):
+        resolved(zero)
+    with pytest.raises(ConfigError, match=r"gradient_clipping: .*the caller gives no value"):
+        resolved({"gradient_clipping": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "has_bf16", "precision"),
+    [
+        (None, None, True, "fp32"),
+        (True, None, True, "fp16"),
+        (None, True, False, "bf16"),
+        ("auto", "auto", True, "bf16"),
+        ("auto", "auto", False, "fp16"),
+        (True, "auto", True, "fp16"),
+        ("auto", True, True, "bf16"),
+        ("auto", False, True, "fp16"),
+        (False, "auto", False, "fp32"),
+    ],
+)
+def test_precision(fp16: object, bf16: object, has_bf16: bool, precision: str) -> None:
+    config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
+    assert resolved(config, device_supports_bf16=has_bf16).precision == precision
+
+
+def test_loss_scaling() -> None:
+    dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
+    assert resolved({"fp16": dynamic}).loss_scaling == LossScaling(
+        static_scale=None, init_scale=256.0, window=5, hysteresis=3, min_scale=2.0, consecutive_hysteresis=False
+    )
+    static = resolved({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scaling
+    assert static is not None
+    assert static.static_scale == 128.0
+    assert resolved({"fp16": {"enabled": False, "loss_scale": 128}}).loss_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decoupled", "decay"),
+    [
+        ("Adam", {}, True, 0.0),
+        ("adam", {"adam_w_mode": False}, False, 0.0),
+        ("AdamW", {"adam_w_mode": False}, True, 0.0),
+        ("AdamW", {"torch_adam": True}, True, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, False, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0}, True, 0.0),
+    ],
+)
+def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
+    optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
+    assert optimizer is not None
+    assert (optimizer.adam_w_mode, optimizer.weight_decay) == (decoupled, decay)
+    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+
+
+def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
+    schedule = {"scheduler": {"type": "WarmupLR"}}
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.25}}}
+    auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    for config, highest in ((schedule, None), (schedule | adam, 0.25), (auto | adam, 0.25)):
+        scheduler = resolved(config).scheduler
+        assert scheduler is not None
+        assert scheduler.params["warmup_max_lr"] == highest
+
+
+def test_the_warm_up_of_an_optimizer_that_is_passed_ends_at_its_groups_lr() -> None:
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    scheduler = resolved(config, client_optimizer=True).scheduler
+    assert scheduler is not None
+    assert scheduler.params["warmup_max_lr"] is None
+
+
+def test_what_the_caller_passes_replaces_the_sections() -> None:
+    config = load_config(
+        {
+            "train_batch_size": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": "auto", "freeze_step": 3}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        }
+    ).resolve(ResolveContext(world_size=1, client_optimizer=True, client_scheduler=True))
+    assert (config.optimizer, config.scheduler) == (None, None)
+    assert [notice.key for notice in config.notices()] == ["optimizer", "scheduler"]
+
+
+def test_io_and_settings_of_our_own() -> None:
+    config = resolved(
+        {
+            "aio": {"block_size": 1 << 20, "queue_depth": 4, "intra_op_parallelism": 2},
+            "zstore": {"host_budget_bytes": 1e9, "keep": 2, "verify_reads": False},
+            "seed": 5,
+        }
+    )
+    assert config.io == IoConfig(block_bytes=1 << 20, queue_depth=4, num_threads=2)
+    assert (config.host_budget_bytes, config.keep, config.verify_reads, config.seed) == (10**9, 2, False, 5)
+    assert resolved({"zstore": {"io_threads": 3}}).io.num_threads == 3
+    assert resolved({"zstore": {"host_budget_bytes": "auto"}}).host_budget_bytes == "auto"
+
+
+def test_an_unresolved_config_does_not_hand_out_what_may_be_auto() -> None:
+    with pytest.raises(UsageError, match=r"call resolve\(\)"):
+        _ = load_config({"train_batch_size": 4}).batch
+
+
+# --- batch sizes
+
+
+@given(micro=SMALL, accumulation=SMALL, world_size=SMALL)
+def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, world_size: int) -> None:
+    train = micro * accumulation * world_size
+    expected = BatchSizes(train_batch_size=train, micro_batch_size=micro, accumulation_steps=accumulation)
+    assert solve_batch(None, micro, accumulation, world_size) == expected
+    assert solve_batch(train, None, accumulation, world_size) == expected
+    assert solve_batch(train, micro, None, world_size) == expected
+    assert solve_batch(train, micro, accumulation, world_size) == expected
+
+
+@given(st.none() | SMALL, st.none() | SMALL, st.none() | SMALL, SMALL)
+def test_batch_sizes_fit_or_are_an_error(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int
+) -> None:
+    try:
+        sizes = solve_batch(train, micro, accumulation, world_size)
+    except ValueError:
+        return
+    assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * world_size
+    assert train in (None, sizes.train_batch_size)
+    assert micro in (None, sizes.micro_batch_size)
+    assert accumulation in (None, sizes.accumulation_steps)
+
+
+@given(st.integers(1, 400), SMALL, SMALL)
+def test_the_batch_sizes_that_an_error_proposes_work(train: int, micro: int, world_size: int) -> None:
+    try:
+        solve_batch(train, micro, None, world_size)
+    except ValueError as error:
+        for proposed in str(error).rpartition(": ")[2].split(" or "):
+            solve_batch(int(proposed), micro, None, world_size)
+            assert abs(int(proposed) - train) < micro * world_size
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r'add "train_micro_batch_size_per_gpu": 1 .*or "train_batch_size": 4'),
+        ({"gradient_accumulation_steps": 3}, r'or "train_batch_size": 12'),
+        ({"train_batch_size": 10}, r"train_batch_size 10 is not a multiple of .*world size 4 = 4; .*works: 8 or 12"),
+        ({"train_batch_size": 2}, r"the nearest that works: 4$"),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            r"32 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x world size 4 = 16",
+        ),
+    ],
+)
+def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config).resolve(ResolveContext(world_size=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (12, 3, 2)),
+        ({"gradient_accumulation_steps": "auto"}, (12, 3, 2)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, (6, 3, 1)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": "auto"}, (24, 6, 2)),
+        ({"train_micro_batch_size_per_gpu": 5}, (10, 5, 1)),
+    ],
+)
+def test_batch_keys_that_are_auto_or_all_absent_are_the_callers(
+    config: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    context = ResolveContext(world_size=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    sizes = load_config(config).resolve(context).batch
+    assert (sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == expected

@@ -1,0 +1,82 @@
+"""Writes `docs/config.md` from the schema: `python -m zstore.tools.config_docs > docs/config.md`."""
+
+import sys
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from zstore.engine.config.keys import Section, Status, about, rule_of, section_of
+from zstore.engine.config.schema import Settings
+from zstore.engine.config.values import show
+
+_INTRO = """\
+# Configuration
+
+A config is a dict, or a JSON file in which `//`, `#` and `/* */` comments, trailing commas, a byte order mark and `1e9`
+for whole numbers are welcome. The keys are those of the DeepSpeed JSON dialect; zstore's own are under
+[`zstore`](#zstore). An unknown key, a key given twice and a value out of range are errors, and all problems are told at
+once. `null` is the same as leaving a key out.
+
+What becomes of a key that is set:
+
+| status | meaning |
+|---|---|
+| acts | it does what it says |
+| not yet | it will act in a later version; until then it is reported once, by name, with what happens instead |
+| no effect | nothing is left to do for it, or leaving it out harms nothing; it is reported likewise, with the reason |
+| refused | training without it would not be what the config asks for: an error |
+
+A key is not reported where it asks for what happens anyway (its default), nor in a section that is switched off.
+
+`"auto"` is filled in by `initialize`: sizes of buckets from the model's hidden size, bf16 where the device has it, the
+rest from what the caller gives. What cannot be filled in is an error that names the keys.
+
+Batch sizes: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`. Any two
+give the third; one of the first two alone takes accumulation as 1.
+
+This page is made from the schema: `python -m zstore.tools.config_docs > docs/config.md`.
+"""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "unset" if field.default is None else f"`{show(field.default)}`"
+
+
+def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> str:
+    inner = section_of(field)
+    if inner is not None:
+        path = prefix + name
+        return f"| `{name}` | [an object](#{path.replace('.', '')}) | | | {_cell(inner.__doc__ or '')} |"
+    status, why, _ = about(field)
+    also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
+    text = (field.description or "") + (f" Also written {', '.join(also)}." if also else "")
+    text += f" {status.value.capitalize()}: {why}." if status is not Status.BUILT else ""
+    return f"| `{name}` | {_cell(str(rule_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
+
+
+def _tables(section: type[Section], path: str = "") -> Iterator[str]:
+    """Yield the lines of the tables of `section` and of the sections in it."""
+    yield from ["", f"## {path or 'Top level'}", "", section.__doc__ or "", ""]
+    yield from ["| key | value | default | status | what it does |", "|---|---|---|---|---|"]
+    prefix = f"{path}." if path else ""
+    for name, field in section.model_fields.items():
+        yield _row(name, field, section, prefix)
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is not None:
+            yield from _tables(inner, prefix + name)
+
+
+def document() -> str:
+    """Return the whole of `docs/config.md`."""
+    return _INTRO + "\n".join(_tables(Settings)) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
