@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
 
-DEFAULT_POOL_BYTES = 128 * 1024 * 1024
+DEFAULT_POOL_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class StoreOptions:
     run_path: Path | None = None
     """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
     host_budget_bytes: int | None = None
-    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
-    num_threads: int = 4
+    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
+    num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
     """Operations that may wait for a thread."""
@@ -58,7 +58,7 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: half of a small budget, 128 MiB of a larger one."""
+        """Bytes of transfer buffers: half of a small budget, 64 MiB of a larger one."""
         if self.host_budget_bytes is None:
             return DEFAULT_POOL_BYTES
         return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)

@@ -1,0 +1,93 @@
+"""The disk tier against the disk: passes of the store next to the limit, interleaved in one run.
+
+    python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench.limits import disk_limit, limit_name
+from zstore.arrays import ArraySpec
+from zstore.partition import make_grid
+from zstore.store import StoreOptions, TensorStore
+
+
+def store_rate(store: TensorStore, groups: list[list[str]], pattern: str) -> float:
+    """Return bytes per second of one pass; "mixed" reads and writes every byte and counts both."""
+    before = store.statistics()
+    started = time.perf_counter()
+    mode = {"read": "read", "write": "fill", "mixed": "update"}[pattern]
+    for _ in store.stream(groups, mode):  # type: ignore[arg-type]
+        pass
+    elapsed = time.perf_counter() - started
+    after = store.statistics()
+    moved = after.disk_read_bytes - before.disk_read_bytes + after.disk_write_bytes - before.disk_write_bytes
+    return moved / elapsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser.add_argument("--gib", type=float, default=2.0, help="GiB that each pass covers")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=StoreOptions.num_threads)
+    parser.add_argument("--block-mib", type=float, default=StoreOptions.block_bytes / 2**20)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    nbytes = int(options.gib * 2**30)
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
+        folder = Path(name)
+        store_options = StoreOptions(
+            run_path=folder, num_threads=options.threads, block_bytes=int(options.block_mib * 2**20)
+        )
+        with TensorStore(store_options) as store:
+            groups = _make_arrays(store, nbytes)
+            figures = _measure(store, groups, folder, nbytes, options.rounds)
+    for pattern, row in figures.items():
+        print(
+            f"{pattern:6} store {row['store']:5.2f} GB/s   {limit_name()} {row['limit']:5.2f} GB/s   "
+            f"{row['percent']:5.1f} % of the limit (median of {options.rounds} pairs)"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _make_arrays(store: TensorStore, nbytes: int) -> list[list[str]]:
+    """Make matrices of 2048 columns, three to a group as Adam's state is; returns the groups."""
+    rows = max(16, min(8192, nbytes // (3 * 4 * 2048)))
+    count = max(1, nbytes // (3 * 4 * 2048 * rows))
+    groups: list[list[str]] = []
+    for i in range(count):
+        group = [f"{slot}/{i}" for slot in ("model", "exp_avg", "exp_avg_sq")]
+        for array in group:
+            spec = ArraySpec(name=array, shape=(rows, 2048), dtype="float32")
+            store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
+        groups.append(group)
+    return groups
+
+
+def _measure(
+    store: TensorStore, groups: list[list[str]], folder: Path, nbytes: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    for pattern in ("write", "read"):  # make every extent real, and warm up
+        store_rate(store, groups, pattern)
+        disk_limit(folder, pattern, nbytes)
+    figures: dict[str, dict[str, float]] = {}
+    for pattern in ("write", "read", "mixed"):
+        pairs = [(store_rate(store, groups, pattern), disk_limit(folder, pattern, nbytes)) for _ in range(rounds)]
+        figures[pattern] = {
+            "store": statistics.median(a for a, _ in pairs) / 1e9,
+            "limit": statistics.median(b for _, b in pairs) / 1e9,
+            "percent": statistics.median(100 * a / b for a, b in pairs),
+        }
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The main job, end to end: train on disk with 2 processes, resume on 1 in memory, reshard, verify, consolidate, write.
+
+`make demo` runs it. Every step is a `zstore` command as a user would type it; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = "gpt-small"
+SAVE_EVERY = 20
+MOST_DIFFERENCE = 0.02
+
+
+def main() -> None:
+    """Run the demo; exits with 1 where a promise is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="folder to work in; it is made anew")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps; a multiple of 20, at least 40")
+    parser.add_argument("--model", default=MODEL)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    demo = Demo(options.folder.absolute(), options.model, options.steps)
+    demo.run()
+    demo.close_with_table(time.perf_counter() - started)
+
+
+class Demo:
+    """The demo's folder and what its steps found."""
+
+    def __init__(self, folder: Path, model: str, steps: int) -> None:
+        if steps < 2 * SAVE_EVERY or steps % SAVE_EVERY:
+            raise SystemExit(f"--steps: expected a multiple of {SAVE_EVERY} from {2 * SAVE_EVERY} on, got {steps}")
+        self.folder = folder
+        self.model = model
+        self.steps = steps
+        self.stalls_ms: list[float] = []
+        self.facts: list[tuple[str, str]] = []
+
+    def run(self) -> None:
+        """Carry out every step."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        (self.folder / "nvme").mkdir(parents=True)
+        first = self._train_on_disk()
+        second = self._resume_in_memory()
+        self._compare(first, second)
+        _say("Lay the newest checkpoint out for 4 ranks, and check every chunk")
+        self._zstore("reshard", self.folder / "run", self.folder / "run-4", "--world-size", 4)
+        self._zstore("verify", self.folder / "run-4")
+        _say("Consolidate to fp16 weights that other software loads")
+        self._zstore("consolidate", self.folder / "run", self.folder / "weights", "--dtype", "fp16")
+        self._write_sample()
+
+    def _config(self, name: str, zero: dict[str, Any]) -> Path:
+        path = self.folder / f"{name}.json"
+        config = {
+            "train_batch_size": 16,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 10}},
+            "zero_optimization": zero,
+        }
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def _train_on_disk(self) -> list[dict[str, Any]]:
+        _say(f"Train {self.model} for {self.steps} steps on 2 processes: ZeRO-3, optimizer state on disk")
+        offload = {"device": "nvme", "nvme_path": str(self.folder / "nvme")}
+        config = self._config("zero3-disk", {"stage": 3, "offload_optimizer": offload})
+        metrics = self.folder / "zero3-disk.jsonl"
+        self._zstore(
+            "train", "--config", config, "--model", self.model, "--steps", self.steps, "--save", self.folder / "run",
+            "--save-every", SAVE_EVERY, "--nproc", 2, "--metrics", metrics, "--seed", 7,
+        )  # fmt: skip
+        return _rows(metrics)
+
+    def _resume_in_memory(self) -> list[dict[str, Any]]:
+        middle = self.steps // (2 * SAVE_EVERY) * SAVE_EVERY
+        _say(f"Resume step {middle} on 1 process: ZeRO-1, optimizer state in memory")
+        config = self._config("zero1-memory", {"stage": 1})
+        metrics = self.folder / "zero1-memory.jsonl"
+        self._zstore(
+            "train", "--config", config, "--model", self.model, "--steps", self.steps, "--save", self.folder / "run-1",
+            "--resume", f"{self.folder / 'run'}:step-{middle:08d}", "--metrics", metrics,
+        )  # fmt: skip
+        return _rows(metrics)
+
+    def _compare(self, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+        losses = {row["step"]: row["loss"] for row in first}
+        apart = max(abs(losses[row["step"]] - row["loss"]) for row in second)
+        self.facts += [
+            ("loss, first step and last", f"{first[0]['loss']:.3f} -> {first[-1]['loss']:.3f}"),
+            (f"losses of the resumed run apart, {len(second)} steps", f"{apart:.5f} (at most {MOST_DIFFERENCE})"),
+        ]
+        _say(f"The losses of both runs are at most {apart:.5f} apart over {len(second)} steps")
+        if not apart <= MOST_DIFFERENCE:
+            raise SystemExit(
+                f"the resumed run's loss is {apart:.5f} from the first run's, allowed are {MOST_DIFFERENCE}"
+            )
+
+    def _write_sample(self) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        from .models import build_model
+
+        _say("Load the weights into a fresh plain torch model and let it write")
+        model = build_model(self.model, 128)
+        weights = load_file(self.folder / "weights" / "model.safetensors")
+        missing, unexpected = model.load_state_dict({name: w.float() for name, w in weights.items()}, strict=False)
+        if unexpected or any("lm_head" not in name for name in missing):
+            raise SystemExit(
+                f"the consolidated weights do not fit the model: missing {missing}, unexpected {unexpected}"
+            )
+        prompt = b"def "
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.tensor([list(prompt)])
+        out = model.eval().generate(ids, max_new_tokens=200, temperature=0.8, generator=generator)  # type: ignore[operator]
+        print(bytes(out[0].tolist()).decode("utf-8", errors="replace"))
+
+    def _zstore(self, *words: object) -> None:
+        """Run a `zstore` command, show what it prints, and note the save stalls."""
+        command = [sys.executable, "-m", "zstore", *map(str, words)]
+        print("$ zstore " + " ".join(command[3:]), flush=True)
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+            for line in process.stderr or ():
+                print(line, end="", file=sys.stderr, flush=True)
+                if "save stall" in line:
+                    self.stalls_ms.append(float(line.split("save stall")[1].split()[0]))
+        if process.returncode:
+            raise SystemExit(f"the command failed with exit code {process.returncode}")
+
+    def close_with_table(self, elapsed_s: float) -> None:
+        """Print the closing table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="zstore demo", show_header=False)
+        # A hard link is the same bytes: each inode counts once.
+        found = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
+        sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in found}
+        rows = [
+            *self.facts,
+            ("bytes on disk", f"{sum(sizes.values()) / 1e6:.0f} MB in {len(sizes)} files"),
+            ("save stall, longest", f"{max(self.stalls_ms):.1f} ms"),
+            ("time", f"{elapsed_s:.0f} s"),
+        ]
+        for name, value in rows:
+            table.add_row(name, value)
+        Console().print(table)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

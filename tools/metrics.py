@@ -1,0 +1,164 @@
+"""What `zstore train` measures in a step, and where it goes: a JSONL file and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    import torch
+
+    from zstore.engine import Engine
+
+_PLAIN_LINE_S = 30.0
+
+
+class StepMeter:
+    """Times the phases of a step and sums what all ranks have; one small exchange a step."""
+
+    def __init__(self, engine: Engine, seq_len: int) -> None:
+        self._engine = engine
+        self._seq_len = seq_len
+        self._losses: list[torch.Tensor] = []
+        self._phases: dict[str, float] = {}
+        self._started = 0.0
+        self._disk = (0, 0)
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._losses = []
+        self._phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        self._disk = self._disk_bytes()
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block to a phase."""
+        started = time.perf_counter()
+        yield
+        self._phases[name] += time.perf_counter() - started
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of a micro-batch."""
+        self._losses.append(loss.detach().float())
+
+    def _disk_bytes(self) -> tuple[int, int]:
+        store = self._engine.statistics().store
+        return store.disk_read_bytes, store.disk_write_bytes
+
+    def finish(self) -> dict[str, Any]:
+        """Return the step's row: means over ranks and micro-batches, sums of bytes over ranks."""
+        engine = self._engine
+        step_s = time.perf_counter() - self._started
+        read, written = (now - before for now, before in zip(self._disk_bytes(), self._disk, strict=True))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        mine = (sum(float(loss) for loss in self._losses) / len(self._losses), read, written, peak)
+        ranks = engine.world.all_gather_object(mine)
+        tokens = engine.train_batch_size() * self._seq_len
+        return {
+            "step": engine.global_steps,
+            "loss": sum(row[0] for row in ranks) / len(ranks),
+            "lr": engine.get_lr()[0],
+            "grad_norm": engine.get_global_grad_norm(),
+            "tokens_per_s": tokens / step_s,
+            "step_s": step_s,
+            **{f"{name}_s": seconds for name, seconds in self._phases.items()},
+            "disk_read_bytes": sum(row[1] for row in ranks),
+            "disk_write_bytes": sum(row[2] for row in ranks),
+            "peak_memory_bytes": sum(row[3] for row in ranks),
+        }
+
+
+class MetricsFile:
+    """One JSON object a line and step. A resumed run drops the lines of steps that it does again."""
+
+    def __init__(self, path: Path | None, *, first_step: int) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _lines_before(path, first_step) if path.exists() else []
+            self._file = path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row; it is in the file when this returns."""
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _lines_before(path: Path, first_step: int) -> list[str]:
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line).get("step", 0)
+        except (ValueError, AttributeError):
+            continue  # the last line of a killed run
+        if step < first_step:
+            lines.append(line + "\n")
+    return lines
+
+
+class TrainProgress:
+    """A bar with loss, tokens/s, disk GB/s and memory on a terminal; elsewhere a plain line every 30 s."""
+
+    def __init__(self, total: int, done: int, *, enabled: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._enabled = enabled
+        self._total = total
+        self._last_line = -_PLAIN_LINE_S
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if enabled and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"),
+                console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Show a step's row."""
+        if not self._enabled:
+            return
+        moved = row["disk_read_bytes"] + row["disk_write_bytes"]
+        text = (
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
+            f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=text)
+        elif row["step"] == self._total or time.monotonic() - self._last_line >= _PLAIN_LINE_S:
+            self._last_line = time.monotonic()
+            print(f"step {row['step']}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line beside the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text)
+        elif self._enabled:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

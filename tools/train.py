@@ -1,0 +1,266 @@
+"""`zstore train`: the training loop of the command, on one process or under torch's elastic launcher."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, ZstoreError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zstore.engine import Engine
+
+    from .corpus import Corpus
+
+_STATE_KEY = "zstore_train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What the command line says."""
+
+    config: Path
+    """JSON file in the DeepSpeed dialect."""
+    model: str
+    """A shipped model's name, or a transformers `config.json` or model folder."""
+    steps: int
+    """Optimizer steps in total, those before a resume included."""
+    data: Path | None = None
+    """Text file or folder of text files; None: the sources of Python's standard library."""
+    save: Path | None = None
+    """Folder for checkpoints; None: none is saved."""
+    save_every: int | None = None
+    """Steps from one save to the next; None: only at the end."""
+    keep: int | None = None
+    """Newest checkpoints to keep; None: what the config says."""
+    resume: str | None = None
+    """`DIR`, `DIR:TAG`, or `auto` for the newest checkpoint in `save`, if any."""
+    nproc: int = 1
+    """Processes to start on this machine; under torchrun it is torchrun's."""
+    metrics: Path | None = None
+    """JSONL file that gets one object a step."""
+    seed: int | None = None
+    """Seed of initial weights and data order; None: the resumed run's, else 0."""
+    seq_len: int | None = None
+    """Tokens in a sample; None: the resumed run's, else 128."""
+    lr: float | None = None
+    """Learning rate in place of the config's."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every", "keep", "nproc", "seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        if self.save_every is not None and self.save is None:
+            raise UsageError("--save-every needs --save DIR, the folder to save in")
+        if self.resume == "auto" and self.save is None:
+            raise UsageError("--resume auto looks in the folder of --save DIR: name it")
+        if not self.config.is_file():
+            raise ConfigError(f"--config: expected a JSON file, found none at {self.config}")
+
+    def arguments(self) -> list[str]:
+        """Return the command line that gives these options, `--nproc` left out."""
+        words: list[str] = []
+        for name in ("config", "model", "steps", "data", "save", "save_every", "keep", "resume", "metrics", "seed"):
+            if (value := getattr(self, name)) is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        if self.seq_len is not None:
+            words += ["--seq-len", str(self.seq_len)]
+        return words if self.lr is None else [*words, "--lr", repr(self.lr)]
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a run is in its data: what a sample number means, and how many were seen."""
+
+    seed: int
+    seq_len: int
+    samples: int = 0
+
+
+def run_train(options: TrainOptions) -> None:
+    """Train as `options` say; with `nproc` over 1 in that many processes started here."""
+    if options.nproc > 1 and "RANK" not in os.environ:
+        _launch(options)
+    else:
+        _train(options)
+
+
+def _launch(options: TrainOptions) -> None:
+    """Start `nproc` processes of this command through torch's elastic launcher, and wait for their end."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=options.nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "zstore", "train", *options.arguments())
+    except ChildFailedError as error:
+        ranks = ", ".join(str(rank) for rank in sorted(error.failures))
+        raise ZstoreError(f"training failed on rank {ranks}; its message stands above") from error
+
+
+def _train(options: TrainOptions) -> None:
+    import torch
+
+    import zstore
+
+    from .corpus import Corpus
+    from .models import build_model
+    from .resume import resume_source, saved_position
+
+    source = resume_source(options.resume, options.save)
+    saved = None if source is None else saved_position(*source, _STATE_KEY)
+    position = _position(options, saved)
+    corpus = Corpus.open(options.data)
+    corpus.check_seq_len(position.seq_len)
+    zstore.init_distributed()
+    torch.manual_seed(position.seed)
+    model = build_model(options.model, position.seq_len)
+    engine, *_ = zstore.initialize(model=model, config=_config(options))
+    with engine:
+        if source is not None:
+            engine.load_checkpoint(str(source[0]), source[1])
+        TrainLoop(options, engine, corpus, position).run()
+
+
+def _position(options: TrainOptions, saved: dict[str, Any] | None) -> _Position:
+    """Return where to start; a resumed run keeps its seed and sample length, or its order of data would change."""
+    if saved is None:
+        return _Position(options.seed or 0, options.seq_len or 128)
+    for name in ("seed", "seq_len"):
+        asked = getattr(options, name)
+        if asked is not None and asked != saved[name]:
+            raise CheckpointMismatchError(
+                f"--{name.replace('_', '-')} {asked}: the checkpoint was trained with {saved[name]}, and the order of its "
+                "data depends on it; leave the option out to go on, or start a new run"
+            )
+    return _Position(int(saved["seed"]), int(saved["seq_len"]), int(saved["samples"]))
+
+
+def _config(options: TrainOptions) -> dict[str, Any]:
+    """Return the config file's content with what the command line says put in."""
+    from zstore.engine.config.jsonc import load_jsonc
+
+    raw = load_jsonc(options.config.read_text(encoding="utf-8-sig"), str(options.config))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{options.config}: expected a JSON object")
+    config: dict[str, Any] = copy.deepcopy(raw)
+    if options.lr is not None:
+        optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+        optimizer.setdefault("params", {})["lr"] = options.lr
+        scheduler = config.get("scheduler", {}).get("params", {})
+        if "warmup_max_lr" in scheduler:
+            scheduler["warmup_max_lr"] = options.lr
+    if options.keep is not None:
+        config.setdefault("zstore", {})["keep"] = options.keep
+    if options.seed is not None:
+        config["seed"] = options.seed
+    return config
+
+
+class TrainLoop:
+    """Steps from where the engine stands to `options.steps`, with metrics and saves."""
+
+    def __init__(self, options: TrainOptions, engine: Engine, corpus: Corpus, position: _Position) -> None:
+        from .metrics import StepMeter
+
+        self._options = options
+        self._engine = engine
+        self._corpus = corpus
+        self._position = position
+        self._samples = position.samples
+        self._meter = StepMeter(engine, position.seq_len)
+
+    def run(self) -> None:
+        """Train; the last state is saved, and every save is whole when this returns."""
+        from .metrics import MetricsFile, TrainProgress
+
+        options, engine = self._options, self._engine
+        if engine.global_steps >= options.steps:
+            print(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do", file=sys.stderr)
+            return
+        leader = engine.global_rank == 0
+        with (
+            MetricsFile(options.metrics if leader else None, first_step=engine.global_steps + 1) as metrics,
+            TrainProgress(options.steps, engine.global_steps, enabled=leader) as progress,
+        ):
+            while engine.global_steps < options.steps:
+                row = self._step()
+                metrics.write(row)
+                progress.show(row)
+                if self._is_save_due():
+                    stall_s = self._save()
+                    progress.say(f"step {engine.global_steps}: save stall {1000 * stall_s:.1f} ms")
+            engine.wait_for_checkpoint()
+
+    def _step(self) -> dict[str, Any]:
+        engine, meter = self._engine, self._meter
+        meter.start()
+        model = engine.module
+        model.train()
+        for micro in range(engine.gradient_accumulation_steps()):
+            inputs, labels = self._batch(micro)
+            with meter.phase("forward"):
+                loss = _loss_of(engine(inputs, labels=labels))
+            meter.add_loss(loss)
+            with meter.phase("backward"):
+                engine.backward(loss)
+            with meter.phase("optimizer"):
+                engine.step()
+        self._samples += engine.train_batch_size()
+        return meter.finish()
+
+    def _batch(self, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's samples of micro-batch number `micro`, [micro-batch size, seq_len]; labels are shifted.
+
+        A sample's number in the run does not depend on the world size, nor does the set of samples of a step.
+        """
+        import torch
+
+        engine = self._engine
+        size = engine.train_micro_batch_size_per_gpu()
+        first = self._samples + (micro * engine.world_size + engine.global_rank) * size
+        pairs = [
+            self._corpus.sample(number, self._position.seq_len, self._position.seed)
+            for number in range(first, first + size)
+        ]
+        inputs = torch.stack([torch.as_tensor(pair[0]) for pair in pairs]).to(engine.device)
+        if hasattr(getattr(engine.module, "config", None), "model_type"):
+            return inputs, inputs  # a transformers model shifts its labels itself
+        return inputs, torch.stack([torch.as_tensor(pair[1]) for pair in pairs]).to(engine.device)
+
+    def _is_save_due(self) -> bool:
+        options, step = self._options, self._engine.global_steps
+        if options.save is None:
+            return False
+        return step == options.steps or (options.save_every is not None and step % options.save_every == 0)
+
+    def _save(self) -> float:
+        """Pin the state and let training go on; returns the seconds that took."""
+        position = self._position
+        state = {"seed": position.seed, "seq_len": position.seq_len, "samples": self._samples}
+        handle = self._engine.save_checkpoint(
+            str(self._options.save), client_state={_STATE_KEY: state}, wait=False, overwrite=True
+        )
+        return float(handle.stall_s)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """Return the loss of a model's output: a tensor, or the `loss` of a transformers output."""
+    loss: torch.Tensor = output.loss if hasattr(output, "loss") else output
+    return loss
