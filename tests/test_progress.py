@@ -1,0 +1,93 @@
+"""Progress on stderr: plain lines at most every 30 s, a bar in a terminal."""
+
+import contextlib
+import io
+import threading
+
+import pytest
+
+from zstore.tools.progress import PLAIN_LINE_S, Progress, format_bytes
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (1_304_000_000, "1.30 GB"),
+        (2.5e12, "2.50 TB"),
+        (-5e6, "-5.00 MB"),
+    ],
+)
+def test_bytes_are_written_in_decimal_units(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_plain_lines_come_every_thirty_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress("verify", 10**9, stream=stream, clock=clock) as progress:
+        for _ in range(100):
+            clock.now_s += 1
+            progress.advance(10**7)
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "verify: 300.00 MB of 1.00 GB (30 %), 0.01 GB/s",
+        "verify: 600.00 MB of 1.00 GB (60 %), 0.01 GB/s",
+        "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
+        "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
+    ]
+
+
+def test_an_unknown_total_is_left_out() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress("copy", stream=stream, clock=clock) as progress:
+        clock.now_s += PLAIN_LINE_S
+        progress.advance(3 * 10**9)
+    assert stream.getvalue().splitlines()[0] == "copy: 3.00 GB, 0.10 GB/s"
+
+
+def test_a_failure_ends_without_a_closing_line() -> None:
+    stream = io.StringIO()
+    with contextlib.suppress(ZeroDivisionError), Progress("copy", 10, stream=stream) as progress:
+        progress.advance(5 // 0)
+    assert stream.getvalue() == ""
+
+
+def test_threads_lose_no_bytes() -> None:
+    with Progress("read", stream=io.StringIO()) as progress:
+        threads = [threading.Thread(target=lambda: [progress.advance(1) for _ in range(2000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert progress.done_bytes == 8000
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with Progress("consolidate [fp16]", 1000, stream=stream) as progress:
+        progress.advance(1000)
+        progress.say("a line [above] it")
+    assert "consolidate [fp16]" in stream.getvalue()
+    assert "100%" in stream.getvalue()
+    assert "a line [above] it" in stream.getvalue()

@@ -1,0 +1,69 @@
+"""The public names, and how little it takes to import them."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+import zstore
+
+
+def imported_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after `code`."""
+    report = "\nfinally:\n import sys; print('modules', *{name.partition('.')[0] for name in sys.modules})"
+    command = [
+        sys.executable,
+        "-c",
+        f"try:\n {code}\nexcept SystemExit as end:\n assert not end.code, end.code{report}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_all_is_sorted_and_without_repeats() -> None:
+    assert list(zstore.__all__) == sorted(set(zstore.__all__))
+
+
+def test_all_is_complete() -> None:
+    """What can be reached without an underscore is either listed or a module of the package."""
+    modules = {name.removeprefix("zstore.") for name in sys.modules if name.startswith("zstore.")}
+    machinery = {"annotations", "Any", "TYPE_CHECKING", "import_module"}
+    public = {name for name in vars(zstore) if not name.startswith("_")} - modules - machinery
+    assert public <= set(zstore.__all__)
+    assert set(zstore._HOMES) == set(zstore.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", zstore.__all__)
+def test_every_name_is_handed_out(name: str) -> None:
+    value = getattr(zstore, name)
+    assert name in dir(zstore)
+    if name != "__version__":
+        assert value.__doc__
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        _ = zstore.initialise
+
+
+def test_importing_the_package_imports_little() -> None:
+    assert not {"torch", "numpy", "zarr", "pydantic", "typer", "rich"} & imported_after("import zstore")
+
+
+def command(words: Sequence[str]) -> str:
+    return f"import sys; sys.argv = {['zstore', *words]!r}; from zstore.tools.cli import main; main()"
+
+
+@pytest.mark.parametrize("name", ["", "train", "consolidate", "reshard", "inspect", "verify", "doctor"])
+def test_help_needs_no_torch(name: str) -> None:
+    assert not {"torch", "zarr"} & imported_after(command([name, "--help"] if name else ["--help"]))
+
+
+def test_zarrs_plugin_needs_no_torch() -> None:
+    assert "torch" not in imported_after("import zstore.zarr_dtypes")
+
+
+@pytest.mark.parametrize("module", ["store", "checkpoint", "zarr_dtypes"])
+def test_reading_needs_no_torch(module: str) -> None:
+    assert "torch" not in imported_after(f"import zstore.{module}")

@@ -1,0 +1,117 @@
+"""How far a command has come: a bar where stderr is a terminal, else a plain line every 30 s. Always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+PLAIN_LINE_S = 30.0
+"""Seconds between plain lines: a log of an hour stays readable."""
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` in decimal units, as drives and networks are sold: 1304000000 is "1.30 GB"."""
+    for size, unit in _UNITS:
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+class Progress:
+    """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
+
+    `advance` may be called from any thread. Used as a context; left by an exception it closes without the last line.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total_bytes: int | None = None,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.title = title
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started_s = self._last_line_s = clock()
+        console = Console(file=self._stream)
+        self._bar = _make_bar(console) if console.is_terminal else None
+        self._task: rich_progress.TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._started_s = self._last_line_s = self._clock()
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.total_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            elapsed_s = self._clock() - self._started_s
+            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{self._rate_text(elapsed_s)}")
+
+    def advance(self, num_bytes: int) -> None:
+        """Count `num_bytes` more as done."""
+        with self._lock:
+            self.done_bytes += num_bytes
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, completed=self.done_bytes)
+                return
+            now_s = self._clock()
+            if now_s - self._last_line_s < PLAIN_LINE_S:
+                return
+            self._last_line_s = now_s
+            text = self._plain_line(now_s - self._started_s)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Print a line on stderr, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def _plain_line(self, elapsed_s: float) -> str:
+        done = format_bytes(self.done_bytes)
+        if self.total_bytes:
+            done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
+        return f"{self.title}: {done}{self._rate_text(elapsed_s)}"
+
+    def _rate_text(self, elapsed_s: float) -> str:
+        return f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
+
+
+class _Rate(rich_progress.ProgressColumn):
+    """Bytes a second since the start, in GB/s."""
+
+    def render(self, task: rich_progress.Task) -> str:
+        return f"{task.completed / task.elapsed / 1e9:.2f} GB/s" if task.elapsed else ""
+
+
+def _make_bar(console: Console) -> rich_progress.Progress:
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.DownloadColumn(),
+        _Rate(),
+        rich_progress.TimeRemainingColumn(),
+        console=console,
+    )
