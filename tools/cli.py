@@ -161,7 +161,10 @@ def consolidate(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.FP16,
     max_shard_size: Annotated[
-        int, typer.Option(help="Largest file, in bytes or as 5GB, 512MiB.", metavar="SIZE", parser=parse_size)
+        int,
+        typer.Option(
+            help="Largest file, in bytes or as 5GB, 512MiB.", metavar="SIZE", parser=parse_size, show_default="5GB"
+        ),
     ] = 5 * 10**9,
     overflow: Annotated[
         Overflow, typer.Option(help="For values that the type cannot hold: stop, write infinity, or the largest value.")
