@@ -1,1 +1,35 @@
-"""Checkpoints: format, writing, reading, commit and retention."""
+"""Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
+
+Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, publish, gather, commit,
+write; catalog, read, verify, retention.
+"""
+
+from .catalog import TagInfo
+from .format import Manifest, Record, ShardEntry
+from .names import new_save_id, step_tag, tag_text
+from .read import CheckpointReader, StoredArray, open_checkpoint, tags
+from .request import SaveRequest, SaveSummary
+from .retention import keep_newest
+from .verify import Fault, verify_checkpoint
+from .write import SaveHandle, save_checkpoint
+
+__all__ = [
+    "CheckpointReader",
+    "Fault",
+    "Manifest",
+    "Record",
+    "SaveHandle",
+    "SaveRequest",
+    "SaveSummary",
+    "ShardEntry",
+    "StoredArray",
+    "TagInfo",
+    "keep_newest",
+    "new_save_id",
+    "open_checkpoint",
+    "save_checkpoint",
+    "step_tag",
+    "tag_text",
+    "tags",
+    "verify_checkpoint",
+]

@@ -1,0 +1,266 @@
+"""The JSON files of a checkpoint: what goes in comes out, and nothing that is not valid is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zstore.arrays import ArraySpec
+from zstore.checkpoint import Manifest, Record, ShardEntry
+from zstore.checkpoint.format import MAX_JSON_BYTES, decode_state, encode_state, parse_json, read_json
+from zstore.checkpoint.metadata import array_document, make_documents, parse_array, parse_root
+from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
+from zstore.partition import make_grid
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+RECORD = Record(
+    id="0123456789abcdef",
+    tag="best ü",
+    step=60,
+    world_size=2,
+    run="run",
+    committed_ns=17,
+    metadata_sha256="m",
+    manifest_sha256=("a", "b"),
+    state={"lr": 1e-4, "best": math.inf, "text": "ü", "none": None},
+)
+MANIFEST = Manifest(
+    id="0123456789abcdef",
+    rank=1,
+    world_size=2,
+    outcome="complete",
+    shards=(ShardEntry(array="model/w", shard=1, file_bytes=8192, crcs=(0, 2**32 - 1), linked=True),),
+    rank_state={"cpu": [1, 2, 3]},
+)
+
+
+@given(JSON)
+def test_state_comes_back_as_it_was(value: Any) -> None:
+    if '"$float"' in json.dumps(value):
+        return
+    plain = json.loads(json.dumps(encode_state(value, "state"), allow_nan=False))
+    assert _same(decode_state(plain), value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+class _Level(IntEnum):
+    HIGH = 3
+
+
+def test_plain_kinds_of_number_and_tuples_become_json() -> None:
+    assert encode_state({"e": _Level.HIGH, "f": np.float64(0.5), "t": (1, 2)}, "x") == {"e": 3, "f": 0.5, "t": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"best": [1, {2}]}, r"client_state\['best'\]\[1\] is a builtins.set"),
+        ({"n": np.int64(3)}, r"client_state\['n'\] is a numpy.int64"),
+        ({"a": {1: 2}}, r"client_state\['a'\]: key 1 is a int"),
+        ({"$float": "nan"}, "rename the key"),
+        ({"b": b"x"}, "builtins.bytes"),
+    ],
+)
+def test_state_that_is_not_json_is_named(value: Any, place: str) -> None:
+    with pytest.raises(UsageError, match=place):
+        encode_state(value, "client_state")
+
+
+def test_state_nested_too_deeply_is_refused_both_ways() -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(UsageError, match="levels deep"):
+        encode_state(deep, "state")
+    with pytest.raises(CorruptionError, match="levels deep"):
+        decode_state(deep)
+
+
+def test_record_and_manifest_come_back_as_they_were() -> None:
+    assert Record.decode(RECORD.encode(), "r") == RECORD
+    assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
+
+
+@given(st.integers(0, len(RECORD.encode()) - 1), st.integers(1, 255))
+def test_any_changed_byte_of_a_record_is_noticed(at: int, change: int) -> None:
+    data = bytearray(RECORD.encode())
+    data[at] ^= change
+    with contextlib.suppress(CorruptionError, CheckpointMismatchError):
+        # Spaces and the like carry nothing; whatever is accepted says the same.
+        assert Record.decode(bytes(data), "r") == RECORD
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
+    for kind in (Record, Manifest):
+        with pytest.raises(CorruptionError):
+            kind.decode(data, "file")
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_manifest_with_a_wrong_value_anywhere_is_refused_or_whole(data: st.DataObject) -> None:
+    document = json.loads(MANIFEST.encode())
+    target = data.draw(st.sampled_from([document, document["shards"][0]]))
+    key = data.draw(st.sampled_from(sorted(target)))
+    target[key] = data.draw(JSON)
+    with contextlib.suppress(CorruptionError, CheckpointMismatchError):
+        Manifest.decode(Manifest.decode(json.dumps(document).encode(), "m").encode(), "again")
+
+
+def test_a_newer_version_is_told_from_damage() -> None:
+    document = json.loads(MANIFEST.encode()) | {"version": 2}
+    with pytest.raises(CheckpointMismatchError, match="install a newer one"):
+        Manifest.decode(json.dumps(document).encode(), "m")
+
+
+def test_json_that_would_exhaust_the_reader_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptionError, match="not JSON"):
+        parse_json(b"[" * 200_000, "deep")
+    with pytest.raises(CorruptionError, match="expected a JSON object"):
+        parse_json(b"[]", "list")
+    with pytest.raises(CorruptionError, match="not JSON"):
+        parse_json(b'{"n": ' + b"9" * 100_000 + b"}", "number")
+    huge = tmp_path / "zstore.json"
+    with huge.open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(CorruptionError, match="no file of a checkpoint"):
+        read_json(huge)
+
+
+SPECS = [
+    ArraySpec(name="model/w", shape=(1000, 300), dtype="float32", aliases=("head.weight",)),
+    ArraySpec(name="model/e", shape=(4, 6, 50), dtype="bfloat16"),
+    ArraySpec(name="model/none", shape=(0, 5), dtype="float16"),
+    ArraySpec(name="model/thin", shape=(5, 0), dtype="float16"),
+    ArraySpec(name="buffer/n", shape=(), dtype="int64"),
+    ArraySpec(name="model/long", shape=(3, 400_000), dtype="float64"),
+    ArraySpec(name="optimizer/exp_avg/w", shape=(77,), dtype="bool"),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_metadata_gives_specs_and_grids_back(world_size: int) -> None:
+    specs = {spec.name: spec for spec in SPECS}
+    grids = {spec.name: make_grid(spec.stored_shape, world_size) for spec in SPECS}
+    documents = json.loads(json.dumps(make_documents(specs, grids)))
+    assert set(documents) == {"", "model", "buffer", "optimizer", "optimizer/exp_avg"} | set(specs)
+    parsed = parse_root(documents[""], "zarr.json")
+    assert {name: entry[1:] for name, entry in parsed.items()} == {name: (specs[name], grids[name]) for name in specs}
+
+
+def test_names_that_would_collide_are_refused() -> None:
+    clash = [
+        ArraySpec(name=name, shape=(4,), dtype="float32") for name in ("optimizer/exp_avg", "optimizer/exp_avg/weight")
+    ]
+    with pytest.raises(UsageError, match="name of a group"):
+        make_documents({s.name: s for s in clash}, {s.name: make_grid((4,), 1) for s in clash})
+
+
+def _sharding(document: dict[str, Any]) -> dict[str, Any]:
+    return document["codecs"][0]["configuration"]
+
+
+def _own(document: dict[str, Any]) -> dict[str, Any]:
+    return document["attributes"]["zstore"]
+
+
+def _shape(document: dict[str, Any], shape: list[int]) -> None:
+    document.update(shape=shape)
+    _own(document).update(shape=shape)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "absurd shape": lambda document: _shape(document, [2**60, 300]),
+    "absurd product": lambda document: _shape(document, [2**40, 2**40]),
+    "many extents": lambda document: _shape(document, [1] * 100),
+    "negative": lambda document: _shape(document, [-1, 300]),
+    "not numbers": lambda document: document.update(shape=["1000", 300]),
+    "booleans": lambda document: document.update(shape=[True, 300]),
+    "other shape": lambda document: document.update(shape=[999, 300]),
+    "object type": lambda document: document.update(data_type="object"),
+    "zero chunk": lambda document: _sharding(document).update(chunk_shape=[0, 300]),
+    "cut row": lambda document: _sharding(document).update(chunk_shape=[16, 299]),
+    "cut columns": lambda document: _sharding(document).update(chunk_shape=[4, 150]),
+    "huge chunk": lambda document: (
+        document["chunk_grid"]["configuration"].update(chunk_shape=[2**38, 300]),
+        _sharding(document).update(chunk_shape=[2**38, 300]),
+    ),
+    "many chunks": lambda document: document["chunk_grid"]["configuration"].update(chunk_shape=[2**38, 300]),
+    "no attributes": lambda document: document.update(attributes={}),
+    "compressed": lambda document: _sharding(document)["codecs"].append({"name": "zstd"}),
+    "index at the end": lambda document: _sharding(document).update(index_location="end"),
+    "slash": lambda document: document["chunk_key_encoding"]["configuration"].update(separator="/"),
+    "no codecs": lambda document: document.update(codecs=[]),
+    "no name": lambda document: _own(document).pop("name"),
+    "bad name": lambda document: _own(document).update(name="nameless"),
+    "aliases": lambda document: _own(document).update(aliases=[1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_metadata_that_is_not_ours_is_refused_before_anything_is_allocated(change: str) -> None:
+    document = copy.deepcopy(array_document(SPECS[0], make_grid(SPECS[0].stored_shape, 2)))
+    CHANGES[change](document)
+    with pytest.raises((CorruptionError, CheckpointMismatchError), match="here"):
+        parse_array(document, "here")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_json_anywhere_in_the_metadata_is_refused_or_means_the_same(data: st.DataObject) -> None:
+    specs = {spec.name: spec for spec in SPECS}
+    grids = {spec.name: make_grid(spec.stored_shape, 2) for spec in SPECS}
+    root = copy.deepcopy(make_documents(specs, grids)[""])
+    place: Any = root
+    while isinstance(place, (dict, list)) and place:
+        key: Any = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
+            place[key] = data.draw(JSON)
+            break
+        place = place[key]
+    with contextlib.suppress(CorruptionError, CheckpointMismatchError):
+        for _, spec, grid in parse_root(root, "zarr.json").values():
+            assert grid.shard_rows * grid.row_numel < 2**62
+            assert spec.nbytes < 2**62
+
+
+def test_an_array_may_not_point_out_of_its_folder() -> None:
+    spec = ArraySpec(name="model/w", shape=(4,), dtype="float32")
+    root = make_documents({spec.name: spec}, {spec.name: make_grid((4,), 1)})[""]
+    inner = root["consolidated_metadata"]["metadata"]
+    inner["model/../../w"] = inner.pop("model/w")
+    with pytest.raises(CorruptionError, match="must lie in 'model/w'"):
+        parse_root(root, "zarr.json")
+
+
+def test_lost_files_never_read_as_zeros() -> None:
+    for name in ("float16", "bfloat16", "float32", "float64"):
+        spec = ArraySpec(name="model/w", shape=(4,), dtype=name)
+        assert array_document(spec, make_grid((4,), 1))["fill_value"] == "NaN"
+    assert np.dtype(ml_dtypes.bfloat16).name == "bfloat16"

@@ -1,0 +1,205 @@
+"""Rank 0's part of a save: beginning, committing and giving up; and the removal of what dead saves left.
+
+[Note: the order of a commit]
+    1  <tag>.lock-<id>      made and held locked: the save is alive
+    2  <tag>.tmp-<id>/      made; other ranks see it, or their folder is another one than rank 0's
+    3  shards, metadata, manifests in it, every file and folder made durable
+    4  zstore.json          in it, durable
+    5  <tag> -> <tag>.old-<id>          only where a committed one is replaced
+    6  <tag>.tmp-<id> -> <tag>          the commit
+    7  the folder above made durable; `latest` replaced; the one set aside and older ones removed; the lock removed
+
+Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
+set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
+(it is a hint), and the next save removes the rest. Whatever is removed is first renamed to `<tag>.tmp-<id>`, so that
+half of it never looks like a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import StorageError, ZstoreError
+from ..files import Files
+from .catalog import check_tag_is_free, read_record, scan
+from .format import Record
+from .lock import SaveLock, owner_is_dead
+from .names import (
+    ABORT_FILE,
+    LATEST_FILE,
+    LOCK,
+    MANIFEST_FOLDER,
+    RECORD_FILE,
+    SET_ASIDE,
+    TEMPORARY,
+    new_save_id,
+    own_name,
+    parse_own_name,
+    tag_folder,
+)
+
+READ_ONLY = 0o444
+
+
+class Committer:
+    """One save into `folder` under `tag`. Calls, all by rank 0: `begin`, then `commit` or `abort`."""
+
+    def __init__(self, files: Files, folder: Path, tag: str, save_id: str) -> None:
+        self.folder = folder
+        self.save_id = save_id
+        name = tag_folder(tag)
+        self.target = folder / name
+        self.temporary = folder / own_name(name, TEMPORARY, save_id)
+        self.lock_path = folder / own_name(name, LOCK, save_id)
+        self._tag = tag
+        self._aside = folder / own_name(name, SET_ASIDE, save_id)
+        self._files = files
+        self._lock: SaveLock | None = None
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Make the temporary folder, with its lock. Fast: runs in the caller's thread.
+
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`), StorageError where nothing can be made.
+        """
+        self._files.make_folder(self.folder)
+        check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
+        try:
+            self._lock = SaveLock(self.lock_path)
+        except OSError as error:
+            raise StorageError(
+                "cannot write in the checkpoint folder: give one that this user may write",
+                path=str(self.folder),
+                errno=error.errno,
+            ) from error
+        try:
+            self._files.make_folder(self.temporary / MANIFEST_FOLDER)
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self, record: Record) -> list[str]:
+        """Publish the temporary folder, whose files are durable, with `record`; returns what went wrong after that.
+
+        `record.committed_ns` is set here.
+        """
+        newest = max((info.record.committed_ns for info in scan(self.folder).tags), default=0)
+        record = replace(record, committed_ns=max(time.time_ns(), newest + 1))
+        path = self.temporary / RECORD_FILE
+        self._files.write_small(path, record.encode())
+        os.chmod(path, READ_ONLY)
+        self._files.sync_folder(self.temporary)
+        replaces = self.target.exists()
+        if replaces:
+            self._files.rename(self.target, self._aside)
+        try:
+            self._files.rename(self.temporary, self.target)
+        except BaseException:
+            if replaces:
+                self._files.rename(self._aside, self.target)
+            raise
+        self._files.sync_folder(self.folder)
+        return self._tidy(replaces)
+
+    def _tidy(self, replaces: bool) -> list[str]:
+        """Do what may fail without harm to the checkpoint."""
+        messages: list[str] = []
+        try:
+            hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
+            self._files.write_small(hint, f"{self._tag}\n".encode())
+            self._files.rename(hint, self.folder / LATEST_FILE)
+            self._files.sync_folder(self.folder)
+        except OSError as error:
+            messages.append(f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced: {error}")
+        try:
+            if replaces:
+                discard(self._files, self._aside)
+        except OSError as error:
+            messages.append(f"the checkpoint is committed, but the one it replaced could not be removed: {error}")
+        return messages
+
+    def abort(self, reason: str, *, alone: bool) -> None:
+        """Say why the save was given up, for the other ranks to see, and free what it wrote. Never raises.
+
+        What cannot be removed now is swept by the next save; `alone` says that no other rank looks.
+        """
+        with contextlib.suppress(OSError):
+            if alone:
+                self._files.remove_tree(self.temporary)
+            elif self.temporary.is_dir():
+                with contextlib.suppress(OSError):
+                    self._files.write_small(self.temporary / ABORT_FILE, json.dumps({"reason": reason}).encode())
+                for entry in list(os.scandir(self.temporary)):
+                    with contextlib.suppress(OSError):
+                        if entry.is_dir(follow_symlinks=False):
+                            self._files.remove_tree(entry.path)
+                        elif entry.name != ABORT_FILE:
+                            self._files.unlink(entry.path)
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back: the save is over."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def discard(files: Files, path: Path) -> None:
+    """Remove a folder so that at no instant half of it looks like a checkpoint."""
+    own = parse_own_name(path.name)
+    if own is None or own[1] != TEMPORARY:
+        doomed = path.with_name(own_name(own[0] if own else path.name, TEMPORARY, new_save_id()))
+        files.rename(path, doomed)
+        path = doomed
+    files.remove_tree(path)
+
+
+def sweep(files: Files, folder: Path) -> list[str]:
+    """Remove what dead saves left in `folder`, and give a checkpoint that was set aside its name back.
+
+    Never touches a living save's. Returns a message for each thing that could not be removed.
+    """
+    by_save: dict[str, list[tuple[str, str, Path]]] = {}
+    for name in os.listdir(folder):
+        own = parse_own_name(name)
+        if own is not None:
+            by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
+    messages: list[str] = []
+    for left in by_save.values():
+        # The lock goes last: until then, what could not be removed still has an owner who is known to be dead.
+        left.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
+        locks = [path for kind, _, path in left if kind == LOCK]
+        with owner_is_dead(locks[0]) if locks else contextlib.nullcontext(True) as dead:
+            if dead:
+                messages.extend(_sweep_one(files, left))
+    return messages
+
+
+def _sweep_one(files: Files, left: Sequence[tuple[str, str, Path]]) -> list[str]:
+    messages: list[str] = []
+    for kind, name, path in left:
+        target = path.with_name(name)
+        try:
+            if kind == SET_ASIDE and not _is_committed(target):
+                if not target.exists() and _is_committed(path):
+                    files.rename(path, target)
+                    files.sync_folder(target.parent)
+            elif path.is_dir():
+                discard(files, path)
+            else:
+                files.unlink(path)
+        except OSError as error:
+            messages.append(f"what an earlier save left could not be removed: {error}")
+    return messages
+
+
+def _is_committed(folder: Path) -> bool:
+    try:
+        read_record(folder)
+    except (ZstoreError, OSError):
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""A few threads that carry out one batch of tasks after another."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Crew:
+    """`num_threads` threads, started at once: a save that ends behind the interpreter's last line may start none.
+
+    Unlike the I/O threads, these may wait for tickets and buffers. Close it, or use it in a `with` block.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(max(1, num_threads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, tasks: Iterable[Callable[[], T]]) -> list[T]:
+        """Carry out all tasks and return their results in order; must not be called from a task.
+
+        The first error stops those that have not begun, and is raised when the others ended.
+        """
+        batch = list(tasks)
+        results: list[T | None] = [None] * len(batch)
+        errors: list[BaseException] = []
+        left = len(batch)
+
+        def carry_out(number: int) -> None:
+            nonlocal left
+            try:
+                if not errors:
+                    results[number] = batch[number]()
+            except BaseException as error:
+                errors.append(error)
+            with self._changed:
+                left -= 1
+                self._changed.notify_all()
+
+        with self._changed:
+            self._tasks.extend(lambda number=number: carry_out(number) for number in range(len(batch)))  # type: ignore[misc]
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: left == 0)
+            except BaseException as error:  # Ctrl-C: nothing new begins, and close() waits for what runs
+                errors.append(error)
+                raise
+        if errors:
+            raise errors[0]
+        return results  # type: ignore[return-value]
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            task()
+
+    def close(self) -> None:
+        """End the threads when they did what they had begun."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

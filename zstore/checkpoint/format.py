@@ -1,0 +1,293 @@
+"""The JSON files of a checkpoint that are zstore's own: the commit record and the ranks' manifests.
+
+[Note: JSON state]
+What the engine keeps in the record and in a manifest is JSON: objects with text keys, lists, text, whole numbers,
+floats, true, false, null. JSON has no NaN or infinity: such a float is the object `{"$float": "nan" | "inf" | "-inf"}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+
+FORMAT_VERSION = 1
+RECORD_FORMAT = "zstore checkpoint"
+MANIFEST_FORMAT = "zstore manifest"
+COMPLETE = "complete"
+
+MAX_JSON_BYTES = 512 * 1024 * 1024
+"""No JSON file of a checkpoint is larger; a larger one is not read."""
+MAX_RANKS = 2**20
+_MAX_DEPTH = 100
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """One shard file in a rank's manifest."""
+
+    array: str
+    shard: int
+    file_bytes: int
+    crcs: tuple[int, ...]
+    """crc32c of each present chunk's payload, in chunk order."""
+    linked: bool
+    """True where the file was linked and no byte of it written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one rank put into a checkpoint. The rank writes it last."""
+
+    id: str
+    rank: int
+    world_size: int
+    outcome: str
+    """`complete`, or `failed: ` and why."""
+    shards: tuple[ShardEntry, ...] = ()
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON that belongs to this rank alone, as the states of its random number generators."""
+
+    def encode(self) -> bytes:
+        """Return the file's bytes."""
+        document = {
+            "format": MANIFEST_FORMAT,
+            "version": FORMAT_VERSION,
+            "id": self.id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "outcome": self.outcome,
+            "rank_state": encode_state(self.rank_state, "rank_state"),
+            "shards": [
+                {
+                    "array": entry.array,
+                    "shard": entry.shard,
+                    "bytes": entry.file_bytes,
+                    "linked": entry.linked,
+                    "crc32c": "".join(f"{crc:08x}" for crc in entry.crcs),
+                }
+                for entry in self.shards
+            ],
+        }
+        return _dump(document)
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Manifest:
+        """Return the manifest in `data`, which was read from `path`. Raises CorruptionError for anything else."""
+        document = parse_json(data, path)
+        _check_kind(document, MANIFEST_FORMAT, path)
+        shards = _get(document, "shards", list, path)
+        return cls(
+            id=_get(document, "id", str, path),
+            rank=_count(document, "rank", MAX_RANKS, path),
+            world_size=_count(document, "world_size", MAX_RANKS, path),
+            outcome=_get(document, "outcome", str, path),
+            shards=tuple(_decode_entry(entry, path) for entry in shards),
+            rank_state=decode_state(_get(document, "rank_state", dict, path)),
+        )
+
+
+def _decode_entry(entry: object, path: str) -> ShardEntry:
+    if not isinstance(entry, dict):
+        raise CorruptionError(f"{path}: expected an object for every shard")
+    text = _get(entry, "crc32c", str, path)
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError as error:
+        raise CorruptionError(f"{path}: crc32c is not a row of hexadecimal digits") from error
+    if len(raw) % 4 or len(raw) * 2 != len(text):
+        raise CorruptionError(f"{path}: crc32c is not a row of 8-digit checksums")
+    return ShardEntry(
+        array=_get(entry, "array", str, path),
+        shard=_count(entry, "shard", MAX_RANKS, path),
+        file_bytes=_count(entry, "bytes", 2**63, path),
+        crcs=tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, len(raw), 4)),
+        linked=_get(entry, "linked", bool, path),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The commit record, `zstore.json`: a folder without a valid one is no checkpoint."""
+
+    id: str
+    """Id of the save that wrote the checkpoint."""
+    tag: str
+    step: int
+    world_size: int
+    run: str = ""
+    """Id of the training run, kept across resumes; retention deletes only what its own run saved."""
+    committed_ns: int = 0
+    """Time of the commit, nanoseconds since 1970; more than that of any checkpoint that was in the folder before."""
+    metadata_sha256: str
+    """SHA-256 of the root's `zarr.json`, hex."""
+    manifest_sha256: tuple[str, ...]
+    """SHA-256 of each rank's manifest, hex, by rank."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON of the whole run: counters, scheduler, loss scale, position in the data, client state."""
+
+    def encode(self) -> bytes:
+        """Return the file's bytes. Raises UsageError that names the key of a state that is not JSON."""
+        document = {
+            "format": RECORD_FORMAT,
+            "version": FORMAT_VERSION,
+            "id": self.id,
+            "tag": self.tag,
+            "step": self.step,
+            "world_size": self.world_size,
+            "run": self.run,
+            "committed_ns": self.committed_ns,
+            "metadata_sha256": self.metadata_sha256,
+            "manifest_sha256": list(self.manifest_sha256),
+            "state": encode_state(self.state, "state"),
+        }
+        return _dump(document | {"digest": _digest(document)}, indent=1)
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Record:
+        """Return the record in `data`, which was read from `path`.
+
+        Raises CorruptionError where it is damaged, CheckpointMismatchError where a newer version wrote it.
+        """
+        document = parse_json(data, path)
+        _check_kind(document, RECORD_FORMAT, path)
+        if document.pop("digest", None) != _digest(document):
+            raise CorruptionError(f"{path} fails its digest: the record is damaged; restore it from another copy")
+        world_size = _count(document, "world_size", MAX_RANKS, path)
+        digests = _get(document, "manifest_sha256", list, path)
+        if len(digests) != world_size or not all(isinstance(d, str) for d in digests):
+            raise CorruptionError(f"{path}: expected the digests of {world_size} manifests, got {len(digests)}")
+        return cls(
+            id=_get(document, "id", str, path),
+            tag=_get(document, "tag", str, path),
+            step=_count(document, "step", 2**63, path),
+            world_size=world_size,
+            run=_get(document, "run", str, path),
+            committed_ns=_count(document, "committed_ns", 2**63, path),
+            metadata_sha256=_get(document, "metadata_sha256", str, path),
+            manifest_sha256=tuple(digests),
+            state=decode_state(_get(document, "state", dict, path)),
+        )
+
+
+def sha256(data: bytes) -> str:
+    """Return the SHA-256 of `data`, hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def encode_state(value: Any, where: str) -> Any:
+    """Return `value` as plain JSON. See [Note: JSON state].
+
+    Raises UsageError that names the place, as `client_state['best'][0]`, of what JSON cannot hold.
+    """
+    return _encode(value, where, 0)
+
+
+def _encode(value: Any, where: str, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"{where[:200]}: nested more than {_MAX_DEPTH} levels deep; flatten it")
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float, str)):  # subclasses, as enums and numpy's float64, become the plain type
+        return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        raise UsageError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored: expected JSON "
+            "(text, numbers, true, false, null, lists, objects with text keys); convert it or leave it out"
+        )
+    if list(value) == ["$float"]:
+        raise UsageError(f"{where}: an object whose only key is `$float` cannot be stored; rename the key")
+    for key in value:
+        if not isinstance(key, str):
+            raise UsageError(f"{where}: key {key!r} is a {type(key).__name__}; JSON objects have text keys: convert it")
+    return {str(key): _encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+
+
+def decode_state(value: Any, depth: int = 0) -> Any:
+    """Return what `encode_state` was given; tuples come back as lists. Raises CorruptionError where it is too deep."""
+    if depth > _MAX_DEPTH + 2:
+        raise CorruptionError(f"state is nested more than {_MAX_DEPTH} levels deep: the file is damaged")
+    if isinstance(value, dict):
+        if list(value) == ["$float"] and isinstance(value["$float"], str) and value["$float"] in _FLOATS:
+            return _FLOATS[value["$float"]]
+        return {key: decode_state(item, depth + 1) for key, item in value.items()}
+    return [decode_state(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def read_json(path: Path) -> bytes:
+    """Return the bytes of a JSON file of a checkpoint.
+
+    Raises FileNotFoundError where it is missing, CorruptionError where it is larger than any such file.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1) if path.stat().st_size <= MAX_JSON_BYTES else None
+    if data is None or len(data) > MAX_JSON_BYTES:
+        raise CorruptionError(f"{path} has more than {MAX_JSON_BYTES} bytes: it is no file of a checkpoint")
+    return data
+
+
+def parse_json(data: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object in `data`, which was read from `path`; raises CorruptionError for anything else."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{path} is not JSON ({error}): it is damaged; restore it from another copy") from error
+    if not isinstance(document, dict):
+        raise CorruptionError(f"{path}: expected a JSON object, got a {type(document).__name__}")
+    return document
+
+
+def dump_metadata(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `zarr.json`."""
+    return _dump(document, indent=1)
+
+
+def _dump(document: Mapping[str, Any], indent: int | None = None) -> bytes:
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(document, indent=indent, separators=separators, allow_nan=False, ensure_ascii=True).encode()
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    # JSON of the other keys, sorted, without spaces, non-ASCII escaped.
+    try:
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError("the record is nested too deeply to be one") from error
+    return f"sha256:{sha256(text.encode())}"
+
+
+def _check_kind(document: Mapping[str, Any], kind: str, path: str) -> None:
+    if document.get("format") != kind:
+        raise CorruptionError(f"{path}: expected format {kind!r}, got {document.get('format')!r:.100}")
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise CorruptionError(f"{path}: expected a format version, got {version!r:.100}")
+    if version > FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            f"{path} has format version {version}; this zstore reads up to {FORMAT_VERSION}: install a newer one"
+        )
+
+
+def _get(document: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
+    value = document.get(key)
+    if type(value) is not kind:
+        raise CorruptionError(f"{path}: expected {key!r} to be a {kind.__name__}, got {value!r:.100}")
+    return value
+
+
+def _count(document: Mapping[str, Any], key: str, most: int, path: str) -> int:
+    value: int = _get(document, key, int, path)
+    if not 0 <= value <= most:
+        raise CorruptionError(f"{path}: expected {key!r} to be from 0 to {most}, got {value}")
+    return value

@@ -1,0 +1,103 @@
+"""The lock of one save: held while its process lives, so that a sweep knows the living from the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing saves there
+    fcntl = None  # type: ignore[assignment]
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
+_FOREIGN_LIFE_S = 24 * 3600
+"""Where locks are not to be had, a save of another machine counts as alive for so long."""
+
+
+class SaveLock:
+    """Holds the lock file `path`, which must be new, until `release()` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        while True:
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            _flock(self._fd, wait=True)
+            # A sweep may have taken the file for a dead save's between the two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
+                    break
+            os.close(self._fd)
+        owner = {"host": socket.gethostname(), "pid": os.getpid()}
+        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+
+    def release(self) -> None:
+        """Remove the file and give the lock back; a second call does nothing."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        if fcntl is not None:
+            # Explicitly: a forked child, as a data loader's worker, shares the lock with us.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def owner_is_dead(path: Path) -> Iterator[bool]:
+    """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's.
+
+    Where it is dead, the lock is held for the length of the block: nobody begins a save of that name meanwhile.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:  # another user's
+        yield False
+        return
+    try:
+        taken = _flock(fd, wait=False)
+        yield not _owner_lives(fd) if taken is None else taken
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, *, wait: bool) -> bool | None:
+    """Take the lock and return whether that worked, None where the system or the file system has no locks."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    return None
+
+
+def _owner_lives(fd: int) -> bool:
+    try:
+        owner = json.loads(os.pread(fd, 4096, 0))
+        host, pid = str(owner["host"]), int(owner["pid"])
+    except (ValueError, KeyError, TypeError):
+        return time.time() - os.fstat(fd).st_mtime < _FOREIGN_LIFE_S
+    if host != socket.gethostname():
+        return time.time() - os.fstat(fd).st_mtime < _FOREIGN_LIFE_S
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,189 @@
+"""The Zarr v3 documents of a checkpoint: one for every group level and array, the root's with a copy of all. Pure.
+
+Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.readthedocs.io/en/latest/v3/core/
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..arrays import FLOATING, ArraySpec, numpy_dtype
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..partition import Grid
+from .names import METADATA_FILE, array_path
+
+# Bounds on what metadata may ask for, before anything is allocated.
+MAX_NUMEL = 2**48
+MAX_CHUNK_BYTES = 2**31
+MAX_CHUNKS_PER_SHARD = 2**22
+
+_PLAIN_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def array_document(spec: ArraySpec, grid: Grid) -> dict[str, Any]:
+    """Return the `zarr.json` of an array that is cut as `grid` says."""
+    two = len(spec.stored_shape) == 2
+    width = [max(grid.row_numel, 1)] if two else []
+    attributes: dict[str, Any] = {"name": spec.name, "shape": list(spec.shape)}
+    if spec.aliases:
+        attributes["aliases"] = list(spec.aliases)
+    sharding = {
+        "chunk_shape": [grid.chunk_rows, *([grid.chunk_cols] if two else [])],
+        "codecs": _PLAIN_CODECS,
+        "index_codecs": _PLAIN_CODECS,
+        "index_location": "start",
+    }
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(spec.stored_shape),
+        "data_type": spec.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": _fill_value(spec.dtype),
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": {"zstore": attributes},
+    }
+
+
+def _fill_value(dtype: str) -> str | bool | int:
+    # A lost file must never read as zeros.
+    if dtype in FLOATING:
+        return "NaN"
+    return False if dtype == "bool" else 0
+
+
+def make_documents(specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid]) -> dict[str, dict[str, Any]]:
+    """Return every `zarr.json` of a checkpoint by its folder inside it; the root's folder is the empty text.
+
+    Raises UsageError where two arrays would share a folder, or an array would stand inside another.
+    """
+    arrays: dict[str, dict[str, Any]] = {}
+    owners: dict[str, str] = {}
+    groups: set[str] = set()
+    for name in sorted(specs):
+        path = array_path(name)
+        if path in owners:
+            raise UsageError(f"arrays {owners[path]!r} and {name!r} would share the folder {path}: rename one")
+        owners[path] = name
+        arrays[path] = array_document(specs[name], grids[name])
+        parts = path.split("/")
+        groups.update("/".join(parts[:n]) for n in range(1, len(parts)))
+    for path in sorted(groups & owners.keys()):
+        raise UsageError(f"array {owners[path]!r} has the name of a group of other arrays: rename it")
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    inner = dict.fromkeys(groups, group) | arrays
+    root = group | {
+        "consolidated_metadata": {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": {path: inner[path] for path in sorted(inner)},
+        }
+    }
+    return {"": root} | inner
+
+
+def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid]]:
+    """Return (folder, spec, grid) of every array by name, from the root's document read from `path`.
+
+    Raises CorruptionError where the document is not one that a checkpoint has, CheckpointMismatchError for arrays that
+    are cut or coded in another way.
+    """
+    consolidated = document.get("consolidated_metadata")
+    inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    if document.get("zarr_format") != 3 or document.get("node_type") != "group" or not isinstance(inner, dict):
+        raise CorruptionError(f"{path} is not a Zarr v3 group with consolidated metadata: the checkpoint is damaged")
+    arrays: dict[str, tuple[str, ArraySpec, Grid]] = {}
+    for folder, entry in inner.items():
+        if not isinstance(entry, dict):
+            raise CorruptionError(f"{path}: the metadata of {folder!r} is not an object: the checkpoint is damaged")
+        if entry.get("node_type") == "group":
+            continue
+        spec, grid = parse_array(entry, f"{path}, {folder!r}")
+        if array_path(spec.name) != folder:
+            raise CorruptionError(
+                f"{path}: array {spec.name!r} must lie in {array_path(spec.name)!r}, found in {folder!r}: "
+                "the metadata was changed"
+            )
+        arrays[spec.name] = (folder, spec, grid)
+    return arrays
+
+
+def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid]:
+    """Return spec and grid of an array's document; `where` names it in errors (see `parse_root`)."""
+    spec = _parse_spec(document, where)
+    stored = tuple(_extents(document.get("shape"), f"{where}: shape"))
+    if stored != spec.stored_shape:
+        raise CorruptionError(f"{where}: shape {stored} does not belong to a tensor of shape {spec.shape}")
+    shard_shape, chunk_shape = _parse_cuts(document, where)
+    if len(shard_shape) != len(stored) or len(chunk_shape) != len(stored):
+        raise CorruptionError(f"{where}: shards {shard_shape} and chunks {chunk_shape} do not fit shape {stored}")
+    row_numel = spec.row_numel
+    cols = chunk_shape[1] if len(stored) == 2 else 1
+    width = shard_shape[1] if len(stored) == 2 else 1
+    grid = Grid(spec.rows, row_numel, shard_shape[0], chunk_shape[0], cols)
+    _check_grid(spec, grid, width, where)
+    if document != array_document(spec, grid):
+        raise CheckpointMismatchError(
+            f"{where}: the array is coded in a way that this version does not read (expected shards of "
+            "[bytes little, crc32c] chunks with the index at the start, keys with `.`): use a newer version"
+        )
+    return spec, grid
+
+
+def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
+    attributes = document.get("attributes")
+    own = attributes.get("zstore") if isinstance(attributes, dict) else None
+    if document.get("node_type") != "array" or not isinstance(own, dict):
+        raise CorruptionError(f"{where}: expected an array with `zstore` attributes in {METADATA_FILE}")
+    name, dtype, aliases = own.get("name"), document.get("data_type"), own.get("aliases", [])
+    if not isinstance(name, str) or not isinstance(dtype, str):
+        raise CorruptionError(f"{where}: expected a name and a data type as text, got {name!r} and {dtype!r}")
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise CorruptionError(f"{where}: expected a list of names as aliases")
+    shape = tuple(_extents(own.get("shape"), f"{where}: true shape"))
+    try:
+        numpy_dtype(dtype)
+        return ArraySpec(name=name, shape=shape, dtype=dtype, aliases=tuple(aliases))
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{where}: {error}") from error
+
+
+def _extents(value: object, what: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value):
+        raise CorruptionError(f"{what}: expected a list of whole numbers from 0 to {MAX_NUMEL}, got {value!r:.200}")
+    if len(value) > 64 or math.prod(n for n in value if n) > MAX_NUMEL:
+        raise CorruptionError(f"{what}: {value!r:.200} is larger than any array of a checkpoint")
+    return value
+
+
+def _parse_cuts(document: Mapping[str, Any], where: str) -> tuple[list[int], list[int]]:
+    try:
+        shard_shape = document["chunk_grid"]["configuration"]["chunk_shape"]
+        chunk_shape = document["codecs"][0]["configuration"]["chunk_shape"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointMismatchError(f"{where}: expected a regular grid of shards with inner chunks") from error
+    return _extents(shard_shape, f"{where}: shard shape"), _extents(chunk_shape, f"{where}: chunk shape")
+
+
+def _check_grid(spec: ArraySpec, grid: Grid, width: int, where: str) -> None:
+    row_numel = max(grid.row_numel, 1)
+    whole = (
+        min(grid.shard_rows, grid.chunk_rows, grid.chunk_cols) >= 1
+        and width == row_numel
+        and grid.shard_rows % grid.chunk_rows == 0
+        and row_numel % grid.chunk_cols == 0
+        and (grid.chunk_cols == row_numel or grid.chunk_rows == 1)
+    )
+    if not whole:
+        raise CheckpointMismatchError(
+            f"{where}: shards of {grid.shard_rows} x {width} in chunks of {grid.chunk_rows} x {grid.chunk_cols} are "
+            f"not whole rows of {row_numel} elements in whole chunks"
+        )
+    if grid.chunk_numel * spec.itemsize > MAX_CHUNK_BYTES or grid.chunks_per_shard > MAX_CHUNKS_PER_SHARD:
+        raise CorruptionError(
+            f"{where}: chunks of {grid.chunk_numel * spec.itemsize} bytes, {grid.chunks_per_shard} a shard, are more "
+            f"than any checkpoint has (at most {MAX_CHUNK_BYTES} and {MAX_CHUNKS_PER_SHARD})"
+        )

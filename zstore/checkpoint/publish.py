@@ -1,0 +1,89 @@
+"""One rank's part of a checkpoint: its shard files and its manifest, in the save's temporary folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..io import Priority
+from ..shardio import ShardSummary, write_shard
+from ..tiers import PinnedShard
+from .commit import READ_ONLY
+from .format import Manifest, ShardEntry
+from .names import manifest_file
+from .request import SaveRequest
+
+
+class Publisher:
+    """Puts the shards of `request` into `folder`; `check_alive` is called before each and stops the save by raising."""
+
+    def __init__(self, request: SaveRequest, folder: Path, check_alive: Callable[[], None]) -> None:
+        self._request = request
+        self._folder = folder
+        self._check_alive = check_alive
+        self._files = request.resources.files
+
+    def tasks(self) -> list[Callable[[], ShardSummary]]:
+        """Return a task for each shard file of this rank; those in memory first, since an updater waits for them."""
+        request = self._request
+        pins = [(name, pin) for name, pin in request.pins.items() if request.file_bytes(name, request.rank)]
+        pins.sort(key=lambda item: item[1].tier == "disk")
+        tasks: list[Callable[[], ShardSummary]] = [partial(self._publish, name, pin) for name, pin in pins]
+        if request.rank == 0:
+            tasks += [partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0)]
+        return tasks
+
+    def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
+        request = self._request
+        path = self._make_room_for(name, request.rank)
+        summary = pin.publish(request.resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
+        # Released at once: whoever updates this shard may be waiting.
+        pin.release()
+        os.chmod(path, READ_ONLY)
+        return summary
+
+    def _write_small(self, name: str) -> ShardSummary:
+        request = self._request
+        data = np.ascontiguousarray(request.small[name]).reshape(-1).view(np.uint8)
+        itemsize = request.specs[name].itemsize
+
+        def fill(first: int, stop: int, out: npt.NDArray[np.uint8]) -> None:
+            out[:] = data[first * itemsize : stop * itemsize]
+
+        path = self._make_room_for(name, 0)
+        summary = write_shard(request.resources, path, request.specs[name], request.grid(name), 0, fill)
+        os.chmod(path, READ_ONLY)
+        return summary
+
+    def _make_room_for(self, name: str, shard: int) -> Path:
+        self._check_alive()
+        path = self._folder / self._request.shard_path(name, shard)
+        self._files.make_folder(path.parent)
+        return path
+
+    def write_manifest(self, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]) -> None:
+        """Write this rank's manifest, durably: the last thing that it does."""
+        request = self._request
+        manifest = Manifest(
+            id=request.save_id,
+            rank=request.rank,
+            world_size=request.world_size,
+            outcome=outcome,
+            shards=tuple(
+                ShardEntry(array=s.array, shard=s.shard, file_bytes=s.file_bytes, crcs=s.crcs, linked=s.linked)
+                for s in summaries
+            ),
+            rank_state=rank_state,
+        )
+        # Whole or not there: rank 0 reads it as soon as it has its name.
+        path = self._folder / manifest_file(request.rank)
+        part = path.with_suffix(".part")
+        self._files.write_small(part, manifest.encode())
+        os.chmod(part, READ_ONLY)
+        self._files.rename(part, path)

@@ -1,0 +1,231 @@
+"""Reading a checkpoint: any range of any array, every chunk verified, in parallel and in bounded memory. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec, numpy_dtype
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..io import Priority
+from ..partition import Grid
+from ..shardfile import layout_of
+from ..shardio import IoResources, ShardReader, open_resources
+from .catalog import TagInfo, resolve, scan
+from .format import COMPLETE, Manifest, Record, parse_json, read_json, sha256
+from .metadata import parse_root
+from .names import METADATA_FILE, RECORD_FILE, manifest_file, shard_file, tag_text
+
+Bytes = npt.NDArray[np.uint8]
+
+_MOST_OPEN_SHARDS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """An array of a checkpoint."""
+
+    spec: ArraySpec
+    grid: Grid
+    """How it is cut on disk, by its own metadata."""
+    folder: str
+    """Its folder inside the checkpoint."""
+
+    def shard_file(self, shard: int) -> str:
+        """Return the path of a shard's file inside the checkpoint."""
+        return f"{self.folder}/{shard_file(len(self.spec.stored_shape), shard)}"
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all its shard files."""
+        return sum(layout_of(self.grid, n, self.spec.dtype).file_bytes for n in range(self.grid.num_shards))
+
+
+class _Shard(ShardReader):
+    """A shard file whose chunks must also have the checksums that its rank's manifest gives."""
+
+    def __init__(self, res: IoResources, path: Path, array: StoredArray, shard: int, crcs: Sequence[int]) -> None:
+        super().__init__(res, path, array.spec, array.grid, shard)
+        self._expected = list(crcs)
+
+    def _scan(
+        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
+    ) -> list[int]:
+        crcs = super()._scan(first_chunk, stop_chunk, take, priority)
+        for chunk, (found, expected) in enumerate(
+            zip(crcs, self._expected[first_chunk:stop_chunk], strict=False), start=first_chunk
+        ):
+            if found != expected:
+                raise CorruptionError(
+                    f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {self.layout.slot_offset(chunk)}) "
+                    "is whole, but not the one that the manifest names: the file was replaced; restore it from another "
+                    "copy"
+                )
+        return crcs
+
+
+class CheckpointReader:
+    """An open checkpoint. Close it, or use it in a `with` block. Usable from any thread but an I/O thread."""
+
+    def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
+        self.path: Path = info.path
+        """The tag's folder."""
+        self.tag: str = info.tag
+        self.record: Record = info.record
+        self._cleanup = contextlib.ExitStack()
+        self.documents, parsed = _read_metadata(info)
+        self.arrays: dict[str, StoredArray] = {
+            name: StoredArray(spec=spec, grid=grid, folder=folder) for name, (folder, spec, grid) in parsed.items()
+        }
+        self.resources: IoResources = resources or self._cleanup.enter_context(open_resources())
+        self._manifests: dict[int, dict[tuple[str, int], Sequence[int]]] = {}
+        self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._retired_bytes = 0
+
+    def close(self) -> None:
+        """Give the threads and buffers back; a second call does nothing."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of chunks that were read from files so far, checksums and alignment included."""
+        with self._lock:
+            return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
+
+    def array(self, name: str) -> StoredArray:
+        """Return the array called `name`; raises CheckpointMismatchError where the checkpoint has none."""
+        if name not in self.arrays:
+            raise CheckpointMismatchError(f"checkpoint {self.path} has no array {name!r}")
+        return self.arrays[name]
+
+    def manifest(self, rank: int) -> Manifest:
+        """Return what rank `rank` of the saving run wrote, checked against the record.
+
+        Raises CorruptionError where it is missing or not the one that was committed.
+        """
+        path = self.path / manifest_file(rank)
+        try:
+            data = read_json(path)
+        except FileNotFoundError as error:
+            raise CorruptionError(f"{path} is missing; restore it from another copy") from error
+        if sha256(data) != self.record.manifest_sha256[rank]:
+            raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
+        manifest = Manifest.decode(data, str(path))
+        if (manifest.id, manifest.rank, manifest.outcome) != (self.record.id, rank, COMPLETE):
+            raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
+        return manifest
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
+
+        `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
+        CorruptionError that names array, file and offset of what is missing or damaged; `out` then holds no result.
+        """
+        array = self.array(name)
+        spec, grid = array.spec, array.grid
+        if not 0 <= first <= stop <= spec.numel:
+            raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
+        if not out.flags.c_contiguous or out.nbytes != (stop - first) * spec.itemsize:
+            raise UsageError(
+                f"array {name!r}: expected {(stop - first) * spec.itemsize} contiguous bytes to read into, got "
+                f"{out.nbytes}"
+            )
+        target = out.reshape(-1).view(np.uint8)
+        low = first
+        while low < stop:
+            shard = low // grid.shard_numel
+            high = min(stop, (shard + 1) * grid.shard_numel)
+            piece = target[(low - first) * spec.itemsize : (high - first) * spec.itemsize]
+            self.open_shard(name, shard).read(low, high, piece, priority)
+            low = high
+
+    def read_array(self, name: str) -> npt.NDArray[Any]:
+        """Return the whole array in its true shape; bfloat16 as `ml_dtypes.bfloat16`."""
+        spec = self.array(name).spec
+        out = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        self.read(name, 0, spec.numel, out)
+        return out
+
+    def open_shard(self, name: str, shard: int) -> ShardReader:
+        """Return the reader of one shard file, with its index checked."""
+        key = (name, shard)
+        with self._lock:
+            if key in self._shards:
+                self._shards.move_to_end(key)
+                return self._shards[key]
+        array = self.array(name)
+        opened = _Shard(
+            self.resources, self.path / array.shard_file(shard), array, shard, self._expected_crcs(array, shard)
+        )
+        with self._lock:
+            kept = self._shards.setdefault(key, opened)
+            if len(self._shards) > _MOST_OPEN_SHARDS:
+                self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
+        return kept
+
+    def _expected_crcs(self, array: StoredArray, shard: int) -> Sequence[int]:
+        # Rank r stores shard r; arrays of one shard are rank 0's.
+        with self._lock:
+            known = self._manifests.get(shard)
+        if known is None:
+            if shard >= self.record.world_size:
+                raise CorruptionError(
+                    f"array {array.spec.name!r} has a shard {shard}, but {self.record.world_size} ranks saved"
+                )
+            known = {(entry.array, entry.shard): entry.crcs for entry in self.manifest(shard).shards}
+            with self._lock:
+                self._manifests[shard] = known
+        crcs = known.get((array.spec.name, shard))
+        if crcs is None or len(crcs) != array.grid.present_chunks(shard):
+            raise CorruptionError(
+                f"array {array.spec.name!r}: {manifest_file(shard)} has no checksums for each of the "
+                f"{array.grid.present_chunks(shard)} chunks of shard {shard}; restore it from another copy"
+            )
+        return crcs
+
+
+def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, tuple[str, ArraySpec, Grid]]]:
+    path = info.path / METADATA_FILE
+    try:
+        data = read_json(path)
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path} is missing; restore it from another copy") from error
+    if sha256(data) != info.record.metadata_sha256:
+        raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
+    document = parse_json(data, str(path))
+    return document, parse_root(document, str(path))
+
+
+def open_checkpoint(
+    path: str | Path, tag: str | float | None = None, *, resources: IoResources | None = None
+) -> CheckpointReader:
+    """Open the checkpoint `tag` in the folder `path` (the newest committed one by default), or the tag's folder `path`.
+
+    Raises CheckpointNotFoundError, CorruptionError where its record or metadata is damaged, CheckpointMismatchError
+    where a newer version wrote it. `resources` stays the caller's.
+    """
+    return CheckpointReader(resolve(Path(path), None if tag is None else tag_text(tag)), resources)
+
+
+def tags(path: str | Path) -> list[TagInfo]:
+    """Return the committed checkpoints in the folder `path`, the oldest first; of a tag's folder, that one."""
+    folder = Path(path)
+    if (folder / RECORD_FILE).exists():
+        return [resolve(folder)]
+    return list(scan(folder).tags)

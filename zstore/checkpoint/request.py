@@ -1,0 +1,124 @@
+"""What a save is asked to do, and what it did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from ..arrays import ArraySpec, numpy_dtype
+from ..errors import DiskFullError, UsageError
+from ..partition import Grid, make_grid
+from ..shardfile import layout_of
+from ..shardio import IoResources
+from ..tiers import PinnedShard
+from .names import array_path, check_save_id, shard_file, tag_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """One save, as one rank sees it. The arrays in `small` must not change until the handle is done."""
+
+    resources: IoResources
+    folder: Path
+    """Where checkpoints are kept; made where it is missing. The same folder for every rank."""
+    tag: str
+    step: int
+    rank: int
+    world_size: int
+    save_id: str
+    """From `new_save_id()` of rank 0, the same on every rank."""
+    specs: Mapping[str, ArraySpec]
+    """All arrays of the checkpoint, on every rank alike."""
+    grids: Mapping[str, Grid]
+    """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
+    pins: Mapping[str, PinnedShard]
+    """This rank's pinned shards by array name. Rank r stores shard r of the array's grid."""
+    small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Arrays that rank 0 stores whole: module buffers, the client's tensors. Every rank names them, rank 0's count."""
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON of this rank alone, as its RNG states."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """JSON of the whole run; rank 0's counts."""
+    run_id: str = ""
+    """The training run, kept across resumes; needed for `keep`."""
+    keep: int | None = None
+    """Checkpoints of this run that are kept in the folder, this one included; None: all."""
+    overwrite: bool = False
+    """Replace a committed checkpoint of the same tag."""
+    disk_folder: Path | None = None
+    """The disk tier's folder: where it is on another file system, room for copies is asked for beforehand."""
+    timeout_s: float = 1800.0
+    """How long a rank waits for the others."""
+    num_threads: int = 4
+    """Shards that are published at a time."""
+
+    def __post_init__(self) -> None:
+        tag_text(self.tag)
+        check_save_id(self.save_id)
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
+        if self.step < 0:
+            raise UsageError(f"step {self.step}: expected a count of steps")
+        if self.keep is not None and (self.keep < 1 or not self.run_id):
+            raise UsageError(f"keep={self.keep}: expected at least 1, and a run_id to know the run's own by")
+        for name in [*self.pins, *self.small, *self.grids]:
+            if name not in self.specs:
+                raise UsageError(f"array {name!r} has no spec in the save request")
+        for name, data in self.small.items():
+            spec = self.specs[name]
+            if data.shape != spec.shape or data.dtype != numpy_dtype(spec.dtype):
+                raise UsageError(
+                    f"array {name!r}: expected {spec.dtype} of shape {spec.shape}, got {data.dtype} of {data.shape}"
+                )
+
+    def grid(self, name: str) -> Grid:
+        """Return how the array is cut in the checkpoint."""
+        return self.grids[name] if name in self.grids else make_grid(self.specs[name].stored_shape, 1)
+
+    def file_bytes(self, name: str, shard: int) -> int:
+        """Return the bytes of a shard's file, 0 where the shard has no rows and so no file."""
+        grid = self.grid(name)
+        if grid.shard_valid_numel(shard) == 0:
+            return 0
+        return layout_of(grid, shard, self.specs[name].dtype).file_bytes
+
+    def shard_path(self, name: str, shard: int) -> str:
+        """Return the path of a shard's file inside the checkpoint."""
+        return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
+
+    def check_room(self, path: Path) -> None:
+        """Raise DiskFullError where the file system of `path` lacks room for what all ranks together will write."""
+        other_disk = self.disk_folder is not None and os.stat(self.disk_folder).st_dev != os.stat(path).st_dev
+        written = [name for name, pin in self.pins.items() if pin.tier != "disk" or other_disk]
+        needed = self.world_size * sum(self.file_bytes(name, self.rank) for name in written)
+        needed += sum(self.file_bytes(name, 0) for name in self.small)
+        free = self.resources.files.free_bytes(path)
+        if needed > free:
+            raise DiskFullError(
+                f"the checkpoint writes about {needed} bytes, but only {free} are free: make room, or save elsewhere",
+                path=str(self.folder),
+                nbytes=needed,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSummary:
+    """What one rank did for a committed checkpoint."""
+
+    path: Path
+    """The tag's folder."""
+    num_files: int
+    """Shard files of this rank."""
+    num_linked: int
+    """Those of them that are links: no byte of them was written."""
+    linked_bytes: int
+    written_bytes: int
+    elapsed_s: float
+    """From the request to the commit."""
+    messages: tuple[str, ...]
+    """What the user should know: copies in place of links, leavings that could not be removed."""

@@ -1,0 +1,178 @@
+"""Checking a whole checkpoint: every chunk of every shard, every manifest, every metadata file, and nothing besides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ..errors import CorruptionError, StorageError
+from ..shardfile import ShardLayout, layout_of
+from ..shardio import ShardReader
+from .crew import Crew
+from .format import parse_json, read_json
+from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
+from .read import CheckpointReader, StoredArray
+
+Advance = Callable[[int], None]
+"""Told, from several threads, how many bytes of shard files were checked."""
+
+_Crcs = dict[tuple[str, int], Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that is not as it was committed."""
+
+    file: str
+    """Path inside the checkpoint."""
+    problem: str
+    array: str | None = None
+    offset: int | None = None
+    """Byte in the file where the trouble begins, where there is such a place."""
+
+    def __str__(self) -> str:
+        place = self.file if self.offset is None else f"{self.file}, offset {self.offset}"
+        return f"{place}: {self.problem}" + ("" if self.array is None else f" (array {self.array})")
+
+
+def verify_checkpoint(reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int = 4) -> list[Fault]:
+    """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
+
+    Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the
+    user's and no fault.
+    """
+    faults = _check_metadata(reader)
+    crcs = _read_manifests(reader, faults)
+    tasks: list[Callable[[], list[Fault]]] = []
+    for name, array in reader.arrays.items():
+        for shard in range(array.grid.num_shards):
+            check = _ShardCheck(reader, array, shard)
+            tasks.append(partial(check.run, crcs.pop((name, shard), None), advance))
+    faults += [
+        Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
+        for name, shard in crcs
+    ]
+    with Crew(num_threads, "zstore-verify") as crew:
+        for found in crew.run(tasks):
+            faults += found
+    faults += _find_extra_files(reader)
+    return sorted(faults, key=lambda fault: (fault.file, fault.offset or 0))
+
+
+def _check_metadata(reader: CheckpointReader) -> list[Fault]:
+    """Compare each level's `zarr.json` with the copy at the root, whose digest was checked when it was opened."""
+    faults: list[Fault] = []
+    for folder, expected in reader.documents["consolidated_metadata"]["metadata"].items():
+        file = f"{folder}/{METADATA_FILE}"
+        try:
+            if parse_json(read_json(reader.path / file), file) != expected:
+                faults.append(Fault(file=file, problem=f"differs from its copy in the root's {METADATA_FILE}"))
+        except FileNotFoundError:
+            faults.append(Fault(file=file, problem="is missing"))
+        except (OSError, CorruptionError) as error:
+            faults.append(Fault(file=file, problem=str(error)))
+    return faults
+
+
+def _read_manifests(reader: CheckpointReader, faults: list[Fault]) -> _Crcs:
+    crcs: _Crcs = {}
+    for rank in range(reader.record.world_size):
+        try:
+            crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
+        except (OSError, CorruptionError) as error:
+            faults.append(Fault(file=manifest_file(rank), problem=str(error)))
+    return crcs
+
+
+class _ShardCheck:
+    """The check of one shard file."""
+
+    def __init__(self, reader: CheckpointReader, array: StoredArray, shard: int) -> None:
+        self._resources = replace(reader.resources, verify=True)
+        self._array = array
+        self._shard = shard
+        self._file = array.shard_file(shard)
+        self._path = reader.path / self._file
+
+    def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
+        """Return the file's faults; `expected` are the manifest's checksums, None where it names no such shard."""
+        layout = layout_of(self._array.grid, self._shard, self._array.spec.dtype)
+        faults = self._check_size(layout)
+        if not faults:
+            faults = self._check_chunks(layout, expected)
+        if advance is not None:
+            advance(layout.file_bytes)
+        return faults
+
+    def _fault(self, problem: str, offset: int | None = None) -> Fault:
+        return Fault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
+
+    def _check_size(self, layout: ShardLayout) -> list[Fault]:
+        if self._path.is_symlink():
+            return [self._fault("is a symbolic link, expected a file")]
+        try:
+            found = self._resources.files.size(self._path)
+        except FileNotFoundError:
+            return [self._fault("is missing")]
+        if found == layout.file_bytes:
+            return []
+        problem = f"has {found} bytes, expected {layout.file_bytes}"
+        return [self._fault(problem, min(found, layout.file_bytes))]
+
+    def _check_chunks(self, layout: ShardLayout, expected: Sequence[int] | None) -> list[Fault]:
+        try:
+            shard = ShardReader(self._resources, self._path, self._array.spec, self._array.grid, self._shard)
+        except CorruptionError as error:
+            return [self._fault(str(error), 0)]
+        except StorageError as error:
+            return [self._fault(str(error), error.offset)]
+        try:
+            crcs = shard.verify()
+        except (CorruptionError, StorageError):
+            return self._find_bad_chunks(shard, layout)
+        if expected is None or len(expected) != len(crcs):
+            return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
+        return [
+            self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", layout.slot_offset(chunk))
+            for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
+            if found != wanted
+        ]
+
+    def _find_bad_chunks(self, shard: ShardReader, layout: ShardLayout) -> list[Fault]:
+        """Read a file that is known to be bad chunk by chunk, to name each."""
+        faults: list[Fault] = []
+        grid = self._array.grid
+        base = self._shard * grid.shard_numel
+        for chunk in range(layout.num_present):
+            # One element is enough: the chunk around it is read and checked.
+            first = base + chunk * grid.chunk_numel
+            try:
+                shard.read(first, first + 1, np.empty(self._array.spec.itemsize, np.uint8))
+            except CorruptionError:
+                problem = f"chunk {chunk} ({layout.chunk_bytes} bytes) fails its crc32c"
+                faults.append(self._fault(problem, layout.slot_offset(chunk)))
+            except StorageError as error:
+                faults.append(self._fault(str(error), layout.slot_offset(chunk)))
+        return faults
+
+
+def _find_extra_files(reader: CheckpointReader) -> list[Fault]:
+    documents = reader.documents["consolidated_metadata"]["metadata"]
+    known = {f"{folder}/{METADATA_FILE}" for folder in documents}
+    known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
+    for array in reader.arrays.values():
+        known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
+    faults: list[Fault] = []
+    for top in sorted({folder.split("/")[0] for folder in documents} | {MANIFEST_FOLDER}):
+        for folder, _, files in os.walk(reader.path / top):
+            inside = os.path.relpath(folder, reader.path).replace(os.sep, "/")
+            faults += [
+                Fault(file=f"{inside}/{file}", problem="is no part of the checkpoint")
+                for file in files
+                if f"{inside}/{file}" not in known
+            ]
+    return faults

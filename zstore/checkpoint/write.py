@@ -1,0 +1,238 @@
+"""Saving: every rank publishes its pinned shards behind training, and rank 0 commits.
+
+[Note: who does what]
+On every rank, in one background thread and without collectives:
+    publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
+On rank 0 besides: make the temporary folder before the call returns; write metadata and the small arrays; wait for the
+manifest of every rank; commit. The others wait for the commit, so that `wait()` tells the same on every rank. A rank
+that fails writes a manifest that says so; rank 0 then gives up and leaves `abort.json` for all to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..errors import CheckpointError
+from ..shardio import ShardSummary
+from .catalog import read_record
+from .commit import Committer, sweep
+from .crew import Crew
+from .format import COMPLETE, decode_state, encode_state
+from .gather import Gatherer
+from .lock import owner_is_dead
+from .names import ABORT_FILE, MANIFEST_FOLDER
+from .publish import Publisher
+from .request import SaveRequest, SaveSummary
+from .retention import keep_newest
+
+_SEE_FOLDER_S = 60.0
+"""How long a rank looks for rank 0's temporary folder, which is made before any rank begins to publish."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+_LOOK_AFTER_RANK_0_S = 2.0
+
+
+class SaveHandle:
+    """A save under way. A clean exit of the interpreter completes it."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._summary: SaveSummary | None = None
+        self._error: BaseException | None = None
+        # Not a daemon: the interpreter waits for it at its end.
+        self._thread = threading.Thread(target=self._run, name="zstore-save", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._summary = self._job.run()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> SaveSummary:
+        """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save of {self._job.target} is not done after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        if self._summary is None:
+            raise CheckpointError(f"the save of {self._job.target} ended without a result")
+        return self._summary
+
+    def done(self) -> bool:
+        """Tell whether the save ended, well or badly."""
+        return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""
+        self._job.cancelled.set()
+
+
+def save_checkpoint(request: SaveRequest) -> SaveHandle:
+    """Begin to save in the background and return the handle. See [Note: who does what].
+
+    The pins belong to the save from now on, also where this raises: it releases them. Raises before anything is
+    written: UsageError for state that is not JSON, CheckpointExistsError, StorageError for a folder that cannot be
+    written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` their handles.
+    """
+    job: _Job | None = None
+    try:
+        job = _Job(request)
+        job.begin()
+        return SaveHandle(job)
+    except BaseException as error:
+        if job is not None:
+            job.give_up(error)
+        for pin in request.pins.values():
+            pin.release()
+        raise
+
+
+class _Job:
+    """The save of one rank."""
+
+    def __init__(self, request: SaveRequest) -> None:
+        self._request = request
+        self._files = request.resources.files
+        # Copies, which also name what is not JSON before anything is written.
+        self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
+        self._state = decode_state(encode_state(request.record, "record"))
+        self._committer = Committer(self._files, request.folder, request.tag, request.save_id)
+        self._folder = self._committer.temporary
+        self.target = self._committer.target
+        self.cancelled = threading.Event()
+        self._publisher = Publisher(request, self._folder, self._check_alive)
+        self._messages: list[str] = []
+        self._started = time.monotonic()
+
+    def begin(self) -> None:
+        """Check what can be checked at once; rank 0 makes the temporary folder."""
+        if self._request.rank == 0:
+            self._gatherer = Gatherer(self._request, self._folder)
+            self._committer.begin(overwrite=self._request.overwrite)
+            self._request.check_room(self._folder)
+
+    def run(self) -> SaveSummary:
+        """Carry the save out. Called once, by the save's thread."""
+        request = self._request
+        try:
+            with Crew(request.num_threads, f"zstore-save-{request.rank}") as crew:
+                if request.rank > 0:
+                    self._wait_until(self._folder.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                summaries = crew.run(self._publisher.tasks())
+                self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
+                if request.rank == 0:
+                    self._commit(crew)
+                else:
+                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            for pin in request.pins.values():
+                pin.release()
+            self._committer.close()
+        return self._summarise(summaries)
+
+    def _commit(self, crew: Crew) -> None:
+        request, gatherer = self._request, self._gatherer
+        self._messages += sweep(self._files, request.folder)
+        gatherer.write_metadata(crew)
+        self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
+        gatherer.check_complete()
+        gatherer.sync_folders(crew)
+        self._check_alive()
+        self._messages += self._committer.commit(gatherer.record(self._state))
+        if request.keep is not None:
+            self._messages += keep_newest(self._files, request.folder, keep=request.keep, run=request.run_id)
+
+    def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
+        request = self._request
+        linked = [s for s in summaries if s.linked]
+        num_on_disk = sum(
+            pin.tier == "disk" and request.file_bytes(name, request.rank) > 0 for name, pin in request.pins.items()
+        )
+        if num_on_disk > len(linked):
+            self._messages.append(
+                f"rank {request.rank}: {num_on_disk - len(linked)} of {num_on_disk} shards on disk were copied behind "
+                f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
+                "one without hard links)"
+            )
+        return SaveSummary(
+            path=self.target,
+            num_files=len(summaries),
+            num_linked=len(linked),
+            linked_bytes=sum(s.file_bytes for s in linked),
+            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
+            elapsed_s=time.monotonic() - self._started,
+            messages=tuple(self._messages),
+        )
+
+    # -- waiting and giving up --------------------------------------------------------------------------------------
+
+    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not ready():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise failure()
+            self.cancelled.wait(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _check_alive(self) -> None:
+        """Raise CheckpointError where the save was given up here or by rank 0."""
+        if self.cancelled.is_set():
+            raise CheckpointError(f"the save of {self.target} was cancelled")
+        if self._request.rank > 0:
+            with contextlib.suppress(OSError, LookupError, ValueError):
+                reason = json.loads((self._folder / ABORT_FILE).read_bytes())["reason"]
+                raise CheckpointError(f"rank 0 gave up the save of {self.target}: {reason}")
+
+    def _is_over(self) -> bool:
+        """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
+        if self._is_committed():
+            return True
+        if time.monotonic() - self._started > _LOOK_AFTER_RANK_0_S:
+            with owner_is_dead(self._committer.lock_path) as dead:
+                ended = dead
+            if ended and not self._is_committed():
+                self._check_alive()
+                raise CheckpointError(f"rank 0 ended without committing {self.target}; the checkpoint before it holds")
+        return False
+
+    def _is_committed(self) -> bool:
+        if self._folder.is_dir():
+            return False
+        try:
+            return read_record(self.target).id == self._request.save_id
+        except (OSError, ValueError):
+            return False
+
+    def _not_seen(self) -> Exception:
+        return CheckpointError(
+            f"rank {self._request.rank} does not see {self._folder}, which rank 0 made: the checkpoint folder is local "
+            "to a machine; give one that all ranks share"
+        )
+
+    def _not_committed(self) -> Exception:
+        return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
+
+    def _ranks_missing(self) -> Exception:
+        missing = self._gatherer.missing_ranks()
+        return CheckpointError(
+            f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and why."""
+        reason = f"{type(error).__name__}: {error}"
+        if self._request.rank == 0:
+            self._committer.abort(reason, alone=self._request.world_size == 1)
+        elif (self._folder / MANIFEST_FOLDER).is_dir():
+            with contextlib.suppress(OSError):
+                self._publisher.write_manifest(f"failed: {reason}", [], self._rank_state)

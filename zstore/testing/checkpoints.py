@@ -1,0 +1,136 @@
+"""Checkpoints made of plain numpy arrays: ranks without processes, through the real stores and the real save.
+
+Saves use no collectives, so the ranks of a world may be threads of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec
+from ..checkpoint import SaveHandle, SaveRequest, SaveSummary, new_save_id, save_checkpoint, step_tag
+from ..files import Files
+from ..partition import Grid, make_grid
+from ..store import StoreOptions, TensorStore, TierName
+
+Array = npt.NDArray[Any]
+
+_BUDGET_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The stores of all ranks, holding the shards of `arrays`."""
+
+    arrays: Mapping[str, Array]
+    small: Mapping[str, Array]
+    """Arrays that rank 0 stores whole."""
+    specs: Mapping[str, ArraySpec]
+    grids: Mapping[str, Grid]
+    stores: Sequence[TensorStore]
+
+    def fill(self) -> None:
+        """Write the present values of `arrays` into the stores."""
+        for rank, store in enumerate(self.stores):
+            for name, array in self.arrays.items():
+                grid = self.grids[name]
+                first = rank * grid.shard_numel
+                part = np.ascontiguousarray(array).reshape(-1)[first : first + grid.shard_valid_numel(rank)]
+                if part.size:
+                    store.write(name, part).wait()
+
+    def request(self, folder: Path, rank: int, save_id: str, *, step: int = 1, **options: Any) -> SaveRequest:
+        """Return rank `rank`'s request to save into `folder`; `options` are further fields of it."""
+        store = self.stores[rank]
+        fields: dict[str, Any] = {"tag": step_tag(step), "small": self.small, "rank_state": {"rank": rank}} | options
+        return SaveRequest(
+            resources=store.resources,
+            folder=folder,
+            step=step,
+            rank=rank,
+            world_size=len(self.stores),
+            save_id=save_id,
+            specs=self.specs,
+            grids=self.grids,
+            pins=store.snapshot().pins,
+            **fields,
+        )
+
+    def begin_save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveHandle]:
+        """Begin to save on every rank; returns their handles."""
+        save_id = new_save_id()
+        handles: list[SaveHandle] = []
+        try:
+            for rank in range(len(self.stores)):
+                handles.append(save_checkpoint(self.request(folder, rank, save_id, step=step, **options)))  # noqa: PERF401
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return handles
+
+    def save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveSummary]:
+        """Save on every rank; raises the first rank's error once all ended."""
+        return wait_all(self.begin_save(folder, step=step, **options))
+
+
+def wait_all(handles: Sequence[SaveHandle]) -> list[SaveSummary]:
+    """Return what each rank did; raises the error of the lowest rank that has one, once all ended."""
+    summaries: list[SaveSummary] = []
+    errors: list[BaseException] = []
+    for handle in handles:
+        try:
+            summaries.append(handle.wait(60))
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return summaries
+
+
+def describe(arrays: Mapping[str, Array]) -> dict[str, ArraySpec]:
+    """Return the specs of numpy arrays."""
+    return {
+        name: ArraySpec(name=name, shape=tuple(array.shape), dtype=array.dtype.name) for name, array in arrays.items()
+    }
+
+
+@contextlib.contextmanager
+def open_world(
+    arrays: Mapping[str, Array],
+    *,
+    world_size: int = 1,
+    tier: TierName = "host",
+    run_path: Path | None = None,
+    small: Mapping[str, Array] | None = None,
+    files: Sequence[Files] | None = None,
+) -> Iterator[World]:
+    """Open a store for each rank that holds its shards of `arrays`; `files` has one double for each rank."""
+    specs = describe(arrays) | describe(small or {})
+    grids = {name: make_grid(specs[name].stored_shape, world_size) for name in arrays}
+    options = StoreOptions(run_path=run_path, host_budget_bytes=_BUDGET_BYTES, num_threads=2)
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(TensorStore(options, rank=rank, files=files[rank] if files else None))
+            for rank in range(world_size)
+        ]
+        for rank, store in enumerate(stores):
+            for name in arrays:
+                store.create(specs[name], grid=grids[name], shard=rank, tier=tier)
+        world = World(arrays=arrays, small=small or {}, specs=specs, grids=grids, stores=stores)
+        world.fill()
+        yield world
+
+
+def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 1, **options: Any) -> Path:
+    """Save `arrays` from the host tier of `world_size` ranks; returns the tag's folder."""
+    small = options.pop("small", None)
+    with open_world(arrays, world_size=world_size, small=small) as world:
+        return world.save(folder, **options)[0].path
