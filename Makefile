@@ -9,6 +9,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 STATUS ?= /dev/null
 export TORCH
 
+BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
@@ -34,7 +35,7 @@ format: $(VENV)/stamp-dev
 	$(PY) -m ruff check --fix .
 
 bench: $(VENV)/stamp-test
-	@for script in bench/[a-z]*.py; do echo "== $$script" && $(PY) $$script || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
