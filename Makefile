@@ -5,11 +5,12 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_FLAGS ?= --only-binary :all:
 # A file's tests stay together: module-scoped fixtures are made once, and spawned ranks of one file do not compete.
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# `make bench BENCHMARKS=disk BENCH_ARGS="--path /mnt/nvme"` runs one of them on another drive.
+BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # Where `make test` leaves pytest's exit code, which make replaces with its own.
 STATUS ?= /dev/null
 export TORCH
 
-BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
@@ -35,7 +36,7 @@ format: $(VENV)/stamp-dev
 	$(PY) -m ruff check --fix .
 
 bench: $(VENV)/stamp-test
-	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name $(BENCH_ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
