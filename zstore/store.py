@@ -63,6 +63,11 @@ class StoreOptions:
             return DEFAULT_POOL_BYTES
         return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)
 
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of one request as the pool allows: a small pool still holds several at once."""
+        return min(self.block_bytes, self.pool_bytes // 12)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
@@ -111,7 +116,7 @@ class TensorStore:
         pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes)
         queue = IoQueue(options.num_threads, options.queue_depth)
         self.resources = IoResources(
-            files=files, queue=queue, pool=pool, block_bytes=options.block_bytes, verify=options.verify
+            files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
         budget = options.host_budget_bytes
         self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes))
