@@ -35,7 +35,7 @@ def saved_position(folder: Path, tag: str | None, key: str) -> dict[str, Any]:
     """Return what `zstore train` kept under `key` of the checkpoint's client state."""
     checkpoint = open_checkpoint(folder, tag)
     try:
-        state = checkpoint.record.client_state.get(key)
+        state = checkpoint.record.state.get("client_state", {}).get(key)
     finally:
         checkpoint.close()
     if not isinstance(state, dict) or not {"seed", "seq_len", "samples"} <= state.keys():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,7 @@ def _launch(options: TrainOptions) -> None:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=options.nproc,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
@@ -119,15 +121,15 @@ def _train(options: TrainOptions) -> None:
 
     import zstore
 
-    from .corpus import Corpus
+    from .corpus import open_corpus
     from .models import build_model
     from .resume import resume_source, saved_position
 
     source = resume_source(options.resume, options.save)
     saved = None if source is None else saved_position(*source, _STATE_KEY)
     position = _position(options, saved)
-    corpus = Corpus.open(options.data)
-    corpus.check_seq_len(position.seq_len)
+    corpus = open_corpus(options.data)
+    corpus.require(position.seq_len)
     zstore.init_distributed()
     torch.manual_seed(position.seed)
     model = build_model(options.model, position.seq_len)
@@ -209,6 +211,8 @@ class TrainLoop:
             engine.wait_for_checkpoint()
 
     def _step(self) -> dict[str, Any]:
+        from .models import loss_of
+
         engine, meter = self._engine, self._meter
         meter.start()
         model = engine.module
@@ -216,7 +220,7 @@ class TrainLoop:
         for micro in range(engine.gradient_accumulation_steps()):
             inputs, labels = self._batch(micro)
             with meter.phase("forward"):
-                loss = _loss_of(engine(inputs, labels=labels))
+                loss = loss_of(engine(inputs, labels=labels))
             meter.add_loss(loss)
             with meter.phase("backward"):
                 engine.backward(loss)
@@ -226,23 +230,15 @@ class TrainLoop:
         return meter.finish()
 
     def _batch(self, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's samples of micro-batch number `micro`, [micro-batch size, seq_len]; labels are shifted.
+        """Return this rank's samples of micro-batch number `micro` as (inputs, labels), [micro-batch size, seq_len].
 
         A sample's number in the run does not depend on the world size, nor does the set of samples of a step.
         """
-        import torch
-
         engine = self._engine
         size = engine.train_micro_batch_size_per_gpu()
         first = self._samples + (micro * engine.world_size + engine.global_rank) * size
-        pairs = [
-            self._corpus.sample(number, self._position.seq_len, self._position.seed)
-            for number in range(first, first + size)
-        ]
-        inputs = torch.stack([torch.as_tensor(pair[0]) for pair in pairs]).to(engine.device)
-        if hasattr(getattr(engine.module, "config", None), "model_type"):
-            return inputs, inputs  # a transformers model shifts its labels itself
-        return inputs, torch.stack([torch.as_tensor(pair[1]) for pair in pairs]).to(engine.device)
+        inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
+        return inputs.to(engine.device), labels.to(engine.device)
 
     def _is_save_due(self) -> bool:
         options, step = self._options, self._engine.global_steps
@@ -259,8 +255,3 @@ class TrainLoop:
         )
         return float(handle.stall_s)
 
-
-def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss of a model's output: a tensor, or the `loss` of a transformers output."""
-    loss: torch.Tensor = output.loss if hasattr(output, "loss") else output
-    return loss
