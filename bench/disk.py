@@ -1,6 +1,6 @@
 """The disk tier against the disk: passes of the store next to the limit, interleaved in one run.
 
-    python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
+python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
 """
 
 from __future__ import annotations

@@ -254,4 +254,3 @@ class TrainLoop:
             str(self._options.save), client_state={_STATE_KEY: state}, wait=False, overwrite=True
         )
         return float(handle.stall_s)
-
