@@ -1,8 +1,8 @@
 """Operations on the operating system's files: the one seam through which zstore touches a disk.
 
 [Note: the seam]
-Everything above calls `Files`. A test double overrides the primitives (`_preadv`, `_pwritev`, `_fallocate`, `_fsync`,
-`link`, `rename`, ...) and so injects short transfers and errors below the code that must resume or report them.
+Everything above calls `Files`. A test double (`zstore.testing.faults`) overrides the primitives at the end of the class
+and so injects short transfers and errors below the code that must resume or report them.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Files:
 
     def _open_probed(self, name: str, flags: int) -> tuple[int, bool]:
         try:
-            fd = os.open(name, flags, 0o644)
+            fd = self._open(name, flags)
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         device = os.fstat(fd).st_dev
         if not self._direct or device in self._refusing:
             return fd, False
         try:
-            direct = os.open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
+            direct = self._open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 os.close(fd)
@@ -91,7 +91,7 @@ class Files:
         done = 0
         while done < out.size:
             try:
-                count = self._preadv(file.fd, out[done:], offset + done)
+                count = self._preadv(file, out[done:], offset + done)
             except OSError as error:
                 raise storage_error(
                     error, "cannot read", path=file.path, offset=offset + done, nbytes=out.size - done
@@ -110,7 +110,7 @@ class Files:
         done = 0
         while done < data.size:
             try:
-                count = self._pwritev(file.fd, data[done:], offset + done)
+                count = self._pwritev(file, data[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             except OSError as error:
@@ -124,7 +124,7 @@ class Files:
         if nbytes == 0:
             return
         try:
-            self._fallocate(file.fd, nbytes)
+            self._fallocate(file, nbytes)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise storage_error(error, "cannot reserve space", path=file.path, nbytes=nbytes) from error
@@ -133,26 +133,9 @@ class Files:
     def sync_data(self, file: OpenFile) -> None:
         """Make the file's data durable."""
         try:
-            self._fsync(file.fd)
+            self._fsync(file)
         except OSError as error:
             raise storage_error(error, "cannot make the file durable", path=file.path) from error
-
-    # -- primitives that a double overrides -------------------------------------------------------------------------
-
-    def _preadv(self, fd: int, out: Bytes, offset: int) -> int:
-        return os.preadv(fd, [out.data], offset)
-
-    def _pwritev(self, fd: int, data: Bytes, offset: int) -> int:
-        return os.pwritev(fd, [data.data], offset)
-
-    def _fallocate(self, fd: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, nbytes)
-        else:
-            os.ftruncate(fd, nbytes)
-
-    def _fsync(self, fd: int) -> None:
-        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
 
     # -- names ------------------------------------------------------------------------------------------------------
 
@@ -162,19 +145,19 @@ class Files:
 
     def link(self, source: str | Path, target: str | Path) -> None:
         """Make the hard link `target`. Raises the operating system's OSError: callers fall back to a copy."""
-        os.link(source, target)
+        self._link(os.fspath(source), os.fspath(target))
 
     def rename(self, source: str | Path, target: str | Path) -> None:
         """Rename; `target` must not exist, or be a file (which is then replaced)."""
         try:
-            os.rename(source, target)
+            self._rename(os.fspath(source), os.fspath(target))
         except OSError as error:
             raise storage_error(error, f"cannot rename to {os.fspath(target)}", path=os.fspath(source)) from error
 
     def unlink(self, path: str | Path) -> None:
         """Remove the file's name; a missing one is no error."""
         try:
-            os.unlink(path)
+            self._unlink(os.fspath(path))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -183,14 +166,14 @@ class Files:
     def make_folder(self, path: str | Path) -> None:
         """Make the folder and those above it; an existing one is no error."""
         try:
-            os.makedirs(path, exist_ok=True)
+            self._make_folder(os.fspath(path))
         except OSError as error:
             raise storage_error(error, "cannot make the folder", path=os.fspath(path)) from error
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and all in it; a missing one is no error."""
         try:
-            shutil.rmtree(path)
+            self._remove_tree(os.fspath(path))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -200,22 +183,16 @@ class Files:
         """Make the names in the folder durable (a no-op where folders cannot be opened)."""
         if not hasattr(os, "O_DIRECTORY"):
             return
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._fsync_folder(fd)
+            self._fsync_folder(os.fspath(path))
         except OSError as error:
             raise storage_error(error, "cannot make the folder durable", path=os.fspath(path)) from error
-        finally:
-            os.close(fd)
-
-    def _fsync_folder(self, fd: int) -> None:
-        os.fsync(fd)
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
         """Write a small file through the page cache, durable when this returns unless `sync` is false."""
         name = os.fspath(path)
         try:
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o644)
+            fd = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise storage_error(error, "cannot make the file", path=name) from error
         try:
@@ -229,6 +206,48 @@ class Files:
     def free_bytes(self, path: str | Path) -> int:
         """Return the bytes that an ordinary user may still write on the path's file system."""
         return shutil.disk_usage(path).free
+
+    # -- primitives that a double overrides -------------------------------------------------------------------------
+
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, 0o644)
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        return os.preadv(file.fd, [out.data], offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        return os.pwritev(file.fd, [data.data], offset)
+
+    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fd, 0, nbytes)
+        else:
+            os.ftruncate(file.fd, nbytes)
+
+    def _fsync(self, file: OpenFile) -> None:
+        os.fdatasync(file.fd) if hasattr(os, "fdatasync") else os.fsync(file.fd)
+
+    def _fsync_folder(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _link(self, source: str, target: str) -> None:
+        os.link(source, target)
+
+    def _rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def _unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def _make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def _remove_tree(self, path: str) -> None:
+        shutil.rmtree(path)
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:

@@ -1,0 +1,322 @@
+"""Doubles at the `Files` seam: operations that fail, move less than asked, get lost, wait, or end the process.
+
+All override the primitives of `Files`: everything above them, resuming and reporting included, is the real code.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import storage_error
+from ..files import Files, OpenFile
+
+Bytes = npt.NDArray[np.uint8]
+
+Kind = Literal[
+    "open",
+    "read",
+    "write",
+    "allocate",
+    "fsync",
+    "link",
+    "rename",
+    "unlink",
+    "make_folder",
+    "remove_tree",
+    "sync_folder",
+    "write_small",
+]
+"""Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
+
+
+class WatchedFiles(Files):
+    """Files that call `step(kind, path)` ahead of every operation; what it raises is the operation's error."""
+
+    def step(self, kind: Kind, path: str) -> None:
+        """Do what the double is for."""
+        raise NotImplementedError
+
+    def _open(self, path: str, flags: int) -> int:
+        self.step("open", path)
+        return super()._open(path, flags)
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        self.step("read", file.path)
+        return super()._preadv(file, out, offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        self.step("write", file.path)
+        return super()._pwritev(file, data, offset)
+
+    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
+        self.step("allocate", file.path)
+        super()._fallocate(file, nbytes)
+
+    def _fsync(self, file: OpenFile) -> None:
+        self.step("fsync", file.path)
+        super()._fsync(file)
+
+    def _fsync_folder(self, path: str) -> None:
+        self.step("sync_folder", path)
+        super()._fsync_folder(path)
+
+    def _link(self, source: str, target: str) -> None:
+        self.step("link", source)
+        super()._link(source, target)
+
+    def _rename(self, source: str, target: str) -> None:
+        self.step("rename", source)
+        super()._rename(source, target)
+
+    def _unlink(self, path: str) -> None:
+        self.step("unlink", path)
+        super()._unlink(path)
+
+    def _make_folder(self, path: str) -> None:
+        self.step("make_folder", path)
+        super()._make_folder(path)
+
+    def _remove_tree(self, path: str) -> None:
+        self.step("remove_tree", path)
+        super()._remove_tree(path)
+
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """See `Files.write_small`."""
+        try:
+            self.step("write_small", os.fspath(path))
+        except OSError as error:
+            raise storage_error(error, "cannot write the file", path=os.fspath(path)) from error
+        super().write_small(path, data, sync=sync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong with some operations of one kind, on paths that match `pattern`."""
+
+    kind: Kind
+    pattern: str = "*"
+    """Shell pattern of the whole path, as `*/rank-00001/*.shard`; of the source for links and renames."""
+    first: int = 0
+    """How many operations that match go well before."""
+    times: int | None = 1
+    """How many then go wrong; None: all of them."""
+    error_number: int = 0
+    """Fail with this errno."""
+    most_bytes: int | None = None
+    """Instead of failing, move at most so many bytes (reads and writes)."""
+    lost: bool = False
+    """Instead of failing, say that a write is done, and do nothing, as a drive that loses its cache."""
+
+
+@dataclass
+class _Armed:
+    """A fault and the operations that matched it so far."""
+
+    fault: Fault
+    seen: int = 0
+
+    def hits(self, kind: Kind, path: str) -> bool:
+        """Count the operation if it matches; tell whether it goes wrong."""
+        fault = self.fault
+        if fault.kind != kind or not fnmatch.fnmatch(path, fault.pattern):
+            return False
+        number = self.seen - fault.first
+        self.seen += 1
+        return number >= 0 and (fault.times is None or number < fault.times)
+
+
+class FaultyFiles(WatchedFiles):
+    """Files whose operation number `fail_at` (counted from 0, over all kinds) fails with `error_number`, and whose
+    operations suffer the `faults` that match them.
+
+    With `fail_at` None only faults act, and `operations` names what was done, in order. `only` limits that count to
+    some kinds. It starts with `open` left out, for a file is opened before anything else is done to it.
+    """
+
+    def __init__(
+        self,
+        fail_at: int | None = None,
+        error_number: int = 0,
+        *,
+        only: frozenset[str] | None = None,
+        faults: tuple[Fault, ...] = (),
+        direct: bool = True,
+    ) -> None:
+        super().__init__(direct=direct)
+        self.fail_at = fail_at
+        self.error_number = error_number
+        self.operations: list[str] = []
+        self.paths: list[tuple[str, str]] = []
+        """(kind, path) of every operation while armed, opens included."""
+        self.failed: str | None = None
+        self.armed = True
+        """Nothing is counted and nothing fails while this is false."""
+        self._only = only
+        self._faults = [_Armed(fault) for fault in faults]
+        self._lock = threading.Lock()
+
+    def inject(self, fault: Fault) -> None:
+        """Add a fault; its count begins now."""
+        with self._lock:
+            self._faults.append(_Armed(fault))
+
+    def heal(self) -> None:
+        """Let everything go well from now on."""
+        with self._lock:
+            self._faults.clear()
+            self.fail_at = None
+
+    def step(self, kind: Kind, path: str) -> None:
+        """See `WatchedFiles.step`."""
+        self._fault_of(kind, path)
+
+    def _fault_of(self, kind: Kind, path: str) -> Fault | None:
+        """Count the operation, and return the fault that it suffers; raises where that is an error."""
+        with self._lock:
+            if not self.armed:
+                return None
+            self.paths.append((kind, path))
+            # Every fault counts every operation that it matches, so no short cut here.
+            hits = [entry.fault for entry in self._faults if entry.hits(kind, path)]
+            counted = kind != "open" and (self._only is None or kind in self._only)
+            if counted:
+                self.operations.append(kind)
+            now = counted and len(self.operations) - 1 == self.fail_at
+            if now:
+                self.failed = kind
+        if now:
+            self.happen(kind, path)
+        fault = hits[0] if hits else None
+        if fault is not None and fault.error_number:
+            raise OSError(fault.error_number, os.strerror(fault.error_number))
+        return fault
+
+    def happen(self, kind: Kind, path: str) -> None:
+        """Do what goes wrong with operation number `fail_at`."""
+        raise OSError(self.error_number, os.strerror(self.error_number))
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        fault = self._fault_of("read", file.path)
+        return Files._preadv(self, file, out if fault is None else out[: fault.most_bytes], offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        fault = self._fault_of("write", file.path)
+        if fault is not None and fault.lost:
+            return data.size
+        return Files._pwritev(self, file, data if fault is None else data[: fault.most_bytes], offset)
+
+
+class DeadlyFiles(FaultyFiles):
+    """Files whose operation number `fail_at` kills the process (SIGKILL) before it is carried out."""
+
+    def happen(self, kind: Kind, path: str) -> None:
+        """See `FaultyFiles.happen`."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ShortFiles(Files):
+    """Files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
+
+    def __init__(self, most_bytes: int = 4096) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        return super()._preadv(file, out[: self._most_bytes], offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        return super()._pwritev(file, data[: self._most_bytes], offset)
+
+
+class UnlinkableFiles(Files):
+    """Files of a file system to which no hard link can be made."""
+
+    def __init__(self, error_number: int) -> None:
+        super().__init__()
+        self._error_number = error_number
+
+    def _link(self, source: str, target: str) -> None:
+        raise OSError(self._error_number, os.strerror(self._error_number))
+
+
+class CallingFiles(Files):
+    """Files that call `before(kind, path)` ahead of each rename and each small file, for tests of what others see."""
+
+    def __init__(self, before: Callable[[str, Path], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        """See `Files.rename`."""
+        self._before("rename", Path(target))
+        super().rename(source, target)
+
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """See `Files.write_small`."""
+        self._before("write_small", Path(path))
+        super().write_small(path, data, sync=sync)
+
+
+class GatedFiles(WatchedFiles):
+    """Files whose operations of the kinds in `held` wait until the test lets them go, in the order it likes.
+
+    This is latency without sleeping: `arrived(n)` waits until n operations stand at the gate, `release(i)` lets the
+    i-th of those that ever arrived go on, `open_gate()` all of them and those to come.
+    """
+
+    def __init__(self, *held: Kind, pattern: str = "*") -> None:
+        super().__init__()
+        self._held = held
+        self._pattern = pattern
+        self._changed = threading.Condition()
+        self._waiting: list[str] = []
+        self._released: set[int] = set()
+        self._open_for_all = False
+
+    def step(self, kind: Kind, path: str) -> None:
+        """See `WatchedFiles.step`."""
+        if kind not in self._held or not fnmatch.fnmatch(path, self._pattern):
+            return
+        with self._changed:
+            number = len(self._waiting)
+            self._waiting.append(path)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._open_for_all or number in self._released)
+
+    def arrived(self, count: int, timeout_s: float = 30.0) -> list[str]:
+        """Wait until `count` operations have arrived; returns the paths of all that did, in order."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiting) >= count, timeout_s):
+                raise TimeoutError(f"expected {count} operations at the gate, got {len(self._waiting)}")
+            return list(self._waiting)
+
+    def release(self, *numbers: int) -> None:
+        """Let these arrivals go on; those that have not arrived yet will not wait."""
+        with self._changed:
+            self._released.update(numbers)
+            self._changed.notify_all()
+
+    def open_gate(self) -> None:
+        """Hold nothing any more."""
+        with self._changed:
+            self._open_for_all = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Open the gate at the end, so that a failing test ends too."""
+        try:
+            yield
+        finally:
+            self.open_gate()
