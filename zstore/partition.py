@@ -10,11 +10,16 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - A chunk is about 1/16 of the shard, at least 64 KiB and at most 1 MiB in fp32, never more than the shard. Rows over
   1 MiB are cut into equal whole fractions. Where 16-element alignment cannot be had within 1 MiB (long rows of odd
   length), a chunk is the smallest aligned number of rows.
+- A chunk on the border between two ranks is read by both, so loading on N' ranks reads about (N'-1) chunks of an array
+  too many. Few ranks have large shards: there a chunk is 1/144 of the array instead, but not under 192 KiB, since
+  smaller ones make every step slower (measured: 95 KiB by a tenth and more).
+- Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
 - The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -22,6 +27,12 @@ ALIGN_NUMEL = 16
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 CHUNKS_PER_SHARD = 16
+CHUNKS_PER_ARRAY = 144
+FINE_CHUNK_NUMEL = 192 * 1024 // 4
+_CANDIDATES = 256
+_FP32_BYTES = 4
+_CRC_BYTES = 4
+_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class ChunkRange:
     stop_row: int
 
 
+@functools.lru_cache(maxsize=8192)
 def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
     """Return the grid of an array of `stored_shape` (1-D or 2-D) over `world_size` ranks. See [Note: the grid]."""
     if world_size < 1:
@@ -104,7 +116,7 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
     min_rows = _round_up(-(-rows // world_size), align)
     if cols < row_numel:
         return Grid(rows, row_numel, min_rows, align, cols)
-    shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align)
+    shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
 
 
@@ -118,26 +130,28 @@ def _chunk_cols(row_numel: int) -> int:
     return row_numel
 
 
-def _chunk_rows(min_rows: int, row_numel: int, align: int) -> tuple[int, int]:
-    """Return (shard rows, chunk rows): of the chunk counts near the target, the one that pads least."""
+def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[int, int]:
+    """Return (shard rows, chunk rows): of the chunks near the target size, the one that pads least."""
     shard_numel = min_rows * row_numel
     target = min(max(shard_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    target = min(target, max(numel // CHUNKS_PER_ARRAY, FINE_CHUNK_NUMEL))
     if shard_numel <= target:
         return min_rows, min_rows
-    most_rows = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
-    wanted = max(1, shard_numel // target)
-    best = (_round_up(min_rows, most_rows), most_rows)
-    for count in sorted(range(max(1, wanted // 2), min(2 * wanted, wanted + 64) + 1), key=lambda n: abs(n - wanted)):
-        chunk_rows = _round_up(-(-min_rows // count), align)
-        if chunk_rows > most_rows or chunk_rows * row_numel < MIN_CHUNK_NUMEL:
-            continue
-        # Fewer chunks may cover the rows once a chunk was rounded up.
-        shard_rows = -(-min_rows // chunk_rows) * chunk_rows
-        if shard_rows < best[0]:
-            best = (shard_rows, chunk_rows)
-        if shard_rows == min_rows:
-            break
-    return best
+    # A shard of few chunks has few sizes that divide it: look further there.
+    largest = min(MAX_CHUNK_NUMEL, 2 * target if shard_numel <= 4 * target else target * 5 // 4)
+    most = max(largest // row_numel // align * align, align)
+    least = min(_round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), most)
+    step = _round_up(-(-(most - least + 1) // _CANDIDATES), align)
+
+    def cost(chunk_rows: int) -> tuple[int, int]:
+        count = -(-min_rows // chunk_rows)
+        padding = (count * chunk_rows - min_rows) * row_numel * _FP32_BYTES
+        used = chunk_rows * row_numel * _FP32_BYTES + _CRC_BYTES
+        unused = count * (_round_up(used, _BLOCK_BYTES) - used)
+        return 10 * padding + unused, abs(chunk_rows * row_numel - target)
+
+    chunk_rows = min((min(rows, min_rows) for rows in range(least, most + 1, step)), key=cost)
+    return _round_up(min_rows, chunk_rows), chunk_rows
 
 
 def plan_reads(grid: Grid, first_row: int, stop_row: int) -> list[ChunkRange]:
