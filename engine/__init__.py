@@ -1,1 +1,12 @@
-"""A compact ZeRO training engine on top of the tensor store."""
+"""A compact ZeRO training engine on top of the tensor store.
+
+Read in this order: sharding, parameters, units, hooks, collectives, gradients, norm, kernel, state, training, engine;
+then wiring and initialize, and checkpointing with record.
+"""
+
+from .config import add_config_arguments
+from .distributed import init_distributed
+from .engine import Engine
+from .initialize import initialize
+
+__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]

@@ -2,8 +2,9 @@
 
 [Note: one error for all]
 `World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
-None; where all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type, and
-every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the same order.
+None; where all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type,
+and every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the
+same order.
 
 Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
 """
@@ -74,7 +75,9 @@ class World:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         if not (torch_dist.is_available() and torch_dist.is_initialized()):
-            return World(local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"))
+            return World(
+                local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+            )
         backend = torch_dist.get_backend()
         world_size = torch_dist.get_world_size()
         return World(
@@ -133,8 +136,17 @@ class World:
             ranks = ", ".join(map(str, failures))
             raise RankError(f"rank {ranks} of {self.world_size} failed; rank {self.rank} stops with it", failures)
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace the values of `tensor` by rank 0's."""
+        if self.world_size > 1 and tensor.numel():
+            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+            torch_dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
-        """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not values."""
+        """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
+        values."""
         if self.world_size == 1:
             out.copy_(mine)
             return
@@ -155,7 +167,8 @@ class World:
         return work
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
-        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own reduction."""
+        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
+        reduction."""
         self.sent_bytes[kind] += send.nbytes * (self.world_size - 1) // self.world_size
         if not send.numel():
             return Done()

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from zstore.errors import RankError
+
+_Ranks = list[tuple[BaseProcess, Connection]]
+"""Each rank's process, and the end of the pipe on which it sends its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,9 @@ class _Place:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` new processes of one gloo group; return their results in rank order.
 
-    `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with one
-    thread. Raises RankError with every failed rank's traceback. Where a rank fails, or `timeout_s` passes, all are stopped;
-    after a timeout the error shows where each rank that hung was. No process is left behind.
+    `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with
+    one thread. Raises RankError with every failed rank's traceback. Where a rank fails, or `timeout_s` passes, all
+    are stopped; after a timeout the error shows where each rank that hung was. No process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
     # Ranks are forked from a process that has torch loaded: a start takes a tenth of a second, not two.
@@ -45,11 +48,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     module = sys.modules[fn.__module__]
     place = _Place(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
-        ranks: list[tuple[BaseProcess, Connection]] = []
+        ranks: _Ranks = []
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
+                process: BaseProcess = context.Process(
                     target=_child, args=(place, rank, world_size, folder, theirs, args), daemon=True
                 )
                 process.start()
@@ -63,32 +66,34 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 connection.close()
 
 
-def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
+def _collect(ranks: _Ranks, folder: Path, deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    waiting = {rank: connection for rank, (_, connection) in enumerate(ranks)}
     while waiting:
         # Once one rank failed, the others are given a moment to say what they saw of it.
         limit = min(deadline, time.monotonic() + 2) if failures else deadline
-        ready = wait(list(waiting), timeout=max(0, limit - time.monotonic()))
+        ready = wait(list(waiting.values()), timeout=max(0, limit - time.monotonic()))
         if not ready:
             if not failures:
-                failures = _where_they_hang(ranks, waiting.values(), folder)
+                failures = _where_they_hang(ranks, waiting, folder)
             break
-        for connection in ready:
-            rank = waiting.pop(connection)  # type: ignore[index]
+        for rank in [rank for rank, connection in waiting.items() if connection in ready]:
             try:
-                good, value = connection.recv()  # type: ignore[union-attr]
+                good, value = waiting.pop(rank).recv()
             except EOFError:
                 ranks[rank][0].join()
                 good, value = False, f"the process ended with exit code {ranks[rank][0].exitcode}"
-            (results if good else failures)[rank] = value
+            if good:
+                results[rank] = value
+            else:
+                failures[rank] = str(value)
     if failures:
         raise RankError(f"rank {', '.join(map(str, sorted(failures)))} of {len(ranks)} failed", failures)
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _where_they_hang(ranks: list[tuple[BaseProcess, Connection]], hung: Any, folder: Path) -> dict[int, str]:
+def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[int, str]:
     places: dict[int, str] = {}
     for rank in hung:
         process, _ = ranks[rank]
@@ -108,7 +113,7 @@ def _child(place: _Place, rank: int, world_size: int, folder: str, results: Conn
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         try:
             value = _run(place, rank, world_size, folder, args)
-        except BaseException:  # noqa: BLE001 - it is shown in the parent
+        except BaseException:
             results.send((False, traceback.format_exc()))
         else:
             results.send((True, value))
@@ -132,9 +137,7 @@ def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any
     )
     warnings.simplefilter("error")
     fn = _load(place)
-    torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-    )
+    torch_dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     value = fn(rank, *args)
     torch_dist.destroy_process_group()
     return value

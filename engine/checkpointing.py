@@ -1,0 +1,335 @@
+"""Saving and loading the whole state of a run: what is collected, what is checked, what is brought back.
+
+[Note: saving]
+On every rank: the store's arrays are pinned, buffers and the client's tensors copied, the record built. Errors until
+here are raised on every rank, and nothing was written. The rest runs in zstore.checkpoint's background thread.
+
+[Note: loading]
+The checkpoint is compared with the model first; then each rank streams the elements that it owns from the files into
+its arrays, casts masters into its parameters, and all ranks share the rows of resident parameters. Where that fails
+half way the state is a mixture, and the error says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zstore.arrays import ArraySpec, numpy_dtype
+from zstore.checkpoint import (
+    CheckpointReader,
+    SaveHandle,
+    SaveRequest,
+    SaveSummary,
+    new_save_id,
+    open_checkpoint,
+    save_checkpoint,
+    step_tag,
+    tag_text,
+)
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+
+from . import client_state as client
+from .record import apply_record, check_record, engine_record
+from .rng import derive_rng_state, load_rng_state, rng_state
+from .tensors import as_numpy, as_torch, dtype_name
+
+if TYPE_CHECKING:
+    from .training import Training
+
+_log = logging.getLogger("zstore")
+
+_MOST_LISTED = 20
+
+
+class SaveTicket:
+    """A save under way, or done."""
+
+    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
+        self._handle = handle
+        self.stall_s = stall_s
+        """Seconds that training stood still for the save."""
+
+    def wait(self, timeout_s: float | None = None) -> SaveSummary:
+        """Return what was written once the checkpoint is committed; raise what went wrong."""
+        return self._handle.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Return whether `wait` would not wait."""
+        return self._handle.done()
+
+
+class Checkpoints:
+    """Saves and loads a run's state. See [Note: saving] and [Note: loading]."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._pending: SaveTicket | None = None
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, folder: str, tag: str | float | None, state: Mapping[str, Any], *, wait: bool, overwrite: bool
+    ) -> SaveTicket:
+        """Begin a save, and with `wait` complete it (all ranks)."""
+        started = time.perf_counter()
+        self.wait()
+        world = self._training.world
+        error: BaseException | None = None
+        mine, small = "", _Small({}, {}, {})
+        try:
+            mine = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
+            self._check_no_accumulation()
+            small = self._collect_small(state)
+        except Exception as raised:
+            error = raised
+        world.raise_together(error)
+        chosen, save_id, described = world.broadcast_object([mine, new_save_id(), small.described()])
+        if mine != chosen:
+            _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
+        if world.rank > 0:
+            small = _Small.standing_in(small.state, described)
+        handle: SaveHandle | None = None
+        try:
+            handle = save_checkpoint(self._request(Path(folder), chosen, save_id, small, overwrite=overwrite))
+        except Exception as raised:
+            error = raised
+        try:
+            world.raise_together(error)
+        except BaseException:
+            if handle is not None:
+                handle.cancel()
+            raise
+        if handle is None:
+            raise UsageError("the save did not begin")
+        ticket = self._pending = SaveTicket(handle, time.perf_counter() - started)
+        if wait:
+            self.wait()
+            ticket.stall_s = time.perf_counter() - started
+        return ticket
+
+    def _check_no_accumulation(self) -> None:
+        training = self._training
+        done, steps = (
+            training.counters.micro_steps % training.batch.accumulation_steps,
+            training.batch.accumulation_steps,
+        )
+        if done or training.backwards:
+            raise UsageError(
+                f"save_checkpoint in the middle of a step ({done} of {steps} micro-batches are stepped, "
+                f"{training.backwards} backward without step): gradients are not saved; save after the step"
+            )
+
+    def _collect_small(self, state: Mapping[str, Any]) -> _Small:
+        """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
+        if not isinstance(state, Mapping):
+            raise UsageError(f"client_state: expected a dict, got {type(state).__name__}")
+        marked, tensors = client.split(state)
+        tensors |= {
+            f"buffer/{name}": buffer.detach().to("cpu", copy=True).contiguous()
+            for name, buffer in stored_buffers(self._training.model)
+        }
+        specs, arrays = client.small_arrays(tensors)
+        return _Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
+
+    def _request(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool) -> SaveRequest:
+        training = self._training
+        store = training.state.store
+        grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
+        return SaveRequest(
+            resources=store.resources,
+            folder=folder,
+            tag=tag,
+            step=training.counters.global_steps,
+            rank=training.world.rank,
+            world_size=training.world.world_size,
+            save_id=save_id,
+            specs={name: store.spec(name) for name in grids} | small.specs,
+            grids=grids,
+            small=small.arrays,
+            rank_state=rng_state(),
+            record=small.state,
+            run_id=training.run_id,
+            keep=training.config.keep,
+            overwrite=overwrite,
+            disk_folder=store.options.run_path,
+            # Last: from here on the pins belong to the save, which releases them whatever happens.
+            pins=store.snapshot(list(grids)).pins,
+        )
+
+    def wait(self) -> None:
+        """Complete the save under way, if any (all ranks)."""
+        ticket, self._pending = self._pending, None
+        if ticket is None:
+            return
+        error: BaseException | None = None
+        try:
+            for message in ticket.wait().messages:
+                _log.warning("%s", message)
+        except Exception as raised:
+            error = raised
+        self._training.world.raise_together(error)
+
+    def finish(self) -> None:
+        """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
+        ticket, self._pending = self._pending, None
+        if ticket is not None:
+            for message in ticket.wait().messages:
+                _log.warning("%s", message)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, folder: str, tag: str | float | None) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint; return its path and the client's state (all ranks)."""
+        self.wait()
+        training = self._training
+        error: BaseException | None = None
+        found: tuple[str, dict[str, Any]] | None = None
+        touched = False
+        try:
+            with open_checkpoint(folder, tag, resources=training.state.store.resources) as reader:
+                engine = reader.record.state["engine"]
+                check_arrays(training, reader)
+                check_record(training, engine, saved_world_size=reader.record.world_size)
+                touched = True
+                self._load_arrays(reader)
+                apply_record(training, engine, saved_world_size=reader.record.world_size)
+                training.run_id = reader.record.run or training.run_id
+                self._load_rng(reader)
+                state = client.join(reader.record.state.get("client_state", {}), reader.read_array)
+                found = str(reader.path), state
+        except CheckpointNotFoundError as missing:
+            if tag is not None:
+                error = missing
+        except Exception as raised:
+            error = raised
+            if touched:
+                raised.add_note(
+                    "The engine now holds a mixture of two states: load another checkpoint before going on."
+                )
+        training.world.raise_together(error)
+        self._check_all_found(found is not None)
+        if found is None:
+            _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
+            return None, {}
+        training.gather_resident(training.state.records)
+        training.restart_accumulation()
+        training.backwards = 0
+        return found
+
+    def _check_all_found(self, found: bool) -> None:
+        ranks = self._training.world.all_gather_object(found)
+        if any(ranks) and not all(ranks):
+            raise CheckpointNotFoundError(
+                f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
+                "loaded: the folder is local to a machine; give one that all ranks share"
+            )
+
+    def _load_arrays(self, reader: CheckpointReader) -> None:
+        state = self._training.state
+        for record in state.records:
+            names = state.arrays_of(record)
+            with state.passing([[name] for name in names], "fill") as tiles:
+                for tile in tiles:
+                    base = record.owned_range[0]
+                    name = names[tile.group]
+                    read_into(reader, name, base + tile.first, base + tile.stop, as_torch(tile.views[0]))
+        for name, buffer in stored_buffers(self._training.model):
+            buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
+        state.refresh_parameters()
+
+    def _load_rng(self, reader: CheckpointReader) -> None:
+        world, step = self._training.world, self._training.counters.global_steps
+        if reader.record.world_size == world.world_size:
+            load_rng_state(dict(reader.manifest(world.rank).rank_state))
+            return
+        derive_rng_state(self._training.config.seed, step, world.rank)
+        if world.rank == 0:
+            _log.info(
+                "the checkpoint was saved by %d ranks and is loaded by %d: random number generators start anew, from seed "
+                "%d, step %d and rank",
+                reader.record.world_size,
+                world.world_size,
+                self._training.config.seed,
+                step,
+            )
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The record of a save, and the arrays that rank 0 stores whole."""
+
+    state: dict[str, Any]
+    specs: dict[str, ArraySpec]
+    arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+    def described(self) -> list[list[Any]]:
+        """Return names, shapes and types as JSON."""
+        return [[name, list(spec.shape), spec.dtype] for name, spec in self.specs.items()]
+
+    @staticmethod
+    def standing_in(state: dict[str, Any], described: list[list[Any]]) -> _Small:
+        """Return what another rank names in place of rank 0's arrays, whose values alone count."""
+        specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
+        arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
+        return _Small(state, specs, arrays)
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (fully qualified name, buffer) of each buffer that a state_dict of the model has, once."""
+    seen: set[torch.Tensor] = set()
+    for path, module in model.named_modules():
+        left_out = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in left_out and buffer not in seen:
+                seen.add(buffer)
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+def check_arrays(training: Training, reader: CheckpointReader) -> None:
+    """Raise CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer."""
+    wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
+    frozen = set()
+    for record in training.state.records:
+        wanted |= dict.fromkeys(training.state.arrays_of(record), tuple(record.parameter.shape))
+        if record.group is None:
+            frozen.add(record.name)
+    stored = {
+        name: array.spec.shape
+        for name, array in reader.arrays.items()
+        # Slots of a parameter that is frozen now are left alone.
+        if not name.startswith("client/") and not (name.startswith("optimizer/") and name.split("/", 2)[2] in frozen)
+    }
+    problems = [f"missing: {name}" for name in wanted if name not in stored]
+    problems += [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted]
+    problems += [
+        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    if problems:
+        more = "" if len(problems) <= _MOST_LISTED else f"\n  and {len(problems) - _MOST_LISTED} more"
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.path} is of another model or optimizer:"
+            + "".join(f"\n  {problem}" for problem in problems[:_MOST_LISTED])
+            + more
+        )
+
+
+def read_into(reader: CheckpointReader, name: str, first: int, stop: int, target: torch.Tensor) -> None:
+    """Read global flat elements `[first, stop)` into `target`, 1-D, on any device and of any type."""
+    stored = reader.array(name).spec.dtype
+    if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
+        reader.read(name, first, stop, as_numpy(target))
+        return
+    values = np.empty(stop - first, numpy_dtype(stored))
+    reader.read(name, first, stop, values)
+    target.copy_(as_torch(values))

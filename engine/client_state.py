@@ -1,0 +1,64 @@
+"""The client's state in a checkpoint: JSON in the record, its tensors as arrays under `client/`.
+
+A tensor's place holds `{"$tensor": "client/<where>"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zstore.arrays import ArraySpec
+from zstore.errors import UsageError
+
+from .tensors import as_numpy, as_torch, dtype_name
+
+_MARK = "$tensor"
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
+
+    Raises UsageError that names the key of a tensor that cannot be stored; what else is not JSON, the save names.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    marked = _split(state, "", tensors)
+    return marked, tensors
+
+
+def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        name = f"client/{where}"
+        try:
+            dtype_name(value.dtype)
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        except (UsageError, NotImplementedError, RuntimeError) as error:
+            raise UsageError(f"client_state: the tensor at {where!r} cannot be stored: {error}") from error
+        return {_MARK: name}
+    if isinstance(value, Mapping):
+        if _MARK in value:
+            raise UsageError(f"client_state: the key {_MARK!r} at {where!r} has a meaning of its own; rename it")
+        return {key: _split(item, f"{where}.{key}" if where else str(key), tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+    return value
+
+
+def join(state: Any, read: Callable[[str], Any]) -> Any:
+    """Return the client's state with tensors in their places; `read` gives an array by name."""
+    if isinstance(state, dict):
+        if list(state) == [_MARK]:
+            return as_torch(read(state[_MARK]))
+        return {key: join(item, read) for key, item in state.items()}
+    return [join(item, read) for item in state] if isinstance(state, list) else state
+
+
+def small_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
+    """Return specs and numpy arrays of tensors that one rank stores whole."""
+    specs = {
+        name: ArraySpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+        for name, tensor in tensors.items()
+    }
+    return specs, {name: as_numpy(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,48 @@
+"""Starting torch.distributed the way training scripts ask for it."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+_log = logging.getLogger("zstore")
+
+
+def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed from the variables that torchrun sets; nothing to do where it runs, or for a process
+    alone.
+
+    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning. By default it is NCCL where there is
+    CUDA.
+    `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that pass them.
+    """
+    cuda = torch.cuda.is_available()
+    backend = dist_backend or ("nccl" if cuda else "gloo")
+    if backend == "nccl" and not cuda:
+        backend = "gloo"
+        _log.warning("init_distributed: there is no CUDA device here, so the ranks talk over gloo and not nccl")
+    if torch_dist.is_initialized() or dist_init_required is False:
+        return
+    if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)

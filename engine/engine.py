@@ -1,0 +1,286 @@
+"""The engine: what a training loop calls. It checks the calls and delegates; the work is in `training`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from zstore.dist import World
+from zstore.errors import UsageError
+from zstore.store import StoreStatistics
+
+from .checkpointing import Checkpoints, SaveTicket
+from .held import HeldBytes, held_bytes
+from .loader import TrainingLoader
+from .optimizer import ZeroOptimizer
+from .timers import Timers
+from .training import Training
+
+_log = logging.getLogger("zstore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatistics:
+    """Counters of this rank since the engine was made."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    sent_bytes: Mapping[str, int]
+    """Bytes that this rank sent to others, by kind: all_reduce, reduce_scatter, all_gather, control."""
+    held: HeldBytes
+    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+    store: StoreStatistics
+
+
+class Engine(nn.Module):
+    """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
+
+    Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.module = training.model
+        self.training_state = training
+        self.checkpoints = Checkpoints(training)
+        self.timers = Timers()
+        self._last_loss: torch.Tensor | None = None
+        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        with self.timers.forward():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return the loss.
+
+        The engine divides by the accumulation steps, scales in fp16, and averages over ranks.
+        """
+        if loss.numel() != 1:
+            raise UsageError(
+                f"engine.backward() expects a loss of one element, got shape {tuple(loss.shape)}; take its mean first"
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
+            )
+        self._last_loss = loss.detach()
+        with self.timers.backward():
+            self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)
+        return loss
+
+    def step(self) -> None:
+        """End a micro-batch; at the last of an accumulation update the parameters and advance the schedule.
+
+        Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
+        """
+        training = self.training_state
+        if training.backwards == 0:
+            raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
+        training.backwards = 0
+        training.was_applied = False
+        try:
+            if training.is_boundary:
+                with self.timers.optimizer():
+                    training.step()
+        finally:
+            training.counters.micro_steps += 1
+        if training.counters.micro_steps % training.batch.accumulation_steps == 0:
+            self._report()
+
+    def _report(self) -> None:
+        training = self.training_state
+        every, step = training.config.steps_per_print, training.counters.global_steps
+        if training.world.rank == 0 and every and step % every == 0 and self._last_loss is not None:
+            _log.info(
+                "step %d: loss %.4f, lr %s, gradient norm %.4g, skipped %d",
+                step,
+                float(self._last_loss),
+                ", ".join(f"{lr:.3g}" for lr in self.get_lr()),
+                training.norm,
+                training.counters.skipped_steps,
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: the engine exchanges gradients when the accumulation asks for it."""
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Change nothing: the engine clears gradients after each step."""
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | float | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        client_sd: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        overwrite: bool = False,
+    ) -> SaveTicket:
+        """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
+
+        Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
+        the state may change meanwhile. `client_state` (or `client_sd`) is JSON data and tensors. Raises UsageError in
+        the middle of an accumulation, CheckpointExistsError for a committed tag unless `overwrite`.
+        """
+        state = client_state if client_state is not None else client_sd
+        return self.checkpoints.save(save_dir, tag, state or {}, wait=wait, overwrite=overwrite)
+
+    def load_checkpoint(self, load_dir: str, tag: str | float | None = None) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
+
+        (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
+        that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
+        """
+        return self.checkpoints.load(load_dir, tag)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once a save with `wait=False` is committed; raise what went wrong, on every rank (all ranks)."""
+        self.checkpoints.wait()
+
+    # -- what is asked of it ----------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The ranks of the run."""
+        return self.training_state.world
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, from 0."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; batches belong there."""
+        return self.training_state.device
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """The optimizer that `initialize` returned."""
+        return self.training_state.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that `initialize` returned; None without one."""
+        return self.training_state.schedule.scheduler
+
+    @property
+    def training_dataloader(self) -> TrainingLoader | None:
+        """The loader that `initialize` returned; None without training data."""
+        return self.training_state.loader
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps taken, skipped ones too."""
+        return self.training_state.counters.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that overflowed in fp16 and changed nothing."""
+        return self.training_state.counters.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()`."""
+        return self.training_state.counters.micro_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss; 1 but in fp16."""
+        return self.training_state.scaler.scale
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step over all ranks."""
+        return self.training_state.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one forward on one rank."""
+        return self.training_state.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of a step on one rank."""
+        return self.training_state.batch.accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step()` updates the parameters."""
+        return self.training_state.is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step()` changed parameters: not within an accumulation, nor at an overflow."""
+        return self.training_state.was_applied
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group at the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before the
+        first."""
+        return self.training_state.norm
+
+    def statistics(self) -> EngineStatistics:
+        """Return the counters of this rank."""
+        return EngineStatistics(
+            forward_s=self.timers.forward_s,
+            backward_s=self.timers.backward_s,
+            optimizer_s=self.timers.optimizer_s,
+            sent_bytes=dict(self.world.sent_bytes),
+            held=held_bytes(self.training_state),
+            store=self.training_state.state.store.statistics(),
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Complete a save under way, then give hooks, memory, threads and the run folder back; twice is once."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute where the engine has none of that name, as `engine.generate` or
+        `engine.config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def _close(training: Training, checkpoints: Checkpoints) -> None:
+    try:
+        checkpoints.finish()
+    finally:
+        training.close()

@@ -1,0 +1,173 @@
+"""Gathering parameters by unit around forward and backward (stage 3).
+
+[Note: when a unit is gathered and released]
+forward   the pre-hook of the first of its modules that is called gathers it; that module's forward hook releases it.
+backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
+          nodes in the reverse of the order in which they were made. It is released when every one of its parameters
+          has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
+          it and does not lie within it, or at the end of the backward.
+
+A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
+releases. Where no tensor is found in what a module returns, the unit stays gathered until the end of the backward. A
+parameter that several units use is released when none of them is gathered. Gathering is a collective: every rank runs
+the same modules in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .parameters import ParameterRecord, Residency
+from .units import Unit
+
+Gather = Callable[[Sequence[ParameterRecord]], None]
+"""Fills `full` of the records, which have room, with the values of all ranks."""
+
+
+class UnitHooks:
+    """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
+
+    def __init__(self, units: Sequence[Unit], gather: Gather) -> None:
+        self._gather = gather
+        self._holder: dict[Unit, nn.Module | None] = {}  # gathered units; the module whose forward will release it
+        self._users: Counter[ParameterRecord] = Counter()
+        self._open: dict[Unit, set[ParameterRecord]] = {}  # gathered for backward; parameters whose gradient is due
+        self._unit_of: dict[ParameterRecord, list[Unit]] = {}
+        self._in_backward = False
+        self._handles: list[RemovableHandle] = []
+        self._inner: dict[Unit, set[nn.Module]] = {}
+        self.gathers = 0
+        """Units gathered so far."""
+        for unit in units:
+            sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
+            if not sharded:
+                continue
+            for record in sharded:
+                self._unit_of.setdefault(record, []).append(unit)
+            self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
+            for module in unit.modules:
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True),
+                    module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
+                ]
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if unit not in self._holder:
+            self.gather(unit, None if self._in_backward else module)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if self._in_backward:
+            self._watch(unit, output)
+            return
+        if self._holder.get(unit) is not module:
+            return
+        if self._watch(unit, output) or not torch.is_grad_enabled():
+            self.release(unit)
+        else:
+            self._holder[unit] = None
+
+    def _watch(self, unit: Unit, output: Any) -> bool:
+        """Gather the unit before the backward of these outputs; return False where no tensor was found in them."""
+        found = False
+        for tensor in tensors_in(output):
+            found = True
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
+        return found
+
+    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if unit not in self._holder:
+            self.gather(unit, None)
+        if unit in self._open:
+            return
+        for other in list(self._open):
+            if unit.modules[0] not in self._inner[other]:
+                self._close(other)
+        self._open[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}
+
+    def _close(self, unit: Unit) -> None:
+        del self._open[unit]
+        self.release(unit)
+
+    def gather(self, unit: Unit, holder: nn.Module | None) -> None:
+        """Gather the parameters of `unit`; `holder` is the module whose forward hook will release it."""
+        missing = [record for record in unit.parameters if record.residency is Residency.RELEASED]
+        for record in missing:
+            record.make_room()
+        self._gather(missing)
+        for record in missing:
+            record.point_at_full()
+        self._users.update(record for record in unit.parameters if record.residency is Residency.GATHERED)
+        self._holder[unit] = holder
+        self.gathers += 1
+
+    def release(self, unit: Unit) -> None:
+        """Release the parameters of `unit` that no other gathered unit uses."""
+        if unit not in self._holder:
+            return
+        del self._holder[unit]
+        for record in unit.parameters:
+            if record.residency is Residency.GATHERED:
+                self._users[record] -= 1
+                if self._users[record] == 0:
+                    record.release()
+
+    # -- calls of the engine ----------------------------------------------------------------------------------------
+
+    def start_backward(self) -> None:
+        """Note that forwards from here on are recomputation."""
+        self._in_backward = True
+
+    def arrived(self, record: ParameterRecord) -> None:
+        """Note that the gradient of `record` was accumulated and taken."""
+        for unit in self._unit_of.get(record, ()):
+            due = self._open.get(unit)
+            if due is not None:
+                due.discard(record)
+                if not due:
+                    self._close(unit)
+
+    def end_backward(self) -> None:
+        """Release whatever is still gathered."""
+        self._in_backward = False
+        self._open.clear()
+        for unit in list(self._holder):
+            self.release(unit)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module returned: tuples, lists, mappings, dataclasses, other objects' attributes."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, str | bytes | int | float | nn.Module | type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any]
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif dataclasses.is_dataclass(value):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+    for item in inner:
+        yield from _tensors_in(item, seen)

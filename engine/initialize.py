@@ -1,0 +1,137 @@
+"""`initialize`: from a model and a config to an engine."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from zstore.dist import World
+from zstore.errors import ConfigError, UsageError
+
+from .config import Config, ResolveContext, load_config
+from .distributed import init_distributed
+from .engine import Engine
+from .loader import Collate, TrainingLoader
+from .optimizer import ZeroOptimizer, optimizer_from_config
+from .schedules import Schedule, WarmupLR
+from .wiring import wire
+
+_log = logging.getLogger("zstore")
+
+
+def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    args: Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Collate | None = None,
+    config: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
+    """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
+
+    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. The model is changed in
+    place: moved to its device, cast, at stage 3 sharded; rank 0's values count. `optimizer` is an element-wise torch
+    optimizer over the model's parameters, made before; without it the config names one. `lr_scheduler` is a
+    scheduler, or a function that makes one from the returned optimizer; the engine steps it. Loader and scheduler are
+    None where there are none.
+
+    Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
+    if mpu is not None:
+        raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
+    loaded = load_config(_config_source(args, config, config_params))
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    world = World.current()
+    resolved = loaded.resolve(
+        ResolveContext(
+            world_size=world.world_size,
+            hidden_size=_hidden_size(model),
+            device_supports_bf16=world.device.type == "cpu" or torch.cuda.is_bf16_supported(),
+            client_optimizer=optimizer is not None,
+            client_scheduler=lr_scheduler is not None,
+        )
+    )
+    if world.rank == 0:
+        for notice in resolved.notices():
+            _log.warning("config: %s: %s", notice.key, notice.message)
+    facade = _optimizer(resolved, optimizer, model_parameters, model)
+    schedule = _schedule(resolved, lr_scheduler, facade)
+    loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
+    engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader))
+    return engine, facade, loader, schedule.scheduler
+
+
+def _config_source(args: Namespace | None, config: Any, config_params: Any) -> Any:
+    """Return the one config that was given. Raises ConfigError for none, or two different ones."""
+    path = None if args is None else vars(args).get("deepspeed_config")
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": path}
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        raise ConfigError("initialize() got no config: pass config=dict or path, or --deepspeed_config FILE in args")
+    first, *others = found.values()
+    if any(other != first for other in others):
+        raise ConfigError(f"initialize() got different configs in {' and '.join(found)}: pass one")
+    return first
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """Return the width that the model's own config names, as transformers has it; for buckets that are "auto"."""
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes"):
+            width = getattr(holder, name, None)
+            if isinstance(width, list | tuple) and width:
+                width = max(width)
+            if isinstance(width, int):
+                return width
+    return None
+
+
+def _optimizer(
+    config: Config, client: torch.optim.Optimizer | None, parameters: Any, model: nn.Module
+) -> ZeroOptimizer:
+    if client is not None:
+        if not isinstance(client, torch.optim.Optimizer):
+            raise UsageError(f"initialize(optimizer=...): expected a torch optimizer, got {type(client).__name__}")
+        return ZeroOptimizer(client)
+    if config.optimizer is None:
+        raise ConfigError('there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...')
+    return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
+
+
+def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> Schedule:
+    if client is None:
+        section = config.scheduler
+        return Schedule(None if section is None else WarmupLR(optimizer, **section.params))
+    if hasattr(client, "step"):
+        return Schedule(client)
+    if callable(client):
+        return Schedule(client(optimizer))
+    raise UsageError(
+        f"initialize(lr_scheduler=...): expected a scheduler or a function of the optimizer, got {type(client).__name__}"
+    )
+
+
+def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None) -> TrainingLoader:
+    return TrainingLoader(
+        data,
+        batch=config.batch,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.seed,
+        drop_last=config.settings.dataloader_drop_last,
+        collate_fn=collate_fn,
+    )

@@ -1,0 +1,50 @@
+"""The model before training: on its device, in its type, the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zstore.dist import World
+from zstore.errors import UsageError
+
+
+def check_model(model: nn.Module, world: World) -> None:
+    """Raise UsageError for parameters without values, and where the ranks have different models (all ranks)."""
+    error: UsageError | None = None
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        error = UsageError(
+            f"parameter {empty[0]!r} is on the meta device and has no values: build the model on a real device"
+        )
+    world.raise_together(error)
+    mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    for rank, other in enumerate(world.all_gather_object(mine)):
+        if other != mine:
+            odd = next((a for a, b in zip(mine, other, strict=False) if a != b), "their number")
+            raise UsageError(
+                f"rank {rank} has another model than rank {world.rank}: {odd} differs; build the same model on all ranks"
+            )
+
+
+def place_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+    """Move the model to its device, take rank 0's values, and cast floating buffers to `dtype`; parameters keep
+    theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(world.device)
+        parameter.grad = None
+        world.broadcast(parameter.data)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            placed = buffer.to(world.device)
+            world.broadcast(placed)
+            setattr(module, name, placed.to(dtype) if placed.is_floating_point() else placed)
+
+
+def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values`, contiguous, in memory that nothing else lies in; cast to `dtype` where they are floating."""
+    cast = values.to(dtype) if values.is_floating_point() else values
+    storage = cast.untyped_storage()
+    alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
+    # A slice of a file that was mapped, or of a larger tensor, cannot be released by itself.
+    return cast if alone and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)

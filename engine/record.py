@@ -1,0 +1,116 @@
+"""What a checkpoint's record says of the engine, beside the arrays: counters, scalars, schedule, settings. JSON
+data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from zstore.errors import CheckpointMismatchError
+
+from .config import BatchSizes
+from .training import Counters
+
+if TYPE_CHECKING:
+    from .training import Training
+
+_ITEMS = "$items"
+
+
+def engine_record(training: Training) -> dict[str, Any]:
+    """Return the engine's part of a checkpoint's record."""
+    return {
+        "counters": asdict(training.counters),
+        "batch": asdict(training.batch),
+        "seed": training.config.seed,
+        "precision": training.config.precision,
+        "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
+        "groups": [_settings(group) for group in training.optimizer.param_groups],
+        "loss_scale": training.scaler.state(),
+        "schedule": plain(training.schedule.state()),
+        "data_position": None if training.loader is None else training.loader.position,
+    }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group's settings, its parameters left out; lr may be a tensor."""
+    return {
+        name: float(value) if hasattr(value, "item") else plain(value)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def apply_record(training: Training, record: Mapping[str, Any], *, saved_world_size: int) -> None:
+    """Bring counters, scalars, schedule and settings back. Everything was checked by `check_record`."""
+    training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+    training.counters = Counters(**record["counters"])
+    training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
+    for parameter in training.state.scalars:
+        training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
+    for group, saved in zip(training.optimizer.param_groups, record["groups"], strict=True):
+        for name, value in saved.items():
+            group[name] = tuple(value) if isinstance(value, list) else restored(value)
+    training.scaler.load(record["loss_scale"])
+    if record["schedule"] is not None:
+        training.schedule.load(restored(record["schedule"]))
+    if training.loader is not None and record["data_position"] is not None:
+        training.loader.position = int(record["data_position"])
+
+
+def check_record(training: Training, record: Mapping[str, Any], *, saved_world_size: int) -> None:
+    """Raise CheckpointMismatchError where the record is of another optimizer or batch."""
+    groups, saved = training.optimizer.param_groups, record["groups"]
+    if len(groups) != len(saved):
+        raise CheckpointMismatchError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups"
+        )
+    for parameter in training.state.scalars:
+        found = record["scalars"].get(parameter.name)
+        wanted = training.state.scalars[parameter]
+        # Before its first step an optimizer has fewer.
+        if found is None or not {"step", "updates"} & set(wanted) <= set(found):
+            raise CheckpointMismatchError(
+                f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
+                f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
+            )
+    batch_for(training, record["batch"], saved_world_size=saved_world_size)
+
+
+def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
+    """Return the batch sizes to go on with: at another world size the saved global batch is kept.
+
+    Raises CheckpointMismatchError that lists the world sizes at which that works.
+    """
+    world_size = training.world.world_size
+    if world_size == saved_world_size:
+        return training.batch
+    total, micro = int(saved["train_batch_size"]), training.batch.micro_batch_size
+    if total % (micro * world_size):
+        # A smaller micro-batch may fit, where the config leaves it open.
+        good = [n for n in range(1, total // micro + 1) if total % (micro * n) == 0]
+        raise CheckpointMismatchError(
+            f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
+            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; change the world "
+            "size or train_micro_batch_size_per_gpu"
+        )
+    return replace(training.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size))
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with tuples as lists, and dicts whose keys are no text (milestones) as `{"$items": pairs}`."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: plain(item) for key, item in value.items()}
+        return {_ITEMS: [[plain(key), plain(item)] for key, item in value.items()]}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """Return what `plain` was given; tuples stay lists."""
+    if isinstance(value, dict):
+        if list(value) == [_ITEMS]:
+            return {restored(key): restored(item) for key, item in value[_ITEMS]}
+        return {key: restored(item) for key, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,30 @@
+"""What a ZeRO stage shards: a stage is data, and this is all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Which parts of the training state each rank holds only its own rows of. All False at world size 1."""
+
+    world_size: int
+    """Ranks that share the state."""
+    optimizer_state: bool
+    """Masters and the optimizer's slots (stages 1 to 3)."""
+    gradients: bool
+    """Gradients, reduced to their owners during every backward (stages 2 and 3); else once a step, whole."""
+    parameters: bool
+    """Parameters, gathered by unit for forward and backward (stage 3)."""
+
+    @staticmethod
+    def of_stage(stage: int, world_size: int) -> Sharding:
+        """Return what `stage` (0 to 3) shards over `world_size` ranks."""
+        many = world_size > 1
+        return Sharding(
+            world_size=world_size,
+            optimizer_state=many and stage >= 1,
+            gradients=many and stage >= 2,
+            parameters=many and stage >= 3,
+        )

@@ -1,0 +1,172 @@
+"""Everything that one training run consists of, and the steps that change it. The engine is the face of this."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zstore.dist import World
+from zstore.errors import NonFiniteError
+
+from .collectives import all_gather_rows
+from .config import BatchSizes, Config
+from .gradients import Gradients
+from .hooks import UnitHooks
+from .loader import TrainingLoader
+from .loss_scale import LossScaler
+from .norm import global_norm, scale_factor
+from .optimizer import ZeroOptimizer
+from .parameters import ParameterRecord, Residency
+from .schedules import Schedule
+from .sharding import Sharding
+from .state import OptimizerState
+
+_log = logging.getLogger("zstore")
+
+
+@dataclass
+class Counters:
+    """How far training is. `micro_steps` counts calls of `step()`, `global_steps` those that ended an accumulation."""
+
+    global_steps: int = 0
+    """Optimizer steps, skipped ones too."""
+    skipped_steps: int = 0
+    """Steps that overflowed in fp16 and changed nothing."""
+    micro_steps: int = 0
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The parts of a run on this rank, wired by `initialize`."""
+
+    world: World
+    config: Config
+    batch: BatchSizes
+    """Sizes in use: those of the config, or after a load at another world size, recomputed from the saved global
+    batch."""
+    sharding: Sharding
+    model: nn.Module
+    device: torch.device
+    state: OptimizerState
+    gradients: Gradients
+    hooks: UnitHooks | None
+    """None where parameters are not sharded."""
+    optimizer: ZeroOptimizer
+    schedule: Schedule
+    scaler: LossScaler
+    loader: TrainingLoader | None
+    run_id: str
+    """Of the whole training run; a resumed one keeps it."""
+    counters: Counters = field(default_factory=Counters)
+    backwards: int = 0
+    """Backwards since the last call of `step()`."""
+    norm: float | None = None
+    """Global norm of the last step's unscaled gradients."""
+    was_applied: bool = False
+    """Whether the last step changed parameters."""
+
+    @property
+    def trained(self) -> list[ParameterRecord]:
+        """The parameters that the optimizer updates, in order."""
+        return list(self.state.scalars)
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return (self.counters.micro_steps + 1) % self.batch.accumulation_steps == 0
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss that backward starts from: divided by the accumulation steps, times the loss scale."""
+        scaled = loss.float()
+        if self.batch.accumulation_steps > 1:
+            scaled = scaled / self.batch.accumulation_steps
+        return scaled if self.scaler.scale == 1.0 else scaled * self.scaler.scale
+
+    def backward(self, scaled_loss: torch.Tensor, *, retain_graph: bool) -> None:
+        """Accumulate the gradients of one micro-batch. Where that fails, the accumulation starts anew."""
+        self.gradients.start_backward()
+        if self.hooks is not None:
+            self.hooks.start_backward()
+        try:
+            scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.gradients.end_backward()
+        except BaseException:
+            self.restart_accumulation()
+            raise
+        finally:
+            if self.hooks is not None:
+                self.hooks.end_backward()
+        self.backwards += 1
+
+    def restart_accumulation(self) -> None:
+        """Forget the gradients of the step under way."""
+        self.gradients.drop()
+        self.counters.micro_steps -= self.counters.micro_steps % self.batch.accumulation_steps
+
+    def step(self) -> None:
+        """Take one optimizer step with the gradients accumulated, or skip it at an overflow in fp16.
+
+        Raises NonFiniteError on every rank for gradients that are not finite in other precisions, before any state is
+        changed; the gradients are dropped.
+        """
+        try:
+            self.gradients.reduce()
+            norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.sharding.optimizer_state)
+            self.norm = norm / self.scaler.scale
+            overflow = not math.isfinite(norm)
+            if overflow and not self.scaler.skips:
+                raise NonFiniteError(
+                    f"step {self.counters.global_steps + 1}: the norm of the gradients is {norm}; no parameter and no "
+                    "optimizer state was changed. Look for a loss that is NaN or infinite, or lower the learning rate"
+                )
+            if not overflow:
+                self._update(scale_factor(self.norm, self.config.gradient_clipping, self.scaler.scale))
+        finally:
+            self.gradients.drop()
+        self._note(overflow)
+
+    def _update(self, factor: float) -> None:
+        error: BaseException | None = None
+        try:
+            self.state.step(self.gradients, self.optimizer.param_groups, factor)
+        except BaseException as raised:
+            error = raised
+        self.world.raise_together(error)
+        self.gather_resident(self.trained)
+
+    def gather_resident(self, records: list[ParameterRecord]) -> None:
+        """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
+        if self.sharding.optimizer_state:
+            resident = [record for record in records if record.residency is Residency.RESIDENT]
+            all_gather_rows(self.world, resident, self.config.allgather_bucket_numel, lambda record: record.full)
+
+    def _note(self, overflow: bool) -> None:
+        """Count the step and let loss scale and schedule follow."""
+        before = self.scaler.scale
+        self.was_applied = not overflow
+        self.counters.global_steps += 1
+        self.counters.skipped_steps += int(overflow)
+        try:
+            self.scaler.update(overflow)
+        finally:
+            if overflow and self.world.rank == 0:
+                _log.info(
+                    "step %d skipped: gradients overflow at loss scale %g; it goes on at %g",
+                    self.counters.global_steps,
+                    before,
+                    self.scaler.scale,
+                )
+        if not overflow:
+            self.optimizer.note_step()
+            self.schedule.advance()
+
+    def close(self) -> None:
+        """Give hooks, memory, threads and the run folder back."""
+        self.gradients.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.state.store.close()

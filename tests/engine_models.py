@@ -1,0 +1,62 @@
+"""Small models with the things that trip sharding engines, and their data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """Norm, two projections, a residual, and a scalar of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.0))  # 0-d
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A byte model: tied head, a frozen parameter, an unused one, a 3-D one, a buffer, a parameter on the root."""
+
+    def __init__(self, vocab: int = 1203, width: int = 56, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.start = nn.Parameter(torch.randn(width) * 0.1)
+        self.mix = nn.Parameter(torch.randn(2, 3, width) * 0.1)
+        self.unused = nn.Linear(width, 33)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, width))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.start + self.shift + self.mix.sum(dim=(0, 1))
+        x = x + self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def make_net(seed: int = 0, **shape: int) -> Net:
+    torch.manual_seed(seed)
+    return Net(**shape)
+
+
+def batch(
+    step: int, micro: int, rank: int, *, samples: int = 2, tokens: int = 12, vocab: int = 1203
+) -> tuple[Any, ...]:
+    """Return the model's arguments for one micro-batch of one rank."""
+    generator = torch.Generator().manual_seed(1 + step * 1000 + micro * 100 + rank)
+    return (torch.randint(0, vocab, (samples, tokens), generator=generator),)

@@ -1,0 +1,132 @@
+"""The reference: a plain training loop over whole, unpadded tensors, for any number of ranks in one process.
+
+What it fixes is DESIGN section 8: the loss divided by the accumulation count before backward; gradients accumulated
+in the parameter's type; the norm of [Note: the order of sums]; one scalar `clip / (norm + 1e-6) / scale`;
+torch.optim.AdamW(fused=True) on fp32 masters. Where gradients are sharded (stages 2 and 3) ranks are averaged in
+every micro-batch, else once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zstore.engine.norm import norm_of_sums, sum_of_squares
+from zstore.partition import make_grid
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """A run of the plain loop. `step` takes `batches[micro][rank]`."""
+
+    model: nn.Module
+    world_size: int
+    stage: int = 0
+    precision: str = "fp32"
+    accumulation: int = 1
+    clip: float = 0.0
+    scale: float = 1.0
+    adam: dict[str, Any] = field(default_factory=dict)
+    norm: float = 0.0
+    applied: bool = True
+    losses: list[list[float]] = field(default_factory=list)
+    """Of the last step, by micro-batch and rank."""
+
+    def __post_init__(self) -> None:
+        dtype = DTYPES[self.precision]
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.trained.items()}
+        self.optimizer = torch.optim.AdamW(list(self.masters.values()), fused=True, **self.adam)
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+
+    def step(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Train on one global batch."""
+        gradients = self._accumulated(batches)
+        raw = norm_of_sums([(name, self._sums(gradient)) for name, gradient in gradients.items()])
+        self.norm = raw / self.scale
+        self.applied = math.isfinite(raw)
+        if not self.applied:
+            return
+        factor = 1.0 / self.scale
+        if self.clip > 0 and self.norm > self.clip:
+            factor = self.clip / (self.norm + 1e-6) / self.scale
+        scalar = float(np.float32(factor))
+        for name, master in self.masters.items():
+            master.grad = gradients[name].float() * scalar if name in gradients else None
+        self.optimizer.step()
+        for name, parameter in self.trained.items():
+            parameter.data.copy_(self.masters[name].data)
+
+    def _accumulated(self, batches: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
+        """Return the gradients of a step: averaged over ranks, summed over micro-batches."""
+        self.losses = []
+        if self.stage < 2 or self.world_size == 1:
+            ranks = [self._backward([micro[rank] for micro in batches]) for rank in range(self.world_size)]
+            return self._mean(ranks)
+        total: dict[str, torch.Tensor] = {}
+        for micro in batches:
+            for name, gradient in self._mean([self._backward([batch]) for batch in micro]).items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return total
+
+    def _backward(self, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return one rank's gradients, accumulated by autograd over these micro-batches."""
+        self.model.zero_grad(set_to_none=True)
+        row: list[float] = []
+        for batch in batches:
+            loss = self.model(*batch).float()
+            row.append(float(loss.detach()))
+            if self.accumulation > 1:
+                loss = loss / self.accumulation
+            (loss * self.scale if self.scale != 1.0 else loss).backward()
+        self.losses.append(row)
+        return {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+
+    def _mean(self, ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the mean over ranks: summed in rank order in fp32, times 1/N, rounded once; who has none counts
+        zeros."""
+        if self.world_size == 1:
+            return ranks[0]
+        means: dict[str, torch.Tensor] = {}
+        for name in self.trained:
+            if not any(name in rank for rank in ranks):
+                continue
+            shape, dtype = self.trained[name].shape, self.trained[name].dtype
+            total = torch.zeros(shape)
+            for number, rank in enumerate(ranks):
+                part = rank[name].float() if name in rank else torch.zeros(shape)
+                total = part.clone() if number == 0 else total + part
+            means[name] = (total * (1.0 / self.world_size)).to(dtype)
+        return means
+
+    def _sums(self, gradient: torch.Tensor) -> list[float]:
+        """Return the sum of squares of each rank's rows."""
+        flat = gradient.reshape(-1)
+        shape = tuple(gradient.shape)
+        stored = shape if len(shape) in (1, 2) else (1,) if not shape else (math.prod(shape[:-1]), shape[-1])
+        step = make_grid(stored, self.world_size).shard_numel
+        return [sum_of_squares(flat[first : first + step]) for first in range(0, flat.numel(), max(step, 1))]
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Return masters and moments by the name that they have in a checkpoint, each 1-D."""
+        found: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            found[f"model/{name}"] = master.detach().reshape(-1)
+            for slot in ("exp_avg", "exp_avg_sq"):
+                moment = self.optimizer.state[master].get(slot)
+                found[f"optimizer/{slot}/{name}"] = (
+                    torch.zeros(master.numel()) if moment is None else moment.reshape(-1)
+                )
+        return found

@@ -1,0 +1,159 @@
+"""Exactness: after every step, every master, moment, parameter and loss has the bits of the plain loop."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import zstore
+from tests.engine_models import batch, make_net
+from tests.reference import Reference
+from zstore.engine import Engine
+from zstore.testing.ranks import run_ranks
+
+STEPS = 3
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STATIC_SCALE = 128.0
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    tier: str
+    precision: str
+    accumulation: int
+    clip: float
+    bucket: int = 500_000_000
+    threshold: int = 100
+
+    def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": self.bucket,
+            "allgather_bucket_size": self.bucket,
+            "stage3_param_persistence_threshold": self.threshold,
+        }
+        if self.tier != "none":
+            zero["offload_optimizer"] = {"device": self.tier}
+            if self.tier == "nvme":
+                zero["offload_optimizer"]["nvme_path"] = nvme_path
+        config: dict[str, Any] = {
+            "train_batch_size": 2 * world_size * self.accumulation,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "optimizer": {"type": "AdamW", "params": ADAM},
+            "zero_optimization": zero,
+            "steps_per_print": 0,
+        }
+        if self.precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.precision == "fp16":
+            config["fp16"] = {"enabled": True, "loss_scale": STATIC_SCALE}
+        return config
+
+
+def sample_cases(world_size: int, count: int) -> list[Case]:
+    """Return every stage and tier at least once, with the other choices drawn from a fixed seed."""
+    rng = random.Random(world_size)
+    pairs = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in ("none", "cpu", "nvme"))]
+    rng.shuffle(pairs)
+    cases = [
+        Case(
+            stage,
+            tier,
+            rng.choice(("bf16", "fp16", "fp32")),
+            rng.choice((1, 3)),
+            rng.choice((0.0, 0.25)),
+            rng.choice((500_000_000, 40_000)),
+            rng.choice((0, 100, 100_000)),
+        )
+        for stage, tier in pairs
+    ]
+    return cases[:count]
+
+
+def digest(values: torch.Tensor) -> str:
+    data = bytes(values.detach().view(torch.uint8).numpy()) if values.numel() else b""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def engine_digests(engine: Engine) -> dict[str, str]:
+    """Return the hash of this rank's rows of every array, and of every parameter's rows."""
+    training = engine.training_state
+    found: dict[str, str] = {}
+    for record in training.state.records:
+        found[record.name] = digest(record.owned())
+        if record.group is not None:
+            for name in training.state.arrays_of(record):
+                found[name] = digest(torch.from_numpy(training.state.store.read(name).wait()))
+    return found
+
+
+def reference_digests(reference: Reference, rows: dict[str, tuple[int, int]]) -> dict[str, str]:
+    parameters = {name: p.detach().reshape(-1) for name, p in reference.model.named_parameters()}
+    found = {name: digest(values[slice(*rows[name])]) for name, values in parameters.items()}
+    for name, values in reference.arrays().items():
+        fqn = name.split("/", 1)[1] if name.startswith("model/") else name.split("/", 2)[2]
+        found[name] = digest(values[slice(*rows[fqn])])
+    return found
+
+
+def compare(case: Case, rank: int, world_size: int) -> list[str]:
+    """Return what differs between engine and plain loop, over all steps."""
+    differences: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine, *_ = zstore.initialize(model=make_net(), config=case.config(world_size, folder))
+        with engine:
+            reference = Reference(
+                make_net(),
+                world_size,
+                stage=case.stage,
+                precision=case.precision,
+                accumulation=case.accumulation,
+                clip=case.clip,
+                scale=STATIC_SCALE if case.precision == "fp16" else 1.0,
+                adam=ADAM,
+            )
+            rows = {record.name: record.owned_range for record in engine.training_state.state.records}
+            for step in range(STEPS):
+                batches = [[batch(step, m, r) for r in range(world_size)] for m in range(case.accumulation)]
+                reference.step(batches)
+                losses = []
+                for micro in batches:
+                    loss = engine(*micro[rank])
+                    losses.append(float(loss.detach()))
+                    engine.backward(loss)
+                    assert all(p.grad is None for p in engine.parameters())
+                    engine.step()
+                assert engine.was_step_applied()
+                expected = reference_digests(reference, rows)
+                found = engine_digests(engine)
+                differences += [f"step {step}: {name}" for name in expected if found.get(name) != expected[name]]
+                if engine.get_global_grad_norm() != reference.norm:
+                    differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
+                if losses != reference_losses(reference, rank, case, world_size):
+                    differences.append(f"step {step}: losses {losses}")
+    return differences
+
+
+def reference_losses(reference: Reference, rank: int, case: Case, world_size: int) -> list[float]:
+    if case.stage < 2 or world_size == 1:
+        return reference.losses[rank]
+    return [reference.losses[micro * world_size + rank][0] for micro in range(case.accumulation)]
+
+
+def _compare_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bits_equal_the_plain_loop(world_size: int) -> None:
+    cases = [asdict(case) for case in sample_cases(world_size, 10)]
+    for failed in run_ranks(_compare_all, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
