@@ -108,7 +108,7 @@ def test_a_shard_pads_little(shape: Shape, world_size: int) -> None:
     if grid.rows * grid.row_numel == 0:
         return
     aligned_rows = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, grid.chunk_cols)
-    least = -(-(-(-grid.rows // world_size)) // aligned_rows) * aligned_rows
+    least = math.ceil(math.ceil(grid.rows / world_size) / aligned_rows) * aligned_rows
     assert grid.shard_rows - least <= max(least // 5, aligned_rows)
     if least * grid.row_numel >= 64 * MIN_CHUNK_NUMEL and aligned_rows * grid.row_numel <= MIN_CHUNK_NUMEL:
         assert grid.shard_rows - least <= 0.04 * least

@@ -138,9 +138,10 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     if shard_numel <= target:
         return min_rows, min_rows
     # A shard of few chunks has few sizes that divide it: look further there.
-    largest = min(MAX_CHUNK_NUMEL, 2 * target if shard_numel <= 4 * target else target * 5 // 4)
-    most = max(largest // row_numel // align * align, align)
-    least = min(_round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), most)
+    largest = 2 * target if shard_numel <= 4 * target else target * 5 // 4
+    limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
+    least = min(_round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
+    most = min(max(largest // row_numel // align * align, least), limit)
     step = _round_up(-(-(most - least + 1) // _CANDIDATES), align)
 
     def cost(chunk_rows: int) -> tuple[int, int]:
