@@ -57,7 +57,8 @@ class SaveRequest:
     num_threads: int = 4
     """Shards that are published at a time."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise UsageError for what makes no sense. Not done when it is made: the save releases the pins first."""
         tag_text(self.tag)
         check_save_id(self.save_id)
         if not 0 <= self.rank < self.world_size:

@@ -42,20 +42,22 @@ class SaveHandle:
         self._job = job
         self._summary: SaveSummary | None = None
         self._error: BaseException | None = None
+        # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
+        self._ended = threading.Event()
         # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(target=self._run, name="zstore-save", daemon=False)
-        self._thread.start()
+        threading.Thread(target=self._run, name="zstore-save", daemon=False).start()
 
     def _run(self) -> None:
         try:
             self._summary = self._job.run()
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_s):
             raise TimeoutError(f"the save of {self._job.target} is not done after {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -65,7 +67,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Tell whether the save ended, well or badly."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def cancel(self) -> None:
         """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""
@@ -76,8 +78,8 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Begin to save in the background and return the handle. See [Note: who does what].
 
     The pins belong to the save from now on, also where this raises: it releases them. Raises before anything is
-    written: UsageError for state that is not JSON, CheckpointExistsError, StorageError for a folder that cannot be
-    written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` their handles.
+    written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
+    cannot be written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
     job: _Job | None = None
     try:
@@ -96,6 +98,7 @@ class _Job:
     """The save of one rank."""
 
     def __init__(self, request: SaveRequest) -> None:
+        request.check()
         self._request = request
         self._files = request.resources.files
         # Copies, which also name what is not JSON before anything is written.
