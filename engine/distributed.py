@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 from typing import Any
@@ -28,15 +29,16 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """Start torch.distributed from the variables that torchrun sets; nothing to do where it runs, or for a process
     alone.
 
-    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning. By default it is NCCL where there is
-    CUDA.
+    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL where
+    there is CUDA.
     `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that pass them.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         backend = "gloo"
-        _log.warning("init_distributed: there is no CUDA device here, so the ranks talk over gloo and not nccl")
+        if (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0:
+            _say_gloo()
     if torch_dist.is_initialized() or dist_init_required is False:
         return
     if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
@@ -46,3 +48,9 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+
+
+@functools.cache
+def _say_gloo() -> None:
+    """Warn once in a process."""
+    _log.warning("init_distributed: there is no CUDA device here, so the ranks talk over gloo and not nccl")

@@ -216,6 +216,14 @@ class Engine(nn.Module):
         """Factor of the loss; 1 but in fp16."""
         return self.training_state.scaler.scale
 
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16; floating inputs must be, too."""
+        return self.training_state.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16; floating inputs must be, too."""
+        return self.training_state.config.precision == "bf16"
+
     def train_batch_size(self) -> int:
         """Return the samples of a step over all ranks."""
         return self.training_state.batch.train_batch_size
