@@ -1,0 +1,181 @@
+"""`zstore train`: steps, metrics, saves and resumes, as a user gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zstore.checkpoint import open_checkpoint, verify_checkpoint
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, UsageError
+from zstore.tools.train import TrainOptions, run_train
+
+FIELDS = (
+    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
+    "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes",
+)  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
+    return path
+
+
+def config_file(tmp_path: Path, **more: Any) -> Path:
+    path = tmp_path / "ds.json"
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": 1},
+    } | more
+    path.write_text(json.dumps(config))
+    return path
+
+
+def options(tmp_path: Path, text: Path, config: Path, **more: Any) -> TrainOptions:
+    chosen = {"model": "gpt-tiny", "steps": 4, "seq_len": 16, "data": text, "config": config} | more
+    return TrainOptions(**chosen)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def zstore(*words: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "zstore", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, text: Path) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(nvme)}
+    disk = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
+    whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
+    run_train(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
+    run_train(options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}:step-00000002", metrics=again, seq_len=None))
+    first, second = rows(whole), rows(again)
+    assert [row["step"] for row in first] == [1, 2, 3, 4]
+    assert [row["step"] for row in second] == [3, 4]
+    for name in ("loss", "lr", "grad_norm"):
+        assert [row[name] for row in first[2:]] == [row[name] for row in second]
+    assert all(tuple(row) == FIELDS for row in first)
+    assert first[1]["disk_read_bytes"] > 0 < first[1]["disk_write_bytes"]
+    assert first[0]["peak_memory_bytes"] > 10**8
+
+
+def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path, zero_optimization={"stage": 3})
+    arguments = ["--config", config, "--data", text, "--model", "gpt-tiny", "--seq-len", 16]
+    done = zstore("train", *arguments, "--steps", 4, "--save", tmp_path / "run", "--save-every", 2, "--nproc", 2,
+                  "--metrics", tmp_path / "two.jsonl")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("save stall") == 2
+    run_train(
+        options(tmp_path, text, config, resume=f"{tmp_path / 'run'}:step-00000002", metrics=tmp_path / "one.jsonl")
+    )
+    two, one = rows(tmp_path / "two.jsonl"), rows(tmp_path / "one.jsonl")
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two[2:]], abs=0.02)
+    assert open_checkpoint(tmp_path / "run").record.world_size == 2
+
+
+def test_a_failure_on_every_rank_is_told_once_more_by_the_launcher(tmp_path: Path, text: Path) -> None:
+    config = config_file(
+        tmp_path,
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "none")}},
+    )
+    done = zstore("train", "--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 1, "--nproc", 2)
+    assert done.returncode == 1
+    assert "nvme_path" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_keep_leaves_the_newest_checkpoints(tmp_path: Path, text: Path) -> None:
+    run_train(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", save_every=1, keep=2))
+    tags = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert [tag for tag in tags if tag.startswith("step-")] == ["step-00000003", "step-00000004"]
+
+
+def test_resume_auto_starts_fresh_where_nothing_is_and_goes_on_where_something_is(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    metrics = tmp_path / "m.jsonl"
+    for steps in (2, 4):
+        run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=steps, metrics=metrics))
+    assert [row["step"] for row in rows(metrics)] == [1, 2, 3, 4]
+
+
+def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    config = config_file(
+        tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2}}
+    )
+    run_train(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
+    assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
+
+
+def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    metrics = tmp_path / "m.jsonl"
+    run_train(options(tmp_path, text, config_file(tmp_path), model=str(folder), metrics=metrics, lr=1e-2, steps=8))
+    assert rows(metrics)[-1]["loss"] < rows(metrics)[0]["loss"] < 6
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"save_every": 2}, UsageError, "--save-every needs --save"),
+        ({"resume": "auto"}, UsageError, "--save DIR"),
+        ({"steps": 0}, UsageError, "--steps: expected at least 1, got 0"),
+        ({"resume": "/nowhere"}, CheckpointNotFoundError, "/nowhere"),
+        ({"config": Path("/nowhere.json")}, ConfigError, "/nowhere.json"),
+        ({"data": Path("/nowhere")}, ConfigError, "/nowhere"),
+        ({"model": "gpt-smal"}, ConfigError, "gpt-small"),
+        ({"seq_len": 10**6}, ConfigError, "--seq-len"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_made(
+    tmp_path: Path, text: Path, more: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run_train(options(tmp_path, text, **({"config": config_file(tmp_path), "save": None} | more)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    run_train(options(tmp_path, text, config, save=tmp_path / "run", steps=1, seed=1))
+    for more in ({"seed": 2, "seq_len": None}, {"seq_len": 32}):
+        with pytest.raises(CheckpointMismatchError, match="order of its data"):
+            run_train(options(tmp_path, text, config, resume=str(tmp_path / "run"), **more))
+
+
+def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    command = [sys.executable, "-m", "zstore", "train", "--config", config, "--data", text, "--model", "gpt-tiny",
+               "--steps", "100000", "--seq-len", "16", "--save", tmp_path / "run", "--save-every", "1", "--keep", "2"]  # fmt: skip
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 3: save stall" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, rest
+    with open_checkpoint(tmp_path / "run") as reader:
+        assert reader.record.step >= 2
+        assert verify_checkpoint(reader) == []
+    run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=reader.record.step + 1))
