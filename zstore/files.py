@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Files:
         self._direct = direct and _O_DIRECT != 0
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
+        self._lock = threading.Lock()
 
     # -- bulk transfers ---------------------------------------------------------------------------------------------
 
@@ -80,8 +82,11 @@ class Files:
             if error.errno not in _UNSUPPORTED:
                 os.close(fd)
                 raise storage_error(error, "cannot open the file", path=name) from error
-            self._refusing.add(device)
-            self.fallbacks.append(f"{os.path.dirname(name)}: the file system refuses O_DIRECT; transfers are buffered")
+            with self._lock:
+                if device not in self._refusing:
+                    self._refusing.add(device)
+                    folder = os.path.dirname(name)
+                    self.fallbacks.append(f"{folder}: the file system refuses O_DIRECT; transfers are buffered")
             return fd, False
         os.close(fd)
         return direct, True

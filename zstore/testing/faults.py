@@ -164,16 +164,16 @@ class FaultyFiles(WatchedFiles):
         """Nothing is counted and nothing fails while this is false."""
         self._only = only
         self._faults = [_Armed(fault) for fault in faults]
-        self._lock = threading.Lock()
+        self._watch = threading.Lock()
 
     def inject(self, fault: Fault) -> None:
         """Add a fault; its count begins now."""
-        with self._lock:
+        with self._watch:
             self._faults.append(_Armed(fault))
 
     def heal(self) -> None:
         """Let everything go well from now on."""
-        with self._lock:
+        with self._watch:
             self._faults.clear()
             self.fail_at = None
 
@@ -183,7 +183,7 @@ class FaultyFiles(WatchedFiles):
 
     def _fault_of(self, kind: Kind, path: str) -> Fault | None:
         """Count the operation, and return the fault that it suffers; raises where that is an error."""
-        with self._lock:
+        with self._watch:
             if not self.armed:
                 return None
             self.paths.append((kind, path))
