@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -65,13 +66,15 @@ class Pool:
     """Lends page-aligned parts of one slab of `nbytes`; requests are served in the order they came.
 
     What an update needs is one request, so it is taken together or not at all, and a caller that holds nothing never
-    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, as long as it
-    stays within `limit_bytes` (None: no limit).
+    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, as long as slab
+    and request together stay within `limit_bytes` (None: no limit), which may be lowered later.
     """
 
     def __init__(self, nbytes: int, *, limit_bytes: int | None = None) -> None:
         self.nbytes = max(_pages(nbytes), PAGE_BYTES)
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.on_shortage: Callable[[], None] = _do_nothing
+        """Called by a request that would have to wait; may give back buffers that are only a convenience."""
         self._slab = make_slab(self.nbytes)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
         self._oversized_bytes = 0
@@ -89,9 +92,14 @@ class Pool:
         me = object()
         with self._changed:
             self._waiting.append(me)
+            asked = False
             try:
                 while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
-                    self._changed.wait()
+                    if asked:
+                        self._changed.wait()
+                    else:
+                        asked = True
+                        self.on_shortage()
             finally:
                 self._waiting.remove(me)
                 self._changed.notify_all()
@@ -106,10 +114,11 @@ class Pool:
     def _check(self, nbytes: int) -> None:
         if nbytes <= 0:
             raise UsageError(f"a buffer has at least one byte, got {nbytes}")
-        if self._limit_bytes is not None and nbytes > max(self._limit_bytes, self.nbytes):
+        wanted = _pages(nbytes)
+        if wanted > self.nbytes and self.limit_bytes is not None and self.nbytes + wanted > self.limit_bytes:
             raise BudgetError(
-                f"one piece needs a buffer of {nbytes} bytes, but the host budget leaves {self._limit_bytes}: "
-                "raise `host_budget_bytes`"
+                f"one piece needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
+                f"{self.limit_bytes} for both: raise `host_budget_bytes`"
             )
 
     def _take(self, nbytes: int) -> Buffer | None:
@@ -117,9 +126,10 @@ class Pool:
         if wanted > self.nbytes:
             if self._oversized_bytes:
                 return None
+            slab = make_slab(wanted)  # first: where this fails, nothing was taken
             self._oversized_bytes = wanted
             self._count(wanted)
-            return Buffer(self, make_slab(wanted)[:nbytes], -1)
+            return Buffer(self, slab[:nbytes], -1)
         for i, (start, size) in enumerate(self._free):
             if size >= wanted:
                 self._free[i : i + 1] = [(start + wanted, size - wanted)] if size > wanted else []
@@ -145,6 +155,15 @@ class Pool:
     def held_bytes(self) -> int:
         """Bytes lent out now."""
         return self._held_bytes
+
+    @property
+    def has_waiters(self) -> bool:
+        """Tell whether a request is waiting for room."""
+        return bool(self._waiting)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
