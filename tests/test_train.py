@@ -165,8 +165,20 @@ def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path)
 
 def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> None:
     config = config_file(tmp_path)
-    command = [sys.executable, "-m", "zstore", "train", "--config", config, "--data", text, "--model", "gpt-tiny",
-               "--steps", "100000", "--seq-len", "16", "--save", tmp_path / "run", "--save-every", "1", "--keep", "2"]  # fmt: skip
+    words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
+    command = [
+        sys.executable,
+        "-m",
+        "zstore",
+        "train",
+        *words,
+        "--save",
+        tmp_path / "run",
+        "--save-every",
+        1,
+        "--keep",
+        2,
+    ]
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

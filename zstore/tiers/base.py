@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +60,7 @@ class LocalShard:
         """Global flat element where the shard begins."""
         return self.shard * self.grid.shard_numel
 
-    @property
+    @cached_property
     def valid_numel(self) -> int:
         """Elements that are not padding."""
         return self.grid.shard_valid_numel(self.shard)
