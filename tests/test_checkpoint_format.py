@@ -30,10 +30,11 @@ JSON = st.recursive(
     max_leaves=20,
 )
 RECORD = Record(
-    id="0123456789abcdef",
+    id="0123456789abcdef0123456789abcdef",
     tag="best ü",
     step=60,
     world_size=2,
+    training_world_size=3,
     run="run",
     committed_ns=17,
     metadata_sha256="m",
@@ -41,7 +42,7 @@ RECORD = Record(
     state={"lr": 1e-4, "best": math.inf, "text": "ü", "none": None},
 )
 MANIFEST = Manifest(
-    id="0123456789abcdef",
+    id="0123456789abcdef0123456789abcdef",
     rank=1,
     world_size=2,
     outcome="complete",

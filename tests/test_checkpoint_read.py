@@ -373,8 +373,8 @@ def test_a_folder_without_a_valid_record_is_no_checkpoint(several: Path, tmp_pat
 
 
 def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> None:
-    shutil.copytree(several / "again", tmp_path / "again.tmp-0123456789abcdef")
+    shutil.copytree(several / "again", tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
     with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
-        open_checkpoint(tmp_path / "again.tmp-0123456789abcdef")
+        open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")

@@ -313,10 +313,10 @@ def test_waiting_twice_says_the_same_and_a_limit_is_a_timeout(folder: Path) -> N
 def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) -> None:
     arrays = make_arrays()
     folder.mkdir()
-    (folder / "step-00000001.tmp-0123456789abcdef/model").mkdir(parents=True)
-    (folder / "step-00000001.tmp-0123456789abcdef/model/c.0").write_text("x")
-    (folder / "step-00000001.lock-0123456789abcdef").write_text("")
-    (folder / "latest.tmp-0123456789abcdef").write_text("x")
+    (folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef/model").mkdir(parents=True)
+    (folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef/model/c.0").write_text("x")
+    (folder / "step-00000001.lock-0123456789abcdef0123456789abcdef").write_text("")
+    (folder / "latest.tmp-0123456789abcdef0123456789abcdef").write_text("x")
     living = Committer(Files(), folder, "other", new_save_id())
     living.begin(overwrite=False)
     save_arrays(folder, arrays)
@@ -329,7 +329,7 @@ def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) 
 def test_a_checkpoint_that_was_set_aside_is_still_found_and_gets_its_name_back(folder: Path, moment: str) -> None:
     arrays = make_arrays()
     path = save_arrays(folder, arrays, tag="best")
-    aside = folder / "best.old-0123456789abcdef"
+    aside = folder / "best.old-0123456789abcdef0123456789abcdef"
     path.rename(aside)
     assert values(folder) == values(folder, "best") == as_bytes(arrays)
     assert [info.tag for info in tags(folder)] == ["best"]
@@ -374,7 +374,7 @@ def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -
 
 
 def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock-0123456789abcdef"
+    path = tmp_path / "a.lock-0123456789abcdef0123456789abcdef"
     code = (
         "import pathlib, sys; from zstore.checkpoint.lock import SaveLock\n"
         f"lock = SaveLock(pathlib.Path({str(path)!r})); print('held', flush=True); sys.stdin.read()"

@@ -1,9 +1,10 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, publish, gather, commit,
-write; catalog, read, verify, retention.
+write; catalog, read, ahead, verify, retention.
 """
 
+from .ahead import ReadAhead
 from .catalog import TagInfo
 from .format import Manifest, Record, ShardEntry
 from .names import new_save_id, step_tag, tag_text
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointReader",
     "Fault",
     "Manifest",
+    "ReadAhead",
     "Record",
     "SaveHandle",
     "SaveRequest",

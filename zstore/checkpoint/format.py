@@ -122,6 +122,10 @@ class Record:
     tag: str
     step: int
     world_size: int
+    """Ranks that the arrays are laid out for; each has a manifest."""
+    training_world_size: int
+    """Ranks of the run that saved the state; another number where it was resharded since, and then no rank has states
+    of its own."""
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only what its own run saved."""
     committed_ns: int = 0
@@ -142,6 +146,7 @@ class Record:
             "tag": self.tag,
             "step": self.step,
             "world_size": self.world_size,
+            "training_world_size": self.training_world_size,
             "run": self.run,
             "committed_ns": self.committed_ns,
             "metadata_sha256": self.metadata_sha256,
@@ -169,6 +174,7 @@ class Record:
             tag=_get(document, "tag", str, path),
             step=_count(document, "step", 2**63, path),
             world_size=world_size,
+            training_world_size=_count(document, "training_world_size", MAX_RANKS, path),
             run=_get(document, "run", str, path),
             committed_ns=_count(document, "committed_ns", 2**63, path),
             metadata_sha256=_get(document, "metadata_sha256", str, path),

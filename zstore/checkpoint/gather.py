@@ -90,7 +90,7 @@ class Gatherer:
         folders = [Path(root) for root, _, _ in os.walk(self._folder)]
         crew.run([partial(self._files.sync_folder, folder) for folder in folders])
 
-    def record(self, state: Mapping[str, Any]) -> Record:
+    def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""
         request = self._request
         return Record(
@@ -98,6 +98,7 @@ class Gatherer:
             tag=request.tag,
             step=request.step,
             world_size=request.world_size,
+            training_world_size=training_world_size or request.world_size,
             run=request.run_id,
             metadata_sha256=self._metadata_sha256,
             manifest_sha256=tuple(self._found[rank][1] for rank in range(request.world_size)),

@@ -32,8 +32,8 @@ LOCK = "lock"
 
 _MOST_BYTES = 180
 _RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER})
-_OWN = re.compile(rf"\A(?P<folder>.+)\.(?P<kind>{TEMPORARY}|{SET_ASIDE}|{LOCK})-(?P<id>[0-9a-z]+)\Z", re.DOTALL)
-_ID = re.compile(r"\A[0-9a-z]{8,64}\Z")
+_OWN = re.compile(rf"\A(?P<folder>.+)\.(?P<kind>{TEMPORARY}|{SET_ASIDE}|{LOCK})-(?P<id>[0-9a-f]{{32}})\Z", re.DOTALL)
+_ID = re.compile(r"\A[0-9a-f]{32}\Z")
 _PARTIAL_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
 _FORBIDDEN_IN_TAGS = re.compile(r"[/\x00-\x1f\x7f-\x9f]")
 
@@ -44,9 +44,9 @@ def new_save_id() -> str:
 
 
 def check_save_id(save_id: str) -> str:
-    """Return `save_id`; raises UsageError unless it is 8 to 64 lower-case letters and digits."""
+    """Return `save_id`; raises UsageError unless it is 32 hex digits."""
     if not _ID.match(save_id):
-        raise UsageError(f"a save's id has 8 to 64 lower-case letters and digits, got {save_id!r}: use new_save_id()")
+        raise UsageError(f"a save's id has 32 lower-case hex digits, got {save_id!r}: use new_save_id()")
     return save_id
 
 
