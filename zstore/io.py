@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import threading
@@ -34,7 +35,8 @@ class Priority(IntEnum):
 class Ticket(Generic[T]):
     """An operation under way: `await ticket` or `ticket.wait()` gives its result or raises its error.
 
-    The caller must not touch the memory of the operation until the ticket is done.
+    Giving up the wait, by a timeout or a cancelled task, does not stop the operation: the caller must not touch its
+    memory until the ticket is done.
     """
 
     def __init__(self, future: Future[T]) -> None:
@@ -64,7 +66,17 @@ class Ticket(Generic[T]):
         return self._future.exception()
 
     def __await__(self) -> Generator[object, None, T]:
-        return asyncio.wrap_future(self._future).__await__()
+        if not self._future.done():
+            loop = asyncio.get_running_loop()
+            ended = asyncio.Event()
+
+            def wake(_: Future[T]) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(ended.set)
+
+            self._future.add_done_callback(wake)
+            yield from ended.wait().__await__()
+        return self._future.result()
 
 
 def settle(tickets: list[Ticket[T]]) -> list[T]:

@@ -1,0 +1,311 @@
+"""I/O threads: who goes first, when a producer waits, and where results and errors go."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from zstore.errors import UsageError
+from zstore.io import IoQueue, Priority, Ticket, settle
+
+
+class Holder:
+    """Occupies I/O threads until told: what is queued behind it stays in the queue."""
+
+    def __init__(self, queue: IoQueue, count: int = 1) -> None:
+        self.gate = threading.Event()
+        started = threading.Barrier(count + 1)
+
+        def hold() -> None:
+            started.wait(30)
+            assert self.gate.wait(30)
+
+        self.tickets = [queue.submit(hold, Priority.READ) for _ in range(count)]
+        started.wait(30)
+
+    def let_go(self) -> None:
+        self.gate.set()
+        settle(self.tickets)
+
+
+@pytest.fixture
+def queue() -> Iterator[IoQueue]:
+    queue = IoQueue(1, depth=64)
+    yield queue
+    queue.close()
+
+
+def test_results_come_with_the_tickets(queue: IoQueue) -> None:
+    tickets = [queue.submit(lambda n=n: n * n, Priority.READ) for n in range(50)]
+    assert settle(tickets) == [n * n for n in range(50)]
+    assert all(ticket.done() and ticket.error() is None for ticket in tickets)
+
+
+def test_lower_priority_values_go_first_and_equals_in_order(queue: IoQueue) -> None:
+    holder = Holder(queue)
+    order: list[tuple[Priority, int]] = []
+    tickets = [
+        queue.submit(lambda p=priority, n=number: order.append((p, n)), priority)
+        for number in range(3)
+        for priority in reversed(Priority)
+    ]
+    assert order == []
+    assert queue.statistics().waiting == len(tickets)
+    holder.let_go()
+    settle(tickets)
+    assert order == [(priority, number) for priority in Priority for number in range(3)]
+
+
+def test_a_full_queue_blocks_the_producer_until_there_is_room() -> None:
+    queue = IoQueue(1, depth=2)
+    holder = Holder(queue)
+    tickets = [queue.submit(lambda: None, Priority.CHECKPOINT) for _ in range(2)]
+    submitted = threading.Event()
+    blocked: list[Ticket[str]] = []
+
+    def produce() -> None:
+        blocked.append(queue.submit(lambda: "late", Priority.READ))
+        submitted.set()
+
+    producer = threading.Thread(target=produce, daemon=True)
+    producer.start()
+    # It cannot get in, however urgent, before one of the two left the queue.
+    assert not submitted.wait(0.05)
+    assert queue.statistics().waiting == 2
+    holder.let_go()
+    assert submitted.wait(30)
+    assert blocked[0].wait(30) == "late"
+    settle(tickets)
+    assert queue.statistics().blocked_s > 0.04
+    queue.close()
+
+
+def test_an_error_goes_to_the_ticket_and_the_threads_live_on(queue: IoQueue) -> None:
+    class Odd(BaseException):
+        pass
+
+    def fail(kind: type[BaseException]) -> None:
+        raise kind("no")
+
+    for kind in (ValueError, KeyboardInterrupt, SystemExit, Odd):
+        ticket = queue.submit(lambda kind=kind: fail(kind), Priority.READ)
+        assert isinstance(ticket.error(), kind)
+        with pytest.raises(kind):
+            ticket.wait()
+        assert ticket.done()
+    assert queue.submit(lambda: 3, Priority.READ).wait() == 3
+
+
+def test_settle_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        done.append(number)
+        if number in (1, 2):
+            raise ValueError(number)
+
+    tickets = [queue.submit(lambda n=n: work(n), Priority.READ) for n in range(5)]
+    with pytest.raises(ValueError, match="1"):
+        settle(tickets)
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_wait_has_a_limit(queue: IoQueue) -> None:
+    holder = Holder(queue)
+    with pytest.raises(TimeoutError):
+        holder.tickets[0].wait(timeout_s=0.001)
+    assert not holder.tickets[0].done()
+    holder.let_go()
+
+
+def test_when_done_is_called_after_good_and_bad_ends_and_at_once_when_it_ended(queue: IoQueue) -> None:
+    holder = Holder(queue)
+    called = threading.Semaphore(0)
+    good = queue.submit(lambda: 1, Priority.READ)
+    bad = queue.submit(lambda: 1 // 0, Priority.READ)
+    good.when_done(called.release)
+    bad.when_done(called.release)
+    assert not called.acquire(blocking=False)
+    holder.let_go()
+    assert called.acquire(timeout=30)
+    assert called.acquire(timeout=30)
+    Ticket.finished(7).when_done(called.release)
+    assert called.acquire(blocking=False)
+    assert Ticket.finished(7).wait() == 7
+
+
+# -- await ----------------------------------------------------------------------------------------------------------
+
+
+def test_await_gives_results_and_errors_in_a_running_loop(queue: IoQueue) -> None:
+    async def main() -> list[int]:
+        tickets = [queue.submit(lambda n=n: n, Priority.READ) for n in range(5)]
+        values = [await ticket for ticket in tickets]
+        assert await tickets[0] == 0
+        assert tickets[0].wait() == 0
+        with pytest.raises(ZeroDivisionError):
+            await queue.submit(lambda: 1 // 0, Priority.READ)
+        assert await asyncio.gather(*map(one, range(3))) == [0, 1, 2]
+        return values
+
+    async def one(number: int) -> int:
+        return await queue.submit(lambda: number, Priority.READ)
+
+    assert asyncio.run(main()) == [0, 1, 2, 3, 4]
+
+
+def test_await_leaves_the_loop_free(queue: IoQueue) -> None:
+    holder = Holder(queue)
+
+    async def main() -> int:
+        ticket = queue.submit(lambda: 1, Priority.READ)
+        waiter = asyncio.ensure_future(asyncio.wait_for(ticket, 30))
+        await asyncio.sleep(0)
+        holder.gate.set()  # this runs although `waiter` waits
+        return await waiter
+
+    assert asyncio.run(main()) == 1
+
+
+def test_giving_up_an_await_gives_up_the_waiting_not_the_operation(queue: IoQueue) -> None:
+    holder = Holder(queue)
+    done: list[str] = []
+
+    async def main(ticket: Ticket[None]) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ticket, 0.001)
+        task = asyncio.ensure_future(asyncio.wait_for(ticket, 30))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for loops in range(2):
+        ticket = queue.submit(lambda n=loops: done.append(f"done {n}"), Priority.READ)
+        asyncio.run(main(ticket))
+        assert not ticket.done()
+    holder.let_go()
+    ticket.wait(30)
+    assert done == ["done 0", "done 1"]
+    # The thread that carried them out is still there.
+    assert queue.submit(lambda: "alive", Priority.READ).wait(30) == "alive"
+
+
+def test_an_operation_that_ends_after_its_loop_closed_disturbs_nobody(
+    queue: IoQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = Holder(queue)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(asyncio.wait_for(holder.tickets[0], 30))
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(main())
+    holder.let_go()
+    assert queue.submit(lambda: 1, Priority.READ).wait(30) == 1
+    assert caplog.records == []
+
+
+def test_await_of_a_ticket_that_is_done() -> None:
+    async def main() -> int:
+        return await Ticket.finished(5)
+
+    assert asyncio.run(main()) == 5
+    failed: Future[int] = Future()
+    failed.set_exception(KeyError("x"))
+
+    async def raising() -> int:
+        return await Ticket(failed)
+
+    with pytest.raises(KeyError):
+        asyncio.run(raising())
+
+
+# -- statistics and the end -----------------------------------------------------------------------------------------
+
+
+def test_statistics_count_by_priority() -> None:
+    queue = IoQueue(3)
+    settle([queue.submit(lambda: None, Priority.PREFETCH, 100) for _ in range(4)])
+    queue.submit(lambda: 1 // 0, Priority.WRITE_BACK, 7).error()
+    found = queue.statistics()
+    assert found.operations == {"read": 0, "prefetch": 4, "write_back": 1, "checkpoint": 0}
+    assert found.bytes == {"read": 0, "prefetch": 400, "write_back": 7, "checkpoint": 0}
+    assert found.busy_s["prefetch"] > 0
+    assert found.waiting == 0
+    queue.close()
+
+
+def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
+    queue = IoQueue(2, depth=100)
+    holder = Holder(queue, count=2)
+    done: list[int] = []
+    tickets = [queue.submit(lambda n=n: done.append(n), Priority.CHECKPOINT) for n in range(50)]
+    closer = threading.Thread(target=queue.close, daemon=True)
+    closer.start()
+    holder.let_go()
+    closer.join(30)
+    assert not closer.is_alive()
+    settle(tickets)
+    assert sorted(done) == list(range(50))
+    with pytest.raises(UsageError, match="closed"):
+        queue.submit(lambda: None, Priority.READ)
+    queue.close()
+
+
+def test_close_wakes_a_blocked_producer() -> None:
+    queue = IoQueue(1, depth=1)
+    holder = Holder(queue)
+    waiting = queue.submit(lambda: None, Priority.READ)
+    errors: list[BaseException] = []
+    trying = threading.Event()
+
+    def produce() -> None:
+        trying.set()
+        try:
+            queue.submit(lambda: None, Priority.READ)
+        except UsageError as error:
+            errors.append(error)
+
+    producer = threading.Thread(target=produce, daemon=True)
+    producer.start()
+    assert trying.wait(30)
+    closer = threading.Thread(target=queue.close, daemon=True)
+    closer.start()
+    producer.join(30)
+    assert len(errors) == 1
+    holder.let_go()
+    closer.join(30)
+    waiting.wait(30)
+
+
+@pytest.mark.parametrize(("threads", "depth"), [(0, 1), (1, 0), (-1, 5)])
+def test_a_queue_has_threads_and_room(threads: int, depth: int) -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="at least one thread"):
+        IoQueue(threads, depth)
+    assert threading.active_count() == before
+
+
+def test_many_producers_and_threads() -> None:
+    queue = IoQueue(4, depth=3)
+    total = [0]
+    lock = threading.Lock()
+
+    def add() -> None:
+        with lock:
+            total[0] += 1
+
+    def produce() -> None:
+        settle([queue.submit(add, Priority.WRITE_BACK) for _ in range(200)])
+
+    producers = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
+    for producer in producers:
+        producer.start()
+    for producer in producers:
+        producer.join(60)
+    assert total == [800]
+    queue.close()
