@@ -23,6 +23,7 @@ from .files import Files
 from .io import IoQueue, Priority, Ticket, settle
 from .partition import Grid
 from .shardfile import (
+    BLOCK_BYTES,
     ShardLayout,
     check_index,
     encode_index,
@@ -46,13 +47,14 @@ class IoResources:
     queue: IoQueue
     pool: Pool
     block_bytes: int = 4 * 1024 * 1024
-    """Bytes of one request to the disk, about; a request is a whole number of chunks, at least one."""
+    """Bytes of one request to the disk, about; a request is a whole number of chunks, at least one. Less in a small
+    pool, so that several fit."""
     verify: bool = True
     """Check the crc32c of every chunk that is read."""
 
     def span_chunks(self, layout: ShardLayout) -> int:
         """Return how many adjacent chunks of `layout` travel in one request."""
-        return max(1, self.block_bytes // layout.slot_bytes)
+        return max(1, min(self.block_bytes, self.pool.nbytes // 4) // layout.slot_bytes)
 
 
 @contextlib.contextmanager
@@ -88,13 +90,29 @@ class ShardSummary:
 
 
 def write_index(res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool) -> None:
-    """Write the index of a shard file; `create` makes the file first and reserves all its bytes."""
-    index = np.frombuffer(encode_index(layout), dtype=np.uint8)
-    with res.pool.acquire(index.size) as buffer, res.files.opened(path, write=True, create=create) as file:
-        if create:
-            res.files.allocate(file, layout.file_bytes)
-        buffer.bytes[:] = index
-        res.files.write_from(file, buffer.bytes, 0)
+    """Write the index of a shard file; `create` makes the file first and reserves all its bytes.
+
+    A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
+    """
+    index = _aligned(layout.data_offset)
+    index[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
+    with res.files.opened(path, write=True, create=create) as file:
+        try:
+            if create:
+                res.files.allocate(file, layout.file_bytes)
+            res.files.write_from(file, index, 0)
+        except BaseException:
+            if create:
+                with contextlib.suppress(OSError):
+                    res.files.unlink(path)
+            raise
+
+
+def _aligned(nbytes: int) -> Bytes:
+    """Return a few bytes of memory that direct I/O takes."""
+    room = np.empty(nbytes + BLOCK_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % BLOCK_BYTES
+    return room[start : start + nbytes]
 
 
 def write_shard(
@@ -170,10 +188,10 @@ class ShardReader:
                 f"(wrong from offset {min(found, self.layout.file_bytes)} on): the file was cut or replaced; "
                 "restore it from another copy"
             )
-        with self._res.pool.acquire(self.layout.data_offset) as buffer:
-            with self._res.files.opened(self.path) as file:
-                self._res.files.read_into(file, buffer.bytes, 0)
-            check_index(self.layout, buffer.bytes, path=self.path, array=self.spec.name)
+        index = _aligned(self.layout.data_offset)
+        with self._res.files.opened(self.path) as file:
+            self._res.files.read_into(file, index, 0)
+        check_index(self.layout, index, path=self.path, array=self.spec.name)
 
     def read(self, first: int, stop: int, out: Bytes, priority: Priority = Priority.READ) -> None:
         """Read global flat elements `[first, stop)`, all of this shard, into `out` (uint8); blocks until done."""

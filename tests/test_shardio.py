@@ -1,0 +1,399 @@
+"""Whole shard files: what is written is read by anybody, in bounded memory, and damage is always found."""
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zstore.arrays import ArraySpec
+from zstore.buffers import Bytes
+from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
+from zstore.io import Priority
+from zstore.partition import Grid, make_grid, plan_reads
+from zstore.shardfile import layout_of
+from zstore.shardio import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
+from zstore.testing.oracle import (
+    random_values,
+    read_with_tensorstore,
+    read_with_zarr,
+    same_bits,
+    shard_name,
+    write_zarr_json,
+)
+
+DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+DTYPES += ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.fixture
+def res() -> Iterator[IoResources]:
+    with open_resources(pool_bytes=8 << 20, num_threads=2) as res:
+        yield res
+
+
+def filler(values: np.ndarray) -> Fill:
+    flat = values.reshape(-1)
+
+    def fill(first: int, stop: int, out: Bytes) -> None:
+        out[:] = flat[first:stop].view(np.uint8)
+
+    return fill
+
+
+def write_all(res: IoResources, folder: Path, values: np.ndarray, spec: ArraySpec, grid: Grid) -> list[ShardSummary]:
+    write_zarr_json(folder, spec, grid)
+    return [
+        write_shard(res, folder / shard_name(spec, shard), spec, grid, shard, filler(values))
+        for shard in range(grid.num_shards)
+    ]
+
+
+def read_all(res: IoResources, folder: Path, spec: ArraySpec, grid: Grid) -> np.ndarray:
+    out = np.zeros(spec.numel, random_values(spec.dtype, 0).dtype)
+    for shard in range(grid.num_shards):
+        reader = ShardReader(res, folder / shard_name(spec, shard), spec, grid, shard)
+        first = shard * grid.shard_numel
+        stop = first + grid.shard_valid_numel(shard)
+        reader.read(first, stop, out[first:stop].view(np.uint8))
+    return out.reshape(spec.stored_shape)
+
+
+SHAPES = {
+    "scalar": (),
+    "one-row": (1, 100_000),
+    "vector": (1_000_003,),
+    "short-last-shard": (5001, 129),
+    "fewer-rows-than-ranks": (2, 64),
+    "row-fractions": (3, 400_000),
+    "long-odd-rows": (20, 300_001),
+    "collapsed": (6, 50, 64),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_files_are_read_by_zarr_tensorstore_and_us(
+    res: IoResources, tmp_path: Path, shape: tuple[int, ...], world_size: int
+) -> None:
+    spec = ArraySpec(name="model/w", shape=shape, dtype="bfloat16")
+    grid = make_grid(spec.stored_shape, world_size)
+    values = random_values(spec.dtype, spec.numel).reshape(spec.stored_shape)
+    summaries = write_all(res, tmp_path / "a", values, spec, grid)
+    assert same_bits(read_with_zarr(tmp_path / "a"), values)
+    assert same_bits(read_with_tensorstore(tmp_path / "a"), values)
+    assert same_bits(read_all(res, tmp_path / "a", spec, grid), values)
+    for shard, summary in enumerate(summaries):
+        path = tmp_path / "a" / shard_name(spec, shard)
+        assert summary.file_bytes == path.stat().st_size
+        assert list(summary.crcs) == ShardReader(res, path, spec, grid, shard).verify()
+        assert (summary.array, summary.shard, summary.linked) == (spec.name, shard, False)
+    assert res.pool.held_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_data_type(res: IoResources, tmp_path: Path, dtype: str) -> None:
+    spec = ArraySpec(name="model/w", shape=(515, 67), dtype=dtype)
+    grid = make_grid(spec.stored_shape, 2)
+    values = random_values(dtype, spec.numel).reshape(spec.shape)
+    write_all(res, tmp_path / "a", values, spec, grid)
+    assert same_bits(read_with_zarr(tmp_path / "a"), values)
+    assert same_bits(read_with_tensorstore(tmp_path / "a"), values)
+    assert same_bits(read_all(res, tmp_path / "a", spec, grid), values)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ArraySpec, np.ndarray]:
+    """An array saved by 3 ranks, its files not to be changed."""
+    folder = tmp_path_factory.mktemp("sample") / "a"
+    spec = ArraySpec(name="model/w", shape=(3001, 97), dtype="float32")
+    values = random_values("float32", spec.numel).reshape(spec.shape)
+    with open_resources(pool_bytes=8 << 20) as res:
+        write_all(res, folder, values, spec, make_grid(spec.stored_shape, 3))
+    return folder, spec, values
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_rows_are_read_by_their_plan(sample: tuple[Path, ArraySpec, np.ndarray], data: st.DataObject) -> None:
+    folder, spec, values = sample
+    grid = make_grid(spec.stored_shape, 3)
+    first_row = data.draw(st.integers(0, grid.rows))
+    stop_row = data.draw(st.integers(first_row, grid.rows))
+    out = np.zeros((stop_row - first_row) * grid.row_numel, np.float32)
+    read_bytes = planned = 0
+    with open_resources(pool_bytes=1 << 20, num_threads=2) as res:
+        for part in plan_reads(grid, first_row, stop_row):
+            reader = ShardReader(res, folder / shard_name(spec, part.shard), spec, grid, part.shard)
+            first, stop = part.first_row * grid.row_numel, part.stop_row * grid.row_numel
+            base = first_row * grid.row_numel
+            reader.read(first, stop, out[first - base : stop - base].view(np.uint8))
+            read_bytes += reader.read_bytes
+            planned += (part.stop_chunk - part.first_chunk) * reader.layout.slot_bytes
+    assert same_bits(out, values[first_row:stop_row].reshape(-1))
+    assert read_bytes == planned
+
+
+@pytest.mark.parametrize("pool_bytes", [4096, 200_000, 1 << 20])
+def test_a_shard_larger_than_the_pool(tmp_path: Path, pool_bytes: int) -> None:
+    spec = ArraySpec(name="model/w", shape=(1_500_000,), dtype="float32")
+    grid = make_grid(spec.stored_shape, 1)
+    slot_bytes = layout_of(grid, 0, spec.dtype).slot_bytes
+    values = random_values(spec.dtype, spec.numel)
+    with open_resources(pool_bytes=pool_bytes, num_threads=2) as res:
+        write_all(res, tmp_path / "a", values, spec, grid)
+        assert same_bits(read_all(res, tmp_path / "a", spec, grid), values)
+        assert res.pool.peak_bytes <= max(pool_bytes, slot_bytes)
+        assert res.pool.held_bytes == 0
+
+
+def test_short_transfers_make_the_same_file(tmp_path: Path) -> None:
+    spec = ArraySpec(name="model/w", shape=(3000, 97), dtype="float32")
+    grid = make_grid(spec.stored_shape, 1)
+    values = random_values("float32", spec.numel)
+    with open_resources(pool_bytes=1 << 20) as res:
+        write_all(res, tmp_path / "a", values, spec, grid)
+    with open_resources(pool_bytes=1 << 20, files=ShortFiles(12288)) as res:
+        write_all(res, tmp_path / "b", values, spec, grid)
+        assert same_bits(read_all(res, tmp_path / "b", spec, grid).reshape(-1), values)
+    assert (tmp_path / "a" / "c.0.0").read_bytes() == (tmp_path / "b" / "c.0.0").read_bytes()
+
+
+def test_padding_and_what_lay_in_the_buffer_before_are_zeros_in_the_file(res: IoResources, tmp_path: Path) -> None:
+    with res.pool.acquire(res.pool.nbytes) as buffer:
+        buffer.bytes[:] = 0xEE
+    spec = ArraySpec(name="model/w", shape=(100, 7), dtype="int8")
+    grid = make_grid(spec.stored_shape, 3)
+    summary = write_shard(res, tmp_path / "s", spec, grid, 2, filler(np.ones(700, np.int8)))
+    layout = layout_of(grid, 2, "int8")
+    data = np.fromfile(tmp_path / "s", np.uint8)
+    payload = data[layout.slot_offset(0) :][: layout.payload_bytes]
+    valid = grid.shard_valid_numel(2)
+    assert 0 < valid < grid.shard_numel
+    assert (payload[:valid] == 1).all()
+    assert not payload[valid:].any()
+    assert not data[layout.slot_offset(0) + layout.chunk_bytes :].any()
+    assert len(summary.crcs) == 1
+
+
+@pytest.mark.parametrize("shard", [0, 5])
+def test_a_shard_without_rows_is_an_index_of_missing_chunks(res: IoResources, tmp_path: Path, shard: int) -> None:
+    spec = ArraySpec(name="model/w", shape=(0, 8) if shard == 0 else (16, 8), dtype="float32")
+    grid = make_grid(spec.stored_shape, 4)
+    summary = write_shard(res, tmp_path / "s", spec, grid, shard, filler(np.empty(0, np.float32)))
+    assert summary.crcs == ()
+    reader = ShardReader(res, tmp_path / "s", spec, grid, shard)
+    assert reader.verify() == []
+    base = shard * grid.shard_numel
+    reader.read(base, base, np.empty(0, np.uint8))
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damaged(sample: tuple[Path, ArraySpec, np.ndarray], target: Path) -> Path:
+    path = target / "s"
+    path.write_bytes((sample[0] / "c.1.0").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("where", ["payload", "crc"])
+def test_a_flipped_bit_in_a_chunk(
+    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path, where: str
+) -> None:
+    _, spec, values = sample
+    grid = make_grid(spec.stored_shape, 3)
+    layout = layout_of(grid, 1, spec.dtype)
+    path = damaged(sample, tmp_path)
+    offset = layout.slot_offset(2) + (5 if where == "payload" else layout.payload_bytes)
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    reader = ShardReader(res, path, spec, grid, 1)
+    words = rf"array 'model/w': chunk 2 of {path} fails its crc32c \(offset {layout.slot_offset(2)}"
+    with pytest.raises(CorruptionError, match=words):
+        reader.verify()
+    base, chunk = grid.shard_numel, grid.chunk_numel
+    out = np.empty(chunk * 4, np.uint8)
+    with pytest.raises(CorruptionError, match=words):
+        reader.read(base + 2 * chunk, base + 3 * chunk, out)
+    # Other chunks are still good.
+    reader.read(base + chunk, base + 2 * chunk, out)
+    assert same_bits(out.view(np.float32), values.reshape(-1)[base + chunk : base + 2 * chunk])
+    assert res.pool.held_bytes == 0
+
+
+@pytest.mark.parametrize("offset", [0, 9, -1])
+def test_a_damaged_index(
+    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path, offset: int
+) -> None:
+    _, spec, _ = sample
+    grid = make_grid(spec.stored_shape, 3)
+    path = damaged(sample, tmp_path)
+    data = bytearray(path.read_bytes())
+    data[offset if offset >= 0 else layout_of(grid, 1, spec.dtype).index_bytes - 1] ^= 0x80
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"the index of .* fails its crc32c"):
+        ShardReader(res, path, spec, grid, 1)
+
+
+@pytest.mark.parametrize("change", [-4096, -1, +1, -(10**9)])
+def test_a_file_of_another_size(
+    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path, change: int
+) -> None:
+    _, spec, _ = sample
+    path = damaged(sample, tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: max(0, len(data) + change)] + b"x" * max(0, change))
+    with pytest.raises(CorruptionError, match=rf"{path} has \d+ bytes, expected {len(data)} .*was cut or replaced"):
+        ShardReader(res, path, spec, make_grid(spec.stored_shape, 3), 1)
+
+
+def test_a_missing_file_and_one_of_another_shard(res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray]) -> None:
+    folder, spec, _ = sample
+    grid = make_grid(spec.stored_shape, 3)
+    with pytest.raises(CorruptionError, match="is missing; restore it"):
+        ShardReader(res, folder / "c.7.0", spec, grid, 1)
+    other = make_grid((3001, 97), 2)
+    with pytest.raises(CorruptionError):
+        ShardReader(res, folder / "c.1.0", spec, other, 1)
+
+
+def test_verification_can_be_left_out_of_reads_but_not_of_verify(
+    sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path
+) -> None:
+    _, spec, values = sample
+    grid = make_grid(spec.stored_shape, 3)
+    path = damaged(sample, tmp_path)
+    data = bytearray(path.read_bytes())
+    data[layout_of(grid, 1, spec.dtype).slot_offset(0)] ^= 1
+    path.write_bytes(data)
+    with open_resources(pool_bytes=1 << 20, verify=False) as res:
+        reader = ShardReader(res, path, spec, grid, 1)
+        out = np.empty(40, np.uint8)
+        reader.read(grid.shard_numel, grid.shard_numel + 10, out)
+        assert not same_bits(out.view(np.float32), values.reshape(-1)[grid.shard_numel :][:10])
+        with pytest.raises(CorruptionError):
+            reader.verify()
+
+
+def test_reads_outside_the_shard_are_refused(res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray]) -> None:
+    folder, spec, _ = sample
+    grid = make_grid(spec.stored_shape, 3)
+    reader = ShardReader(res, folder / "c.1.0", spec, grid, 1)
+    base = grid.shard_numel
+    for first, stop in ((base - 1, base + 1), (base, 2 * base + 1), (base + 2, base + 1)):
+        with pytest.raises(UsageError, match="are not in shard 1"):
+            reader.read(first, stop, np.empty(max(0, stop - first) * 4, np.uint8))
+    with pytest.raises(UsageError, match="expected 8 bytes to read into, got 7"):
+        reader.read(base, base + 2, np.empty(7, np.uint8))
+
+
+@pytest.mark.timeout(60)
+def test_indexes_are_written_and_read_by_one_who_holds_every_buffer(
+    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path
+) -> None:
+    folder, spec, _ = sample
+    grid = make_grid(spec.stored_shape, 3)
+    with res.pool.acquire(res.pool.nbytes):
+        write_index(res, tmp_path / "s", layout_of(grid, 1, spec.dtype), create=True)
+        ShardReader(res, folder / "c.1.0", spec, grid, 1)
+        ShardReader(res, tmp_path / "s", spec, grid, 1)
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+SPEC = ArraySpec(name="model/w", shape=(2000, 128), dtype="float32")
+GRID = make_grid(SPEC.stored_shape, 1)
+
+
+@pytest.mark.parametrize("kind", ["open", "allocate", "write", "fsync"])
+def test_every_fault_of_a_write_is_raised_and_no_buffer_is_lost(tmp_path: Path, kind: str) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, first=0 if kind == "allocate" else 1, error_number=errno.EIO),))
+    values = random_values("float32", SPEC.numel)
+    if kind == "fsync":
+        files.heal()
+        files.inject(Fault(kind="fsync", error_number=errno.EIO))
+    with open_resources(pool_bytes=1 << 20, files=files) as res:
+        with pytest.raises(StorageError, match="EIO") as info:
+            write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(values))
+        assert info.value.path == str(tmp_path / "s")
+        assert res.pool.held_bytes == 0
+        files.heal()
+        summary = write_shard(res, tmp_path / "t", SPEC, GRID, 0, filler(values))
+        assert len(summary.crcs) == GRID.chunks_per_shard
+
+
+def test_a_full_disk_shows_when_the_file_is_made(tmp_path: Path) -> None:
+    files = FaultyFiles(faults=(Fault(kind="allocate", error_number=errno.ENOSPC),))
+    with open_resources(files=files, pool_bytes=1 << 20) as res:
+        with pytest.raises(DiskFullError):
+            write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(random_values("float32", SPEC.numel)))
+        assert files.operations == ["allocate", "unlink"]
+        # Nothing is left that takes space or stands in the way of another try.
+        assert list(tmp_path.iterdir()) == []
+        layout = layout_of(GRID, 0, SPEC.dtype)
+        write_index(res, tmp_path / "s", layout, create=True)
+        assert (tmp_path / "s").stat().st_size == layout.file_bytes
+
+
+def test_a_failing_source_fails_the_write(res: IoResources, tmp_path: Path) -> None:
+    def fill(first: int, stop: int, out: Bytes) -> None:
+        if first > 0:
+            raise ValueError("no such values")
+
+    with pytest.raises(ValueError, match="no such values"):
+        write_shard(res, tmp_path / "s", SPEC, GRID, 0, fill)
+    assert res.pool.held_bytes == 0
+
+
+def test_a_file_that_exists_is_not_written_over(res: IoResources, tmp_path: Path) -> None:
+    (tmp_path / "s").write_bytes(b"precious")
+    with pytest.raises(StorageError, match="EEXIST"):
+        write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(random_values("float32", SPEC.numel)))
+    assert (tmp_path / "s").read_bytes() == b"precious"
+
+
+def test_data_is_durable_before_a_write_returns(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with open_resources(files=files, pool_bytes=1 << 20) as res:
+        write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(random_values("float32", SPEC.numel)))
+    assert files.operations[-1] == "fsync"
+    assert files.operations.count("fsync") == 1
+
+
+def test_writes_may_finish_in_any_order(tmp_path: Path) -> None:
+    files = GatedFiles("write")
+    values = random_values("float32", SPEC.numel)
+    layout = layout_of(GRID, 0, SPEC.dtype)
+    results: list[ShardSummary] = []
+    with (
+        files.holding(),
+        open_resources(
+            pool_bytes=4 * layout.slot_bytes * layout.num_present, num_threads=4, files=files, block_bytes=4096
+        ) as res,
+    ):
+
+        def write() -> None:
+            results.append(write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(values)))
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        files.arrived(1)
+        files.release(0)  # the index
+        count = min(4, layout.num_present)
+        files.arrived(1 + count)
+        for number in reversed(range(1, 1 + count)):
+            files.release(number)
+        files.open_gate()
+        writer.join(30)
+        reader = ShardReader(res, tmp_path / "s", SPEC, GRID, 0)
+        assert reader.verify() == list(results[0].crcs)
+        out = np.empty(SPEC.nbytes, np.uint8)
+        reader.read(0, SPEC.numel, out, Priority.PREFETCH)
+        assert same_bits(out.view(np.float32), values)
