@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
-_MOST_LISTED = 20
+_MOST_LISTED = 10
+"""Differences of one kind that an error names."""
 
 
 class SaveTicket:
@@ -308,19 +309,22 @@ def check_arrays(training: Training, reader: CheckpointReader) -> None:
         # Slots of a parameter that is frozen now are left alone.
         if not name.startswith("client/") and not (name.startswith("optimizer/") and name.split("/", 2)[2] in frozen)
     }
-    problems = [f"missing: {name}" for name in wanted if name not in stored]
-    problems += [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted]
-    problems += [
-        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
-        for name, shape in wanted.items()
-        if name in stored and stored[name] != shape
-    ]
-    if problems:
-        more = "" if len(problems) <= _MOST_LISTED else f"\n  and {len(problems) - _MOST_LISTED} more"
+    kinds = (
+        [f"missing: {name}" for name in wanted if name not in stored],
+        [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted],
+        [
+            f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+            for name, shape in wanted.items()
+            if name in stored and stored[name] != shape
+        ],
+    )
+    if any(kinds):
+        lines: list[str] = []
+        for problems in kinds:
+            lines += problems[:_MOST_LISTED]
+            lines += [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
         raise CheckpointMismatchError(
-            f"checkpoint {reader.path} is of another model or optimizer:"
-            + "".join(f"\n  {problem}" for problem in problems[:_MOST_LISTED])
-            + more
+            f"checkpoint {reader.path} is of another model or optimizer:" + "".join(f"\n  {line}" for line in lines)
         )
 
 

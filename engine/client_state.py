@@ -31,6 +31,8 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
 def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         name = f"client/{where}"
+        if name in tensors:
+            raise UsageError(f"client_state: two tensors would be stored as {where!r}, for a key has a `.`; rename one")
         try:
             dtype_name(value.dtype)
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()

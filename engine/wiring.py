@@ -49,9 +49,10 @@ def wire(
     kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     names = list(named_parameters(model))
     check_model(model, world)
-    place_model(model, world, PRECISIONS[config.precision])
+    # Before anything is changed: a folder that cannot be used leaves the model as it is.
     store = _open_store(config, world)
     try:
+        place_model(model, world, PRECISIONS[config.precision])
         state = OptimizerState(store, _TIERS[config.offload_optimizer.device], kernels)
         layout = _Layout(model, config, sharding, world)
         error: BaseException | None = None
