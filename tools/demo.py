@@ -63,11 +63,11 @@ class Demo:
     def _config(self, name: str, zero: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.json"
         config = {
-            "train_batch_size": 16,
+            "train_batch_size": 32,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 10}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1.5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.5e-3, "warmup_num_steps": 10}},
             "zero_optimization": zero,
         }
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -85,7 +85,7 @@ class Demo:
         return _rows(metrics)
 
     def _resume_in_memory(self) -> list[dict[str, Any]]:
-        middle = self.steps // (2 * SAVE_EVERY) * SAVE_EVERY
+        middle = (self.steps // SAVE_EVERY + 1) // 2 * SAVE_EVERY
         _say(f"Resume step {middle} on 1 process: ZeRO-1, optimizer state in memory")
         config = self._config("zero1-memory", {"stage": 1})
         metrics = self.folder / "zero1-memory.jsonl"
