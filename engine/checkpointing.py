@@ -100,7 +100,7 @@ class Checkpoints:
             small = _Small.standing_in(small.state, described)
         handle: SaveHandle | None = None
         try:
-            handle = save_checkpoint(self._request(Path(folder), chosen, save_id, small, overwrite=overwrite))
+            handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite)
         except Exception as raised:
             error = raised
         try:
@@ -141,30 +141,36 @@ class Checkpoints:
         specs, arrays = client.small_arrays(tensors)
         return _Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
 
-    def _request(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool) -> SaveRequest:
+    def _begin(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool) -> SaveHandle:
+        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
         grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
-        return SaveRequest(
-            resources=store.resources,
-            folder=folder,
-            tag=tag,
-            step=training.counters.global_steps,
-            rank=training.world.rank,
-            world_size=training.world.world_size,
-            save_id=save_id,
-            specs={name: store.spec(name) for name in grids} | small.specs,
-            grids=grids,
-            small=small.arrays,
-            rank_state=rng_state(),
-            record=small.state,
-            run_id=training.run_id,
-            keep=training.config.keep,
-            overwrite=overwrite,
-            disk_folder=store.options.run_path,
-            # Last: from here on the pins belong to the save, which releases them whatever happens.
-            pins=store.snapshot(list(grids)).pins,
-        )
+        snapshot = store.snapshot(list(grids))
+        try:
+            request = SaveRequest(
+                resources=store.resources,
+                folder=folder,
+                tag=tag,
+                step=training.counters.global_steps,
+                rank=training.world.rank,
+                world_size=training.world.world_size,
+                save_id=save_id,
+                specs={name: store.spec(name) for name in grids} | small.specs,
+                grids=grids,
+                pins=snapshot.pins,
+                small=small.arrays,
+                rank_state=rng_state(),
+                record=small.state,
+                run_id=training.run_id,
+                keep=training.config.keep,
+                overwrite=overwrite,
+                disk_folder=store.options.run_path,
+            )
+            return save_checkpoint(request)
+        except BaseException:
+            snapshot.release()
+            raise
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""

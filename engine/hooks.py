@@ -8,9 +8,10 @@ backward  a hook on the output tensors of that call gathers it again, before any
           it and does not lie within it, or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
-releases. Where no tensor is found in what a module returns, the unit stays gathered until the end of the backward. A
-parameter that several units use is released when none of them is gathered. Gathering is a collective: every rank runs
-the same modules in the same order.
+releases. A parameter that is read while its unit is released, in a forward of the model, is gathered until the end of
+that forward and again for the whole backward. Where no tensor is found in what a module returns, the unit stays
+gathered until the end of the backward. A parameter that several units use is released when none of them is gathered.
+Gathering is a collective: every rank runs the same modules in the same order.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .parameters import ParameterRecord, Residency
+from .stray import unwatch, watch
 from .units import Unit
 
 Gather = Callable[[Sequence[ParameterRecord]], None]
@@ -35,33 +37,63 @@ Gather = Callable[[Sequence[ParameterRecord]], None]
 class UnitHooks:
     """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
 
-    def __init__(self, units: Sequence[Unit], gather: Gather) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], gather: Gather) -> None:
         self._gather = gather
-        self._holder: dict[Unit, nn.Module | None] = {}  # gathered units; the module whose forward will release it
+        self._holder: dict[Unit, nn.Module | None] = {}
+        """Gathered units, and the module whose forward will release each; None: something else will."""
         self._users: Counter[ParameterRecord] = Counter()
-        self._open: dict[Unit, set[ParameterRecord]] = {}  # gathered for backward; parameters whose gradient is due
-        self._unit_of: dict[ParameterRecord, list[Unit]] = {}
+        """Gathered units that use a parameter."""
+        self._due: dict[Unit, set[ParameterRecord]] = {}
+        """Units gathered for the backward, and their parameters whose gradients are to come."""
+        self._stray: dict[Unit, None] = {}
+        """Units of which a parameter was read from elsewhere since the last backward."""
+        self._units_of: dict[ParameterRecord, list[Unit]] = {}
+        self._record_of: dict[nn.Parameter, ParameterRecord] = {}
+        self._inner: dict[Unit, set[nn.Module]] = {}
+        self._forwards = 0
         self._in_backward = False
         self._handles: list[RemovableHandle] = []
-        self._inner: dict[Unit, set[nn.Module]] = {}
         self.gathers = 0
         """Units gathered so far."""
         for unit in units:
-            sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
-            if not sharded:
-                continue
-            for record in sharded:
-                self._unit_of.setdefault(record, []).append(unit)
-            self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
-            for module in unit.modules:
-                self._handles += [
-                    module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True),
-                    module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
-                ]
+            self._add(unit)
+        self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
+        watch(self._watched, self._read)
+        self._handles += [
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _add(self, unit: Unit) -> None:
+        sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
+        if not sharded:
+            return
+        for record in sharded:
+            self._units_of.setdefault(record, []).append(unit)
+            self._record_of[record.parameter] = record
+        self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
+        for module in unit.modules:
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True),
+                module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
+            ]
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._forwards += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._forwards -= 1
+        if self._forwards == 0 and not self._in_backward:
+            for unit in self._stray:
+                self._release(unit)
+            if not torch.is_grad_enabled():
+                self._stray.clear()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit not in self._holder:
-            self.gather(unit, None if self._in_backward else module)
+            self._gather_unit(unit, None if self._in_backward else module)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_backward:
@@ -70,9 +102,19 @@ class UnitHooks:
         if self._holder.get(unit) is not module:
             return
         if self._watch(unit, output) or not torch.is_grad_enabled():
-            self.release(unit)
+            self._release(unit)
         else:
             self._holder[unit] = None
+
+    def _read(self, parameter: nn.Parameter) -> None:
+        """Gather the unit of a parameter that is read from elsewhere, until the end of the model's forward."""
+        record = self._record_of.get(parameter)
+        if record is not None and self._forwards and record.residency is Residency.RELEASED:
+            unit = self._units_of[record][0]
+            self._stray[unit] = None
+            self._gather_unit(unit, None)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
 
     def _watch(self, unit: Unit, output: Any) -> bool:
         """Gather the unit before the backward of these outputs; return False where no tensor was found in them."""
@@ -85,20 +127,49 @@ class UnitHooks:
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         if unit not in self._holder:
-            self.gather(unit, None)
-        if unit in self._open:
+            self._gather_unit(unit, None)
+        if unit in self._due:
             return
-        for other in list(self._open):
-            if unit.modules[0] not in self._inner[other]:
+        for other in list(self._due):
+            if other not in self._stray and unit.modules[0] not in self._inner[other]:
                 self._close(other)
-        self._open[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}
+        self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
+        self._due[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}
 
     def _close(self, unit: Unit) -> None:
-        del self._open[unit]
-        self.release(unit)
+        del self._due[unit]
+        self._release(unit)
 
-    def gather(self, unit: Unit, holder: nn.Module | None) -> None:
-        """Gather the parameters of `unit`; `holder` is the module whose forward hook will release it."""
+    def start_backward(self) -> None:
+        """Gather what was read from elsewhere; forwards from here on are recomputation (the engine's call)."""
+        self._in_backward = True
+        for unit in self._stray:
+            if unit not in self._holder:
+                self._gather_unit(unit, None)
+            self._open(unit)
+
+    def arrived(self, record: ParameterRecord) -> None:
+        """Note that the gradient of `record` was accumulated and taken."""
+        for unit in self._units_of.get(record, ()):
+            due = self._due.get(unit)
+            if due is not None:
+                due.discard(record)
+                if not due:
+                    self._close(unit)
+
+    def end_backward(self) -> None:
+        """Release whatever is still gathered (the engine's call)."""
+        self._in_backward = False
+        self._due.clear()
+        self._stray.clear()
+        for unit in list(self._holder):
+            self._release(unit)
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def _gather_unit(self, unit: Unit, holder: nn.Module | None) -> None:
         missing = [record for record in unit.parameters if record.residency is Residency.RELEASED]
         for record in missing:
             record.make_room()
@@ -109,7 +180,7 @@ class UnitHooks:
         self._holder[unit] = holder
         self.gathers += 1
 
-    def release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit) -> None:
         """Release the parameters of `unit` that no other gathered unit uses."""
         if unit not in self._holder:
             return
@@ -120,30 +191,9 @@ class UnitHooks:
                 if self._users[record] == 0:
                     record.release()
 
-    # -- calls of the engine ----------------------------------------------------------------------------------------
-
-    def start_backward(self) -> None:
-        """Note that forwards from here on are recomputation."""
-        self._in_backward = True
-
-    def arrived(self, record: ParameterRecord) -> None:
-        """Note that the gradient of `record` was accumulated and taken."""
-        for unit in self._unit_of.get(record, ()):
-            due = self._open.get(unit)
-            if due is not None:
-                due.discard(record)
-                if not due:
-                    self._close(unit)
-
-    def end_backward(self) -> None:
-        """Release whatever is still gathered."""
-        self._in_backward = False
-        self._open.clear()
-        for unit in list(self._holder):
-            self.release(unit)
-
     def remove(self) -> None:
         """Take the hooks off the modules."""
+        unwatch(self._watched)
         for handle in self._handles:
             handle.remove()
 

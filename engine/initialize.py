@@ -116,7 +116,7 @@ def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> Schedule
     if client is None:
         section = config.scheduler
         return Schedule(None if section is None else WarmupLR(optimizer, **section.params))
-    if hasattr(client, "step"):
+    if hasattr(client, "step") and not isinstance(client, type):
         return Schedule(client)
     if callable(client):
         return Schedule(client(optimizer))

@@ -62,7 +62,7 @@ def wire(
             error = raised
         world.raise_together(error)
         units = find_units(model, {record.parameter: record for record in records})
-        hooks = _hooks(units, config, sharding, world)
+        hooks = _hooks(model, units, config, sharding, world)
         return Training(
             world=world,
             config=config,
@@ -151,7 +151,7 @@ def _available_bytes() -> int:
     )
 
 
-def _hooks(units: list[Unit], config: Config, sharding: Sharding, world: World) -> UnitHooks | None:
+def _hooks(model: nn.Module, units: list[Unit], config: Config, sharding: Sharding, world: World) -> UnitHooks | None:
     if not sharding.parameters:
         return None
 
@@ -159,7 +159,7 @@ def _hooks(units: list[Unit], config: Config, sharding: Sharding, world: World) 
         return record.full
 
     limit = config.allgather_bucket_numel
-    return UnitHooks(units, lambda records: all_gather_rows(world, records, limit, full))
+    return UnitHooks(model, units, lambda records: all_gather_rows(world, records, limit, full))
 
 
 def _gradients(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine_models import Net, batch, make_net
+from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
 from zstore.checkpoint import open_checkpoint
 from zstore.dist import World
@@ -23,7 +22,6 @@ from zstore.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptionError,
-    RankError,
     UsageError,
 )
 from zstore.testing.ranks import run_ranks
@@ -98,7 +96,13 @@ def _resume(rank: int, folder: str, stage: int, tier: str, precision: str) -> di
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "tier", "precision"),
-    [(1, 0, "none", "fp32"), (1, 3, "nvme", "fp16"), (2, 3, "nvme", "bf16"), (2, 0, "none", "bf16"), (3, 1, "cpu", "fp32")],
+    [
+        (1, 0, "none", "fp32"),
+        (1, 3, "nvme", "fp16"),
+        (2, 3, "nvme", "bf16"),
+        (2, 0, "none", "bf16"),
+        (3, 1, "cpu", "fp32"),
+    ],
 )
 def test_resume_is_exact(tmp_path: Path, world_size: int, stage: int, tier: str, precision: str) -> None:
     args = (str(tmp_path), stage, tier, precision)
@@ -126,7 +130,8 @@ def _load_elsewhere(rank: int, folder: str, stage: int, tier: str) -> tuple[list
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 3, "nvme"), (1, 1, "cpu")), ((1, 0, "none"), (3, 2, "nvme")), ((3, 3, "cpu"), (2, 0, "none"))]
+    ("before", "after"),
+    [((2, 3, "nvme"), (1, 1, "cpu")), ((1, 0, "none"), (3, 2, "nvme")), ((3, 3, "cpu"), (2, 0, "none"))],
 )
 def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after: tuple[int, int, str]) -> None:
     whole = run_ranks(_save, before[0], str(tmp_path), *before[1:])
@@ -145,3 +150,229 @@ def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after:
 def _of_step(losses: list[float], step: int) -> list[float]:
     each = len(losses) // STEPS
     return losses[step * each : (step + 1) * each]
+
+
+# -- refusals, one process -------------------------------------------------------------------------------------------
+
+
+def small(**changes: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    base = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    engine, *_ = zstore.initialize(model=changes.pop("model", model), config=base | {"steps_per_print": 0} | changes)
+    return engine
+
+
+def small_step(engine: Engine, micros: int = 2) -> None:
+    for _ in range(micros):
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        engine.step()
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    with small() as engine:
+        small_step(engine, 1)
+        with pytest.raises(UsageError, match="1 of 2 micro-batches"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        with pytest.raises(UsageError, match="1 backward without step"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+
+
+def test_client_state_that_cannot_be_stored_names_its_key(tmp_path: Path) -> None:
+    with small() as engine:
+        for state, key in (
+            ({"a": {"b": object()}}, "'b'"),
+            ({"rows": {1: 2}}, "rows"),
+            ({"t": torch.zeros(1, dtype=torch.complex64)}, "'t'"),
+        ):
+            with pytest.raises(UsageError, match=key):
+                engine.save_checkpoint(str(tmp_path / "ckpt"), "x", state)
+        assert not list((tmp_path / "ckpt").glob("x*")) if (tmp_path / "ckpt").exists() else True
+        small_step(engine)  # nothing is pinned any more
+        engine.save_checkpoint(str(tmp_path / "ckpt"), "x", {"fine": [1.5, None, float("nan")]})
+        _, state = engine.load_checkpoint(str(tmp_path / "ckpt"))
+        assert str(state) == "{'fine': [1.5, None, nan]}"
+
+
+def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small() as engine:
+        assert engine.load_checkpoint(str(tmp_path / "none")) == (None, {})
+        assert "training starts from the beginning" in caplog.text
+        with pytest.raises(CheckpointNotFoundError, match="absent"):
+            engine.load_checkpoint(str(tmp_path), "absent")
+        with pytest.raises(UsageError, match="cannot be a tag"):
+            engine.save_checkpoint(str(tmp_path), "../x")
+        engine.save_checkpoint(str(tmp_path), 0.5)
+        with pytest.raises(CheckpointExistsError, match="overwrite"):
+            engine.save_checkpoint(str(tmp_path), 0.5)
+        small_step(engine)
+        after = engine_digests(engine)
+        engine.save_checkpoint(str(tmp_path), 0.5, client_sd={"step": 7}, overwrite=True)
+        small_step(engine)
+        assert engine.load_checkpoint(str(tmp_path), 0.5)[1] == {"step": 7}
+        assert engine_digests(engine) == after
+        assert engine.global_steps == 1
+
+
+def test_a_save_behind_training_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    with small() as engine:
+        small_step(engine)
+        at_save = engine_digests(engine)
+        ticket = engine.save_checkpoint(str(tmp_path), "early", wait=False)
+        for _ in range(3):
+            small_step(engine)
+        engine.wait_for_checkpoint()
+        assert ticket.done()
+        assert ticket.stall_s >= 0
+        assert ticket.wait().path == tmp_path / "early"
+        engine.load_checkpoint(str(tmp_path), "early")
+        assert engine_digests(engine) == at_save
+
+
+def test_closing_completes_a_save(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "last", wait=False)
+    with open_checkpoint(tmp_path, "last") as reader:
+        assert reader.record.step == 0
+
+
+def test_another_model_or_optimizer_is_refused_with_all_differences(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path))
+    before: dict[str, str] = {}
+    with small(model=nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 2, bias=False))) as other:
+        before = engine_digests(other)
+        with pytest.raises(CheckpointMismatchError) as caught:
+            other.load_checkpoint(str(tmp_path))
+        text = str(caught.value)
+        assert "not in the model or its optimizer: model/1.bias" in text
+        assert "model/0.weight: shape (5, 6) in the checkpoint, (7, 6) here" in text
+        assert engine_digests(other) == before
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    engine, *_ = zstore.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), config={"train_batch_size": 4}
+    )
+    with engine, pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/momentum_buffer/0\.weight"):
+        engine.load_checkpoint(str(tmp_path))
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    engine, *_ = zstore.initialize(
+        model=model, model_parameters=groups, config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+    )
+    with engine, pytest.raises(CheckpointMismatchError, match="1 parameter groups, the optimizer has 2"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "x")
+        file = next((tmp_path / "x" / "optimizer").rglob("c.0.0"))
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes())
+        data[4096] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptionError, match="crc32c") as caught:
+            engine.load_checkpoint(str(tmp_path), "x")
+        assert "mixture of two states" in "".join(caught.value.__notes__)
+
+
+def test_old_checkpoints_go_and_the_run_is_known(tmp_path: Path) -> None:
+    changes = {"zstore": {"keep": 2}}
+    with small(**changes) as engine:
+        for _ in range(3):
+            engine.save_checkpoint(str(tmp_path))
+            small_step(engine)
+    with small(**changes) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        small_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_frozen_parameters_and_a_changed_choice_of_them(tmp_path: Path) -> None:
+    def model(*, frozen: bool) -> nn.Module:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+        net[0].requires_grad_(not frozen)
+        return net
+
+    with small(model=model(frozen=False), bf16={"enabled": True}) as engine:
+        weight = engine.module[0].weight.clone()
+        engine.save_checkpoint(str(tmp_path), "all")
+    with small(model=model(frozen=True), bf16={"enabled": True}) as engine:
+        engine.module[0].weight.data.zero_()
+        engine.load_checkpoint(str(tmp_path), "all")
+        assert torch.equal(engine.module[0].weight, weight)
+        assert engine.module[0].weight.dtype == torch.bfloat16
+        engine.save_checkpoint(str(tmp_path), "some")
+    with open_checkpoint(tmp_path, "some") as reader:
+        assert reader.arrays["model/0.weight"].spec.dtype == "bfloat16"
+        assert "optimizer/exp_avg/0.weight" not in reader.arrays
+    with (
+        small(model=model(frozen=False)) as engine,
+        pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/exp_avg/0\.weight"),
+    ):
+        engine.load_checkpoint(str(tmp_path), "some")
+
+
+# -- refusals, several ranks -----------------------------------------------------------------------------------------
+
+
+def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
+    engine = start(2, "none", folder)
+    found: dict[str, Any] = {}
+    with engine:
+        train(engine, 1)
+        for name, action in {
+            "state": lambda: engine.save_checkpoint(folder, "bad", {"x": object()} if rank == 1 else {}),
+            "folder": lambda: engine.save_checkpoint(folder if rank else f"{folder}/file/below", "bad"),
+            "absent": lambda: engine.load_checkpoint(folder, "absent"),
+        }.items():
+            try:
+                action()
+            except Exception as error:
+                found[name] = type(error).__name__
+        engine.save_checkpoint(folder, f"loss-{rank}", {"t": torch.full((2,), float(rank))})
+        found["state back"] = engine.load_checkpoint(folder)[1]["t"].tolist()
+        losses = train(engine, 1)
+        found["finite"] = all(np.isfinite(losses))
+    return found
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    first, second = run_ranks(_odd_ranks, 2, str(tmp_path))
+    assert first["state"] == "RankError"
+    assert second["state"] == "UsageError"
+    assert first["folder"] not in ("RankError", "")
+    assert second["folder"] == "RankError"
+    assert first["absent"] == second["absent"] == "CheckpointNotFoundError"
+    assert first["state back"] == second["state back"] == [0.0, 0.0]
+    assert first["finite"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0"]
+
+
+def _save_batch(rank: int, folder: str) -> None:
+    with start(1, "none", folder) as engine:
+        engine.save_checkpoint(folder)
+
+
+def _load_batch(rank: int, folder: str) -> str:
+    world_size = World.current().world_size
+    with start(1, "none", folder, batch_size=2 * world_size) as engine:
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_a_world_size_at_which_the_global_batch_cannot_be_kept(tmp_path: Path) -> None:
+    run_ranks(_save_batch, 1, str(tmp_path))
+    for text in run_ranks(_load_batch, 4, str(tmp_path)):
+        assert "global batch of 12 samples cannot be kept at world size 4" in text
+        assert "world sizes that can are 1, 2, 3, 6" in text

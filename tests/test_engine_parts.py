@@ -1,0 +1,430 @@
+"""The engine's small parts by themselves: schedules, loss scale, loader, random states, norm, buckets, units, records."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.engine_models import make_net
+from zstore.dist import World
+from zstore.engine.client_state import join, split
+from zstore.engine.collectives import mean_of_rows, pack, plan_buckets, unpack
+from zstore.engine.config import BatchSizes, LossScaling
+from zstore.engine.hooks import tensors_in
+from zstore.engine.loader import TrainingLoader
+from zstore.engine.loss_scale import LossScaler
+from zstore.engine.norm import norm_of_sums, scale_factor, sum_of_squares
+from zstore.engine.parameters import ParameterRecord, make_record, named_parameters
+from zstore.engine.record import plain, restored
+from zstore.engine.rng import derive_rng_state, load_rng_state, rng_state
+from zstore.engine.schedules import WarmupLR
+from zstore.engine.sharding import Sharding
+from zstore.engine.tensors import as_numpy, as_torch, dtype_name
+from zstore.engine.units import find_units
+from zstore.errors import NonFiniteError, UsageError
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def rates(steps: int, **settings: Any) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = WarmupLR(optimizer, **settings)
+    found = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        schedule.advance()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_warmup_has_deepspeeds_values() -> None:
+    # Worked out by hand from deepspeed/runtime/lr_schedules.py: min + (max - min) * log(s + 1) / log(n).
+    log = rates(6, warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=4)
+    expected = [0.1, 0.1, 0.1 + math.log(2) / math.log(4), 0.1 + math.log(3) / math.log(4), 1.1, 1.1, 1.1]
+    assert log == pytest.approx(expected)
+    linear = rates(6, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
+    assert linear == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
+    assert rates(3, warmup_max_lr=None, warmup_num_steps=1) == pytest.approx([0, 0, 0.5, 0.5])
+
+
+def test_a_loops_own_step_of_our_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = WarmupLR(optimizer, warmup_num_steps=4)
+    schedule.advance()
+    before = schedule.state_dict(), schedule.get_last_lr()
+    schedule.step()
+    schedule.step(7)
+    assert (schedule.state_dict(), schedule.get_last_lr()) == before
+    assert [record.message for record in caplog.records if "remove scheduler.step()" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+# -- loss scale -------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeedScaler:
+    """DynamicLossScaler's rules, as its update_scale has them."""
+
+    def __init__(self, scale: float, window: int, hysteresis: int, minimum: float, consecutive: bool) -> None:
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = scale, 0, -1
+        self.window, self.delayed_shift, self.cur_hysteresis = window, hysteresis, hysteresis
+        self.min_scale, self.consecutive = minimum, consecutive
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                if self.cur_scale == self.min_scale:
+                    raise RuntimeError
+                self.cur_scale = max(self.cur_scale / 2, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if self.consecutive:
+                self.cur_hysteresis = self.delayed_shift
+            if (self.cur_iter - self.last_overflow_iter) % self.window == 0:
+                if not self.consecutive:
+                    self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= 2
+        self.cur_iter += 1
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([1.0, 4.0]),
+    st.booleans(),
+    st.lists(st.booleans(), max_size=40),
+    st.integers(0, 40),
+)
+@settings(deadline=None, max_examples=200)
+def test_the_loss_scale_follows_deepspeeds_rules(
+    window: int, hysteresis: int, minimum: float, consecutive: bool, overflows: list[bool], reload_at: int
+) -> None:
+    rules = LossScaling(
+        static_scale=None,
+        init_scale=64.0,
+        window=window,
+        hysteresis=hysteresis,
+        min_scale=minimum,
+        consecutive_hysteresis=consecutive,
+    )
+    mine, theirs = LossScaler(settings=rules), DeepSpeedScaler(64.0, window, hysteresis, minimum, consecutive)
+    for number, overflow in enumerate(overflows):
+        if number == reload_at:
+            state = mine.state()
+            mine = LossScaler(settings=rules)
+            mine.load(state)
+        try:
+            theirs.update(overflow)
+        except RuntimeError:
+            with pytest.raises(NonFiniteError):
+                mine.update(overflow)
+            return
+        mine.update(overflow)
+        assert mine.scale == theirs.cur_scale
+
+
+def test_a_fixed_scale_and_none_never_change() -> None:
+    rules = LossScaling(
+        static_scale=8.0, init_scale=64.0, window=1, hysteresis=1, min_scale=1.0, consecutive_hysteresis=False
+    )
+    for scaler, scale in ((LossScaler(settings=rules), 8.0), (LossScaler(settings=None), 1.0)):
+        scaler.update(True)
+        scaler.update(False)
+        assert scaler.scale == scale
+    assert LossScaler(settings=rules).skips
+    assert not LossScaler(settings=None).skips
+
+
+# -- loader -----------------------------------------------------------------------------------------------------------
+
+
+def loaders(world_size: int, count: int = 21, micro: int = 2, batch: int = 8, **rest: Any) -> list[TrainingLoader]:
+    sizes = BatchSizes(
+        train_batch_size=batch, micro_batch_size=micro, accumulation_steps=max(1, batch // (micro * world_size))
+    )
+    data: Any = list(range(count))
+    return [
+        TrainingLoader(data, batch=sizes, rank=rank, world_size=world_size, seed=5, **rest)
+        for rank in range(world_size)
+    ]
+
+
+def rounds(loader_of_rank: list[TrainingLoader]) -> list[list[int]]:
+    """Return what all ranks together get in each round of an epoch."""
+    return [[int(x) for batch in round_ for x in batch] for round_ in zip(*loader_of_rank, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_once_an_epoch_in_an_order_that_does_not_depend_on_the_world_size(world_size: int) -> None:
+    alone = loaders(1)
+    ranks = loaders(world_size)
+    for _ in range(2):
+        order = [x for round_ in rounds(alone) for x in round_]
+        found = [x for round_ in rounds(ranks) for x in round_]
+        assert sorted(order) == list(range(21))
+        assert found[:20] == order[:20]
+        assert set(found) == set(order)
+    assert len(ranks[0]) == math.ceil(21 / (2 * world_size))
+    assert order != list(range(21))
+
+
+def test_two_epochs_differ_and_a_position_goes_on() -> None:
+    (loader,) = loaders(1, count=8)
+    first, second = rounds([loader]), rounds([loader])
+    assert first != second
+    (again,) = loaders(1, count=8)
+    again.position = 10
+    assert rounds([again]) == second[1:]
+    assert again.position == 16
+    resumed = loaders(2, count=8)
+    for one in resumed:
+        one.position = 8
+    assert [x for round_ in rounds(resumed) for x in round_] == [x for round_ in second for x in round_]
+
+
+def test_the_last_short_round_can_be_left_out() -> None:
+    assert [len(r) for r in rounds(loaders(2))] == [4, 4, 4, 4, 4, 2]
+    dropped = loaders(2, drop_last=True)
+    assert [len(r) for r in rounds(dropped)] == [4, 4, 4, 4]
+    assert (dropped[0].position, len(dropped[0])) == (16, 4)
+
+
+def test_data_that_cannot_be_dealt() -> None:
+    with pytest.raises(UsageError, match="has 3 samples, fewer than one batch"):
+        loaders(1, count=3, drop_last=True)
+    with pytest.raises(UsageError, match="has 0 samples"):
+        loaders(1, count=0)
+    sizes = BatchSizes(train_batch_size=1, micro_batch_size=1, accumulation_steps=1)
+    stream: Any = iter([1])
+    with pytest.raises(UsageError, match="a length and an index"):
+        TrainingLoader(stream, batch=sizes, rank=0, world_size=1, seed=0)
+
+
+# -- random states ----------------------------------------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
+
+
+def test_random_states_come_back() -> None:
+    np.random.randn()  # leaves a second value behind
+    state = rng_state()
+    first = draw()
+    assert draw() != first
+    load_rng_state(state)
+    assert draw() == first
+
+
+def test_derived_random_states_differ_by_step_and_rank() -> None:
+    seen = set()
+    for step, rank in [(0, 0), (0, 1), (1, 0), (0, 0)]:
+        derive_rng_state(3, step, rank)
+        seen.add(tuple(draw()))
+    assert len(seen) == 3
+
+
+# -- norm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 300_001])
+def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = values.clone()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = sum_of_squares(values)
+        torch.set_num_threads(2)
+        assert sum_of_squares(values) == one
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(values, before)
+    assert one == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+
+
+def test_the_norm_shows_what_is_not_finite() -> None:
+    assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
+    assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
+    assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
+
+
+def test_the_scale_factor() -> None:
+    assert scale_factor(0.5, 1.0, 4.0) == 0.25
+    assert scale_factor(2.0, 0.0, 4.0) == 0.25
+    assert scale_factor(2.0, 1.0, 4.0) == 1.0 / (2.0 + 1e-6) / 4.0
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def records_of(shapes: list[tuple[int, ...]], world_size: int, rank: int = 0, stage: int = 1) -> list[ParameterRecord]:
+    sharding = Sharding.of_stage(stage, world_size)
+    return [
+        make_record(f"p{i}", (), nn.Parameter(torch.randn(shape)), group=0, sharding=sharding, rank=rank)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+shapes = st.lists(
+    st.one_of(
+        st.just(()),
+        st.tuples(st.integers(0, 200)),
+        st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3)),
+    ),
+    max_size=5,
+)
+
+
+@given(shapes, st.integers(1, 5), st.integers(1, 2000))
+@settings(deadline=None, max_examples=150)
+def test_buckets_hold_everything_once_within_their_limit(
+    shapes: list[tuple[int, ...]], world_size: int, limit: int
+) -> None:
+    records = records_of(shapes, world_size)
+    buckets = plan_buckets(records, world_size, limit)
+    assert all(bucket.cols * world_size <= max(limit, 16 * world_size) for bucket in buckets)
+    back = {record: torch.full((record.numel,), math.nan) for record in records}
+    for bucket in buckets:
+        matrix = pack(bucket, world_size, lambda record: record.full)
+        assert matrix.shape == (world_size, bucket.cols)
+        unpack(bucket, matrix, lambda record: back[record])
+        padding = sum(record.grid.shard_numel for record in {s.record: 0 for s in bucket.segments}) * world_size
+        assert bucket.cols * world_size <= padding
+        nothing = pack(bucket, world_size, lambda record: None)
+        assert not nothing.any()
+    assert all(torch.equal(values, record.full) for record, values in back.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_is_summed_in_order_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    total = rows[0].float() + rows[1].float()
+    expected = ((total + rows[2].float()) * (1 / 3)).to(dtype)
+    assert torch.equal(mean_of_rows(rows.clone()), expected)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_units_of_a_model() -> None:
+    model = make_net()
+    sharding = Sharding.of_stage(3, 2)
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    units = find_units(model, records)
+    assert [unit.name for unit in units] == ["", "embed", "unused", "frozen", "blocks.0", "blocks.1", "norm", "head"]
+    owned = [record for unit in units for record in unit.owned]
+    assert len(owned) == len(records)
+    assert set(owned) == set(records.values())
+    tied = records[model.embed.weight]
+    assert tied.aliases == ("head.weight",)
+    by_name = {unit.name: unit for unit in units}
+    assert by_name["head"].parameters == (tied,)
+    assert by_name["head"].owned == ()
+    assert [record.name for record in by_name[""].parameters] == ["start", "mix"]
+
+
+def test_parameters_that_no_module_reads_make_a_last_unit() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(2, 2)
+
+    model = Holder()
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=Sharding.of_stage(3, 2), rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    units = find_units(model, records)
+    assert [(unit.name, len(unit.modules), len(unit.owned)) for unit in units] == [
+        ("inner", 1, 2),
+        ("(in no module that is called)", 0, 1),
+    ]
+
+
+def test_tensors_are_found_in_what_modules_return() -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(1)
+            self.me = self
+
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert len(list(tensors_in((a, [b, {"x": c, "y": None, "z": "text"}], Odd(), 3)))) == 4
+    assert list(tensors_in(None)) == []
+
+
+def test_a_released_parameter_reads_nan_and_cannot_be_written() -> None:
+    (record,) = records_of([(40, 3)], 2, rank=1, stage=3)
+    whole = record.full.clone()
+    record.shard_memory()
+    assert record.parameter.shape == (40, 3)
+    assert bool(record.parameter.isnan().all())
+    assert bool(record.parameter.norm().isnan())
+    with pytest.raises(RuntimeError), torch.no_grad():
+        record.parameter.add_(1)
+    assert record.full.untyped_storage().nbytes() == 0
+    assert torch.equal(record.owned(), whole[slice(*record.owned_range)])
+    version = record.parameter._version
+    record.make_room()
+    record.full.copy_(whole)
+    record.point_at_full()
+    assert torch.equal(record.parameter.data.view(-1), whole)
+    assert record.parameter._version == version
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_client_state_is_split_and_joined() -> None:
+    state = {"a": 1, "b": [torch.arange(3), {"c": torch.tensor(2.5)}], "d": (1, None)}
+    marked, tensors = split(state)
+    assert sorted(tensors) == ["client/b.0", "client/b.1.c"]
+    back = join(marked, lambda name: as_numpy(tensors[name]))
+    assert (back["a"], back["d"]) == (1, [1, None])
+    assert torch.equal(back["b"][0], torch.arange(3))
+    assert back["b"][1]["c"].item() == 2.5
+    with pytest.raises(UsageError, match=r"tensor at 'x\.y'"):
+        split({"x": {"y": torch.zeros(1, dtype=torch.complex64)}})
+    with pytest.raises(UsageError, match="rename it"):
+        split({"$tensor": 1})
+
+
+def test_scheduler_states_with_keys_that_are_no_text() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    one = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    state = plain(one.state_dict())
+    assert state["milestones"] == {"$items": [[2, 1], [5, 1]]}
+    other = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    other.load_state_dict(restored(state))
+    for _ in range(2):
+        optimizer.step()
+        other.step()
+    assert other.get_last_lr() == [pytest.approx(0.1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_tensors_and_arrays_share_memory(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1], dtype=dtype)
+    array = as_numpy(tensor)
+    assert str(array.dtype) == dtype_name(dtype)
+    assert torch.equal(as_torch(array), tensor)
+    tensor[0] = 1
+    assert torch.equal(as_torch(array), tensor)
+
+
+def test_the_world_alone_needs_no_process_group() -> None:
+    assert Sharding.of_stage(3, World.current().world_size) == Sharding.of_stage(0, 1)
