@@ -1,15 +1,18 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, publish, gather, commit,
-write; catalog, read, ahead, verify, retention.
+write; catalog, read, ahead, verify,
+reshard, retention.
 """
 
 from .ahead import ReadAhead
-from .catalog import TagInfo
+from .catalog import Refusal, TagInfo
+from .commit import new_folder
 from .format import Manifest, Record, ShardEntry
 from .names import new_save_id, step_tag, tag_text
-from .read import CheckpointReader, StoredArray, open_checkpoint, tags
+from .read import CheckpointReader, StoredArray, open_checkpoint, refused, tags
 from .request import SaveRequest, SaveSummary
+from .reshard import reshard_checkpoint
 from .retention import keep_newest
 from .verify import Fault, verify_checkpoint
 from .write import SaveHandle, save_checkpoint
@@ -20,6 +23,7 @@ __all__ = [
     "Manifest",
     "ReadAhead",
     "Record",
+    "Refusal",
     "SaveHandle",
     "SaveRequest",
     "SaveSummary",
@@ -27,8 +31,11 @@ __all__ = [
     "StoredArray",
     "TagInfo",
     "keep_newest",
+    "new_folder",
     "new_save_id",
     "open_checkpoint",
+    "refused",
+    "reshard_checkpoint",
     "save_checkpoint",
     "step_tag",
     "tag_text",

@@ -21,11 +21,11 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import StorageError, ZstoreError
+from ..errors import CheckpointExistsError, ZstoreError
 from ..files import Files
 from .catalog import check_tag_is_free, read_record, scan
 from .format import Record
@@ -69,14 +69,7 @@ class Committer:
         """
         self._files.make_folder(self.folder)
         check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
-        try:
-            self._lock = SaveLock(self.lock_path)
-        except OSError as error:
-            raise StorageError(
-                "cannot write in the checkpoint folder: give one that this user may write",
-                path=str(self.folder),
-                errno=error.errno,
-            ) from error
+        self._lock = SaveLock(self.lock_path)
         try:
             self._files.make_folder(self.temporary / MANIFEST_FOLDER)
         except BaseException:
@@ -158,15 +151,42 @@ def discard(files: Files, path: Path) -> None:
     files.remove_tree(path)
 
 
-def sweep(files: Files, folder: Path) -> list[str]:
-    """Remove what dead saves left in `folder`, and give a checkpoint that was set aside its name back.
+@contextlib.contextmanager
+def new_folder(files: Files, target: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `target` when the block ends, and is removed where it raises.
+
+    The caller makes the files in it durable. Raises CheckpointExistsError where `target` exists.
+    """
+    if target.exists() or target.is_symlink():
+        raise CheckpointExistsError(f"{target} exists: remove it, or name another folder to write")
+    files.make_folder(target.parent)
+    sweep(files, target.parent, only=target.name)
+    save_id = new_save_id()
+    temporary = target.with_name(own_name(target.name, TEMPORARY, save_id))
+    lock = SaveLock(target.with_name(own_name(target.name, LOCK, save_id)))
+    try:
+        files.make_folder(temporary)
+        yield temporary
+        files.sync_folder(temporary)
+        files.rename(temporary, target)
+        files.sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove_tree(temporary)
+        raise
+    finally:
+        lock.release()
+
+
+def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
+    """Remove what dead saves left in `folder` (of the folder `only`), and give what was set aside its name back.
 
     Never touches a living save's. Returns a message for each thing that could not be removed.
     """
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):
         own = parse_own_name(name)
-        if own is not None:
+        if own is not None and only in (None, own[0]):
             by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
     messages: list[str] = []
     for left in by_save.values():

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..errors import StorageError
+
 try:
     import fcntl
 except ImportError:  # Windows: nothing saves there
@@ -22,12 +24,15 @@ _FOREIGN_LIFE_S = 24 * 3600
 
 
 class SaveLock:
-    """Holds the lock file `path`, which must be new, until `release()` or the end of the process."""
+    """Holds the new lock file `path` until `release()` or the end of the process.
+
+    Raises StorageError where it cannot be made.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         while True:
-            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._fd: int | None = _make(path)
             _flock(self._fd, wait=True)
             # A sweep may have taken the file for a dead save's between the two calls.
             with contextlib.suppress(FileNotFoundError):
@@ -49,6 +54,15 @@ class SaveLock:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def _make(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageError(
+            "cannot write in the folder: give one that this user may write", path=str(path.parent), errno=error.errno
+        ) from error
 
 
 @contextlib.contextmanager

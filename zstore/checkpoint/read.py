@@ -20,7 +20,7 @@ from ..io import Priority
 from ..partition import Grid
 from ..shardfile import layout_of
 from ..shardio import IoResources, ShardReader, open_resources
-from .catalog import TagInfo, resolve, scan
+from .catalog import Refusal, TagInfo, resolve, scan
 from .format import COMPLETE, Manifest, Record, parse_json, read_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, shard_file, tag_text
@@ -229,3 +229,9 @@ def tags(path: str | Path) -> list[TagInfo]:
     if (folder / RECORD_FILE).exists():
         return [resolve(folder)]
     return list(scan(folder).tags)
+
+
+def refused(path: str | Path) -> list[Refusal]:
+    """Return the folders below `path` that look like checkpoints and are none, with the reason; none of a tag's folder."""
+    folder = Path(path)
+    return [] if (folder / RECORD_FILE).exists() else list(scan(folder).refusals)

@@ -22,7 +22,7 @@ from ..store import StoreOptions, TensorStore, TierName
 
 Array = npt.NDArray[Any]
 
-_BUDGET_BYTES = 32 * 1024 * 1024
+_LEAST_BUDGET_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,8 @@ def open_world(
     """Open a store for each rank that holds its shards of `arrays`; `files` has one double for each rank."""
     specs = describe(arrays) | describe(small or {})
     grids = {name: make_grid(specs[name].stored_shape, world_size) for name in arrays}
-    options = StoreOptions(run_path=run_path, host_budget_bytes=_BUDGET_BYTES, num_threads=2)
+    budget = _LEAST_BUDGET_BYTES + 2 * sum(array.nbytes for array in arrays.values())
+    options = StoreOptions(run_path=run_path, host_budget_bytes=budget, num_threads=2)
     with contextlib.ExitStack() as stack:
         stores = [
             stack.enter_context(TensorStore(options, rank=rank, files=files[rank] if files else None))

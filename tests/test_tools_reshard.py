@@ -1,0 +1,176 @@
+"""Resharding: the same bytes for another number of ranks, and back."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zstore.checkpoint import ReadAhead, open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
+from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
+from zstore.partition import make_grid
+from zstore.shardio import open_resources
+from zstore.testing.checkpoints import save_arrays
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.tools.reshard import reshard_command
+
+Array = npt.NDArray[Any]
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "buffer/mask": rng.random(40_000) < 0.5,
+    }
+
+
+SMALL = {"client/history": np.arange(30_000, dtype=np.float64)}
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = {name: array for name, array in arrays.items() if not name.startswith("buffer/")}
+    small = SMALL | {name: array for name, array in arrays.items() if name.startswith("buffer/")}
+    folder = tmp_path_factory.mktemp("run")
+    return save_arrays(folder, parts, world_size=3, step=60, small=small, record={"counters": [1, 2]}, run_id="run")
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("c.*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_any_world_size_holds_the_same_values(
+    world_size: int, saved: Path, arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    assert reshard_command(saved.parent, tmp_path / "out", world_size) == 0
+    with open_checkpoint(tmp_path / "out") as opened:
+        assert verify_checkpoint(opened) == []
+        for name, array in {**arrays, **SMALL}.items():
+            assert opened.read_array(name).tobytes() == array.tobytes()
+            grid = make_grid(
+                opened.arrays[name].spec.stored_shape, 1 if name in SMALL or "buffer/" in name else world_size
+            )
+            assert opened.arrays[name].grid == grid
+        record = opened.record
+        assert (record.tag, record.step, record.run) == ("step-00000060", 60, "run")
+        assert (record.world_size, record.training_world_size) == (world_size, 3)
+        assert record.state == {"counters": [1, 2]}
+        assert [opened.manifest(rank).rank_state for rank in range(world_size)] == [{}] * world_size
+
+
+def test_there_and_back_gives_the_same_files(saved: Path, tmp_path: Path) -> None:
+    reshard_command(saved, tmp_path / "five", 5)
+    reshard_command(tmp_path / "five", tmp_path / "three", 3)
+    assert files_of(tmp_path / "three" / saved.name) == files_of(saved)
+    with open_checkpoint(tmp_path / "three") as opened:
+        assert opened.record.training_world_size == 3
+
+
+def test_no_stored_chunk_is_read_twice(saved: Path, tmp_path: Path) -> None:
+    with open_checkpoint(saved) as reader:
+        reshard_checkpoint(reader, tmp_path / "out", 4)
+        stored = sum(array.file_bytes for array in reader.arrays.values())
+        # Where a new shard begins inside a stored chunk, that chunk is read for both; these arrays have few chunks.
+        assert reader.read_bytes < 1.5 * stored
+
+
+def test_a_tag_that_is_there_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointExistsError, match="'step-00000060' is committed"):
+        reshard_command(saved, saved.parent, 2)
+    with pytest.raises(UsageError, match="at least 1"):
+        reshard_command(saved, tmp_path / "out", 0)
+
+
+def test_a_damaged_checkpoint_is_not_resharded(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", arrays)
+    shard = path / "model/w/c.0.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(8000)
+        file.write(b"x")
+    with pytest.raises(CorruptionError, match="'model/w'"):
+        reshard_command(path, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["allocate", "write", "fsync", "sync_folder", "rename", "write_small", "make_folder"])
+def test_a_failure_leaves_nothing_and_is_told(kind: Any, saved: Path, tmp_path: Path) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, first=2, pattern=f"{tmp_path}/*", error_number=errno.EIO),))
+    with (
+        open_resources(files=files) as resources,
+        open_checkpoint(saved, resources=resources) as reader,
+        pytest.raises(StorageError, match="Input/output error"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+
+
+def test_no_room_is_said_before_anything_is_written(saved: Path, tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        def free_bytes(self, path: str | Path) -> int:
+            return 1000
+
+    with (
+        open_resources(files=Full()) as resources,
+        open_checkpoint(saved, resources=resources) as reader,
+        pytest.raises(DiskFullError, match="only 1000 are free"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)
+
+
+# -- reading ahead --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_reading_ahead_gives_every_piece(saved: Path, arrays: dict[str, Array], data: st.DataObject) -> None:
+    names = data.draw(st.permutations(["model/w", "model/b", "model/long.rows", "optimizer/exp_avg/w"]))
+    ranges = []
+    for name in names:
+        first = data.draw(st.integers(0, arrays[name].size - 1))
+        ranges.append((name, first, data.draw(st.integers(first + 1, arrays[name].size))))
+    span_bytes, depth = data.draw(st.sampled_from([1, 300_000, 8_000_000])), data.draw(st.integers(1, 3))
+    step = data.draw(st.integers(20_000, 500_000))
+    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, span_bytes=span_bytes, depth=depth) as ahead:
+        for name, first, stop in ranges:
+            for low in range(first, stop, step):
+                high = min(low + step, stop)
+                out = np.empty(high - low, arrays[name].dtype)
+                ahead.read(name, low, high, out)
+                assert out.tobytes() == arrays[name].reshape(-1)[low:high].tobytes()
+
+
+def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
+    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 10, 20)]) as ahead:
+        for name, first, stop in (("model/w", 0, 5), ("model/w", 15, 25), ("model/b", 0, 1)):
+            with pytest.raises(UsageError, match="in none of the ranges"):
+                ahead.read(name, first, stop, np.empty((stop - first) * 4, np.uint8))
+
+
+def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:
+    with open_checkpoint(saved) as reader:
+        ahead = ReadAhead(reader, [("model/w", 0, 1003 * 301)], span_bytes=1, depth=1)
+        assert ahead.take() is not None
+        ahead.close()
+        with pytest.raises(UsageError, match="closed"):
+            ahead.take()

@@ -1,0 +1,141 @@
+"""Which weights go where in which safetensors file. Pure.
+
+Source of the file format: https://github.com/huggingface/safetensors (8 bytes of header size, JSON header, data without
+holes); of the numbering and the index: Hugging Face's sharded checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zstore.arrays import numpy_dtype
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_ALIGN_BYTES = 4096
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""Zarr's name of a data type -> safetensors'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A tensor to write."""
+
+    name: str
+    """Its key in the state dict."""
+    array: str
+    """The checkpoint's array."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Data type that it is written in, by its Zarr name."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileLayout:
+    """One safetensors file: header, then the weights' data at `offsets` (bytes in the file), without holes."""
+
+    name: str
+    header: bytes
+    """Size and JSON, padded with spaces so that the data begin at a multiple of 4096."""
+    weights: tuple[Weight, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + sum(weight.nbytes for weight in self.weights)
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which `h.2` comes before `h.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def plan_files(weights: Iterable[Weight], max_file_bytes: int) -> list[FileLayout]:
+    """Return the files of a model: one, or numbered ones of at most `max_file_bytes` of data each.
+
+    A weight that is larger has a file of its own.
+    """
+    groups: list[list[Weight]] = [[]]
+    size = 0
+    for weight in sorted(weights, key=lambda weight: natural_key(weight.name)):
+        if groups[-1] and size + weight.nbytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(weight)
+        size += weight.nbytes
+    if len(groups) == 1:
+        return [_lay_out(SINGLE_FILE, groups[0])]
+    return [
+        _lay_out(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
+    # The widest types first, as safetensors itself has it: every tensor is then aligned to its elements.
+    ordered = sorted(weights, key=lambda weight: -weight.itemsize)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: list[int] = []
+    position = 0
+    for weight in ordered:
+        stop = position + weight.nbytes
+        entries[weight.name] = {
+            "dtype": _DTYPES[weight.dtype],
+            "shape": list(weight.shape),
+            "data_offsets": [position, stop],
+        }
+        starts.append(position)
+        position = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // _ALIGN_BYTES) * _ALIGN_BYTES - 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = tuple(len(header) + start for start in starts)
+    return FileLayout(name=name, header=header, weights=tuple(ordered), offsets=offsets)
+
+
+def index_document(files: Sequence[FileLayout]) -> dict[str, Any]:
+    """Return the content of `model.safetensors.index.json`."""
+    names = {weight.name: file.name for file in files for weight in file.weights}
+    return {
+        "metadata": {
+            "total_parameters": sum(weight.numel for file in files for weight in file.weights),
+            "total_size": sum(weight.nbytes for file in files for weight in file.weights),
+        },
+        "weight_map": {name: names[name] for name in sorted(names, key=natural_key)},
+    }

@@ -1,0 +1,151 @@
+"""The same state laid out for another number of ranks, in bounded memory: one reads ahead, one writes, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from ..arrays import ArraySpec
+from ..errors import DiskFullError, UsageError
+from ..io import Priority
+from ..partition import Grid, make_grid
+from ..shardio import IoResources, ShardSummary, open_resources, write_shard
+from ..tiers import LocalShard
+from .ahead import Range, ReadAhead
+from .commit import Committer
+from .crew import Crew
+from .format import COMPLETE
+from .gather import Gatherer
+from .names import new_save_id
+from .publish import Publisher
+from .read import CheckpointReader
+from .request import SaveRequest
+
+_WHOLE = ("buffer/", "client/")
+"""Groups of arrays that rank 0 stores whole, at every world size."""
+
+
+class _StoredShard:
+    """A shard of the new layout, with values from the old one: to a publisher, a pinned shard."""
+
+    tier = "stored"
+
+    def __init__(
+        self, ahead: ReadAhead, spec: ArraySpec, grid: Grid, shard: int, advance: Callable[[int], None]
+    ) -> None:
+        self.local = LocalShard(spec, grid, shard)
+        self._ahead = ahead
+        self._advance = advance
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Write the shard file; see `PinnedShard.publish`."""
+        fill = partial(self._ahead.read, self.local.spec.name)
+        summary = write_shard(res, path, self.local.spec, grid, shard, fill, priority)
+        self._advance(self.local.nbytes)
+        return summary
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def reshard_checkpoint(
+    reader: CheckpointReader, folder: Path, world_size: int, advance: Callable[[int], None] | None = None
+) -> Path:
+    """Write `reader`'s checkpoint, laid out for `world_size` ranks, into `folder` under its tag; return the tag's folder.
+
+    The record stays what it was but for the layout; what belonged to single ranks (RNG states) is left out. `advance` is
+    told the bytes that were written. Raises CheckpointExistsError where `folder` has that tag.
+    """
+    if world_size < 1:
+        raise UsageError(f"world size must be at least 1, got {world_size}")
+    with open_resources(files=reader.resources.files) as resources:
+        job = _Job(reader, resources, folder, world_size)
+        return job.run(advance or (lambda _: None))
+
+
+class _Job:
+    """One resharding."""
+
+    def __init__(self, reader: CheckpointReader, resources: IoResources, folder: Path, world_size: int) -> None:
+        self._reader = reader
+        self._resources = resources
+        self._folder = folder
+        self._world_size = world_size
+        self._save_id = new_save_id()
+        self._specs = {name: array.spec for name, array in reader.arrays.items()}
+        self._grids = {
+            name: make_grid(spec.stored_shape, 1 if name.startswith(_WHOLE) else world_size)
+            for name, spec in self._specs.items()
+        }
+
+    def _request(self, rank: int, pins: dict[str, _StoredShard]) -> SaveRequest:
+        record = self._reader.record
+        return SaveRequest(
+            resources=self._resources,
+            folder=self._folder,
+            tag=self._reader.tag,
+            step=record.step,
+            rank=rank,
+            world_size=self._world_size,
+            save_id=self._save_id,
+            specs=self._specs,
+            grids=self._grids,
+            pins=pins,
+            run_id=record.run,
+        )
+
+    def run(self, advance: Callable[[int], None]) -> Path:
+        """Write, commit and return the tag's folder."""
+        committer = Committer(self._resources.files, self._folder, self._reader.tag, self._save_id)
+        committer.begin(overwrite=False)
+        try:
+            self._check_room(committer.temporary)
+            # One order for reading and writing, and one shard at a time: see [Note: spans].
+            with ReadAhead(self._reader, self._ranges()) as ahead:
+                for rank in range(self._world_size):
+                    self._write_rank(rank, committer.temporary, ahead, advance)
+            gatherer = Gatherer(self._request(0, {}), committer.temporary)
+            with Crew(4, "zstore-reshard") as crew:
+                gatherer.write_metadata(crew)
+                gatherer.collect()
+                gatherer.check_complete()
+                gatherer.sync_folders(crew)
+            record = self._reader.record
+            committer.commit(gatherer.record(record.state, training_world_size=record.training_world_size))
+        except BaseException as error:
+            committer.abort(str(error), alone=True)
+            raise
+        finally:
+            committer.close()
+        return committer.target
+
+    def _ranges(self) -> list[Range]:
+        return [
+            (name, rank * grid.shard_numel, rank * grid.shard_numel + grid.shard_valid_numel(rank))
+            for rank in range(self._world_size)
+            for name, grid in self._grids.items()
+            if grid.shard_valid_numel(rank) > 0
+        ]
+
+    def _write_rank(self, rank: int, folder: Path, ahead: ReadAhead, advance: Callable[[int], None]) -> None:
+        pins = {
+            name: _StoredShard(ahead, self._specs[name], grid, rank, advance)
+            for name, grid in self._grids.items()
+            if grid.shard_valid_numel(rank) > 0
+        }
+        publisher = Publisher(self._request(rank, pins), folder, lambda: None)
+        publisher.write_manifest(COMPLETE, [task() for task in publisher.tasks()], {})
+
+    def _check_room(self, folder: Path) -> None:
+        request = self._request(0, {})
+        needed = sum(
+            request.file_bytes(name, shard) for name, grid in self._grids.items() for shard in range(grid.num_shards)
+        )
+        free = self._resources.files.free_bytes(folder)
+        if needed > free:
+            raise DiskFullError(
+                f"the checkpoint needs {needed} bytes, but only {free} are free: make room, or write elsewhere",
+                path=str(self._folder),
+                nbytes=needed,
+            )
