@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,17 +36,14 @@ ELEMENT_WISE = (
 """Optimizers whose update of an element depends on that element's own history and on scalars alone."""
 
 
-@dataclass
-class TileUpdate:
-    """One tile of one parameter: 1-D fp32 tensors of one length, changed in place (the gradient may be too)."""
+class ParameterStep(Protocol):
+    """One step of one parameter, tile by tile."""
 
-    master: torch.Tensor
-    gradient: torch.Tensor
-    slots: Sequence[torch.Tensor]
-    group: Mapping[str, Any]
-    """The parameter group, for lr and the like."""
-    scalars: Scalars
-    """The parameter's scalars before the step; the same for each of its tiles."""
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
+
+    def scalars(self) -> Scalars:
+        """Return the parameter's scalars after the step; at least one tile came before."""
 
 
 class Kernel(Protocol):
@@ -58,8 +56,8 @@ class Kernel(Protocol):
     def initial(self) -> Scalars:
         """Return the scalars of a parameter that was never updated."""
 
-    def update(self, tile: TileUpdate) -> Scalars:
-        """Take one step on a tile; return the scalars after it, the same for each tile of a parameter."""
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """Begin a step of a parameter, with the settings that its group has now."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +71,17 @@ class FusedAdam:
         """See Kernel."""
         return {"step": 0.0}
 
-    def update(self, tile: TileUpdate) -> Scalars:
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel."""
-        step = tile.scalars["step"] + 1
-        group = tile.group
-        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        kernel(
-            [tile.master],
-            [tile.gradient],
-            [tile.slots[0]],
-            [tile.slots[1]],
-            [],
-            [torch.tensor(step, device=tile.master.device)],
+        return _FusedAdamStep(self.decoupled, group, scalars["step"] + 1)
+
+
+class _FusedAdamStep:
+    """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
+
+    def __init__(self, decoupled: bool, group: Mapping[str, Any], step: float) -> None:
+        self._kernel = partial(
+            torch._fused_adamw_ if decoupled else torch._fused_adam_,
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
@@ -93,7 +90,18 @@ class FusedAdam:
             amsgrad=False,
             maximize=False,
         )
-        return {"step": step}
+        self._step = step
+        self._counts: list[torch.Tensor] = []
+
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """See ParameterStep."""
+        if not self._counts:
+            self._counts = [torch.tensor(self._step, device=master.device)]
+        self._kernel([master], [gradient], [slots[0]], [slots[1]], [], self._counts)
+
+    def scalars(self) -> Scalars:
+        """See ParameterStep."""
+        return {"step": self._step}
 
 
 class TorchKernel:
@@ -129,27 +137,31 @@ class TorchKernel:
         """See Kernel. `updates` is ours: SGD keeps no step count, and its first step is another one."""
         return {"updates": 0.0}
 
-    def update(self, tile: TileUpdate) -> Scalars:
-        """See Kernel. A first step starts from what the class itself makes."""
-        self._optimizer.param_groups[0].update({name: tile.group[name] for name in self._settings})
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """See Kernel."""
+        self._optimizer.param_groups[0].update({name: group[name] for name in self._settings})
+        return _TorchStep(self, scalars)
+
+    def tile(
+        self, scalars: Scalars, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]
+    ) -> Scalars:
+        """Step the proxy over a tile; return the scalars after it, the same for every tile of a parameter."""
         self._proxy.grad = None
-        self._proxy.data = tile.master
-        self._proxy.grad = tile.gradient
-        self._optimizer.state[self._proxy] = self._state(tile)
+        self._proxy.data = master
+        self._proxy.grad = gradient
+        self._optimizer.state[self._proxy] = self._state(scalars, dict(zip(self.slots, slots, strict=True)))
         self._optimizer.step()
         after = self._optimizer.state.pop(self._proxy)
-        for name, view in zip(self.slots, tile.slots, strict=True):
+        for name, view in zip(self.slots, slots, strict=True):
             if after[name] is not view:
                 view.copy_(after[name])
-        scalars = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
-        return scalars | {"updates": tile.scalars["updates"] + 1}
+        found = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
+        return found | {"updates": scalars["updates"] + 1}
 
-    def _state(self, tile: TileUpdate) -> dict[str, Any]:
-        views = dict(zip(self.slots, tile.slots, strict=True))
-        if tile.scalars["updates"] > 0:
-            return {
-                name: views[name] if name in views else self._typed(name, tile.scalars[name]) for name in self._left
-            }
+    def _state(self, scalars: Scalars, views: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the state before the step; a first step starts from what the class itself makes."""
+        if scalars["updates"] > 0:
+            return {name: views[name] if name in views else self._typed(name, scalars[name]) for name in self._left}
         state: dict[str, Any] = {}
         for name, value in self._made.items():
             if name in views:
@@ -162,6 +174,23 @@ class TorchKernel:
         """Return a scalar as the class itself keeps it: a tensor of its type, or a Python number of its type."""
         like = self._left[name]
         return torch.full_like(like, value) if isinstance(like, torch.Tensor) else type(like)(value)
+
+
+class _TorchStep:
+    """A step of one parameter by a TorchKernel."""
+
+    def __init__(self, kernel: TorchKernel, scalars: Scalars) -> None:
+        self._kernel = kernel
+        self._before = scalars
+        self._after = scalars
+
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """See ParameterStep."""
+        self._after = self._kernel.tile(self._before, master, gradient, slots)
+
+    def scalars(self) -> Scalars:
+        """See ParameterStep."""
+        return self._after
 
 
 def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Kernel:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import numpy as np
@@ -23,13 +24,25 @@ from zstore.store import TensorStore
 from zstore.stream import Tile
 
 from .gradients import Gradients
-from .kernel import Kernel, Scalars, TileUpdate
+from .kernel import Kernel, ParameterStep, Scalars
 from .optimizer import Groups
 from .parameters import ParameterRecord
 from .tensors import as_torch
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What one step does to one parameter."""
+
+    record: ParameterRecord
+    gradient: torch.Tensor
+    """This rank's rows, 1-D."""
+    parameter: torch.Tensor | None
+    """This rank's rows, into which the master is cast; None where they are the master."""
+    step: ParameterStep
 
 
 class OptimizerState:
@@ -89,32 +102,26 @@ class OptimizerState:
     def step(self, gradients: Gradients, groups: Groups, factor: float) -> None:
         """Take one step with the gradients times `factor`. See [Note: the update]."""
         scale = float(np.float32(factor))
-        records = [record for record in self.scalars if gradients.owned(record) is not None]
-        after: dict[ParameterRecord, Scalars] = {}
-        with self.passing([self.arrays_of(record) for record in records], "update") as tiles:
+        work: list[_Work] = []
+        for record, scalars in self.scalars.items():
+            rows = gradients.owned(record)
+            if rows is not None and record.group is not None:
+                step = self.kernels[record.group].start(groups[record.group], scalars)
+                work.append(_Work(record, rows, None if self.is_master(record) else record.owned(), step))
+        with self.passing([self.arrays_of(one.record) for one in work], "update") as tiles:
             for tile in tiles:
-                record = records[tile.group]
-                rows = gradients.owned(record)
-                if rows is None or record.group is None:
-                    continue
-                master, *slots = (as_torch(view) for view in tile.views)
-                gradient = rows[tile.first : tile.stop].to(device=master.device, dtype=torch.float32)
-                if scale != 1.0:
-                    gradient = gradient.mul_(scale)
-                update = TileUpdate(master, gradient, slots, groups[record.group], self.scalars[record])
-                after[record] = self.kernels[record.group].update(update)
-                if not self.is_master(record):
-                    record.owned()[tile.first : tile.stop].copy_(master)
-        for record in records:
-            self.scalars[record] = after.get(record) or self._advanced(record, groups)
-
-    def _advanced(self, record: ParameterRecord, groups: Groups) -> Scalars:
-        """Return the scalars after a step of a parameter of which this rank has no rows: it counts as the others'
-        do."""
-        number = record.group or 0
-        kernel = self.kernels[number]
-        master, gradient, *slots = torch.zeros(2 + len(kernel.slots), 1, device=record.full.device)
-        return kernel.update(TileUpdate(master, gradient, slots, groups[number], self.scalars[record]))
+                one, part = work[tile.group], slice(tile.first, tile.stop)
+                master, *slots = map(as_torch, tile.views)
+                gradient = one.gradient[part].to(device=master.device, dtype=torch.float32)
+                one.step.tile(master, gradient if scale == 1.0 else gradient.mul_(scale), slots)
+                if one.parameter is not None:
+                    one.parameter[part] = master
+        for one in work:
+            if one.gradient.numel() == 0:  # a rank without rows counts like the others
+                num_slots = len(self.arrays_of(one.record)) - 1
+                master, gradient, *slots = torch.zeros(2 + num_slots, 1, device=one.gradient.device)
+                one.step.tile(master, gradient, slots)
+            self.scalars[one.record] = one.step.scalars()
 
     def refresh_parameters(self) -> None:
         """Cast masters into the parameters' own rows (after a load)."""
