@@ -35,6 +35,7 @@ from zstore.checkpoint import (
     step_tag,
     tag_text,
 )
+from zstore.checkpoint.ahead import ReadAhead
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 
 from . import client_state as client
@@ -242,13 +243,15 @@ class Checkpoints:
 
     def _load_arrays(self, reader: CheckpointReader) -> None:
         state = self._training.state
-        for record in state.records:
-            names = state.arrays_of(record)
-            with state.passing([[name] for name in names], "fill") as tiles:
-                for tile in tiles:
-                    base = record.owned_range[0]
-                    name = names[tile.group]
-                    read_into(reader, name, base + tile.first, base + tile.stop, as_torch(tile.views[0]))
+        arrays = [(name, *record.owned_range) for record in state.records for name in state.arrays_of(record)]
+        with (
+            ReadAhead(reader, arrays) as ahead,
+            state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
+        ):
+            for tile in tiles:
+                name, first, _ = arrays[tile.group]
+                stored = reader.array(name).spec.dtype
+                read_into(ahead, stored, name, first + tile.first, as_torch(tile.views[0]))
         for name, buffer in stored_buffers(self._training.model):
             buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
         state.refresh_parameters()
@@ -334,12 +337,12 @@ def check_arrays(training: Training, reader: CheckpointReader) -> None:
         )
 
 
-def read_into(reader: CheckpointReader, name: str, first: int, stop: int, target: torch.Tensor) -> None:
-    """Read global flat elements `[first, stop)` into `target`, 1-D, on any device and of any type."""
-    stored = reader.array(name).spec.dtype
+def read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:
+    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and of any type."""
+    stop = first + target.numel()
     if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
-        reader.read(name, first, stop, as_numpy(target))
+        ahead.read(name, first, stop, as_numpy(target))
         return
     values = np.empty(stop - first, numpy_dtype(stored))
-    reader.read(name, first, stop, values)
+    ahead.read(name, first, stop, values)
     target.copy_(as_torch(values))
