@@ -149,9 +149,9 @@ def test_reading_ahead_gives_every_piece(saved: Path, arrays: dict[str, Array], 
     for name in names:
         first = data.draw(st.integers(0, arrays[name].size - 1))
         ranges.append((name, first, data.draw(st.integers(first + 1, arrays[name].size))))
-    span_bytes, depth = data.draw(st.sampled_from([1, 300_000, 8_000_000])), data.draw(st.integers(1, 3))
+    memory_bytes, depth = data.draw(st.sampled_from([1, 600_000, 16_000_000])), data.draw(st.integers(1, 3))
     step = data.draw(st.integers(20_000, 500_000))
-    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, span_bytes=span_bytes, depth=depth) as ahead:
+    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=memory_bytes, depth=depth) as ahead:
         for name, first, stop in ranges:
             for low in range(first, stop, step):
                 high = min(low + step, stop)
@@ -169,7 +169,7 @@ def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
 
 def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:
     with open_checkpoint(saved) as reader:
-        ahead = ReadAhead(reader, [("model/w", 0, 1003 * 301)], span_bytes=1, depth=1)
+        ahead = ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1, depth=1)
         assert ahead.take() is not None
         ahead.close()
         with pytest.raises(UsageError, match="closed"):

@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
 
-SPAN_BYTES = 8 * 1024 * 1024
+MEMORY_BYTES = 48 * 1024 * 1024
 _DEPTH = 6
 _NUM_THREADS = 3
 
@@ -58,7 +58,7 @@ class Span:
         return self.slab[: self.nbytes]
 
 
-def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int = SPAN_BYTES) -> list[Span]:
+def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> list[Span]:
     """Return the spans of elements `[first, stop)`. See [Note: spans]."""
     grid, itemsize = array.grid, array.spec.itemsize
     spans: list[Span] = []
@@ -75,7 +75,8 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int = SPAN_
 class ReadAhead:
     """Loads `ranges` of `reader`'s arrays, in that order. Close it, or use it in a `with` block.
 
-    Either `read` serves pieces of the ranges, roughly in order, each element once; or `take` hands out whole spans.
+    The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
+    that. Either `read` serves pieces of the ranges, roughly in order, each element once; or `take` hands out whole spans.
     Both are usable from several threads, and raise what reading raised.
     """
 
@@ -84,11 +85,14 @@ class ReadAhead:
         reader: CheckpointReader,
         ranges: Sequence[Range],
         *,
-        span_bytes: int = SPAN_BYTES,
+        memory_bytes: int | None = None,
         depth: int = _DEPTH,
         num_threads: int = _NUM_THREADS,
     ) -> None:
         self._reader = reader
+        if memory_bytes is None:
+            memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
+        span_bytes = memory_bytes // depth
         self._spans = [
             span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes)
         ]
