@@ -18,6 +18,7 @@ half of it never looks like a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CheckpointExistsError, ZstoreError
+from ..errors import CheckpointExistsError, StorageError, ZstoreError
 from ..files import Files
 from .catalog import check_tag_is_free, read_record, scan
 from .format import Record
@@ -48,7 +49,7 @@ READ_ONLY = 0o444
 
 
 class Committer:
-    """One save into `folder` under `tag`. Calls, all by rank 0: `begin`, then `commit` or `abort`."""
+    """One save into `folder` under `tag`. Calls, all by rank 0: `check`, `begin`, then `commit` or `abort`."""
 
     def __init__(self, files: Files, folder: Path, tag: str, save_id: str) -> None:
         self.folder = folder
@@ -62,13 +63,23 @@ class Committer:
         self._files = files
         self._lock: SaveLock | None = None
 
-    def begin(self, *, overwrite: bool) -> None:
-        """Make the temporary folder, with its lock. Fast: runs in the caller's thread.
+    def check(self, *, overwrite: bool) -> None:
+        """Check that the save may begin; runs in the caller's thread, and changes nothing but to make `folder`.
 
         Raises CheckpointExistsError for a committed tag (unless `overwrite`), StorageError where nothing can be made.
         """
-        self._files.make_folder(self.folder)
+        if not self.folder.is_dir():
+            self._files.make_folder(self.folder)
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise StorageError(
+                "cannot write in the folder: give one that this user may write",
+                path=str(self.folder),
+                errno=errno.EACCES,
+            )
         check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
+
+    def begin(self) -> None:
+        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up."""
         self._lock = SaveLock(self.lock_path)
         try:
             self._files.make_folder(self.temporary / MANIFEST_FOLDER)

@@ -3,7 +3,7 @@
 [Note: who does what]
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
-On rank 0 besides: make the temporary folder before the call returns; write metadata and the small arrays; wait for the
+On rank 0 besides: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
 manifest of every rank; commit. The others wait for the commit, so that `wait()` tells the same on every rank. A rank
 that fails writes a manifest that says so; rank 0 then gives up and leaves `abort.json` for all to see.
 """
@@ -30,7 +30,7 @@ from .request import SaveRequest, SaveSummary
 from .retention import keep_newest
 
 _SEE_FOLDER_S = 60.0
-"""How long a rank looks for rank 0's temporary folder, which is made before any rank begins to publish."""
+"""How long a rank looks for the temporary folder that rank 0 makes first."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
 _LOOK_AFTER_RANK_0_S = 2.0
 
@@ -84,7 +84,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     job: _Job | None = None
     try:
         job = _Job(request)
-        job.begin()
+        job.check()
         return SaveHandle(job)
     except BaseException as error:
         if job is not None:
@@ -112,19 +112,21 @@ class _Job:
         self._messages: list[str] = []
         self._started = time.monotonic()
 
-    def begin(self) -> None:
-        """Check what can be checked at once; rank 0 makes the temporary folder."""
+    def check(self) -> None:
+        """Check what can be checked at once."""
         if self._request.rank == 0:
             self._gatherer = Gatherer(self._request, self._folder)
-            self._committer.begin(overwrite=self._request.overwrite)
-            self._request.check_room(self._folder)
+            self._committer.check(overwrite=self._request.overwrite)
+            self._request.check_room(self._request.folder)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
         request = self._request
         try:
             with Crew(request.num_threads, f"zstore-save-{request.rank}") as crew:
-                if request.rank > 0:
+                if request.rank == 0:
+                    self._committer.begin()
+                else:
                     self._wait_until(self._folder.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 summaries = crew.run(self._publisher.tasks())
                 self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
@@ -218,8 +220,8 @@ class _Job:
 
     def _not_seen(self) -> Exception:
         return CheckpointError(
-            f"rank {self._request.rank} does not see {self._folder}, which rank 0 made: the checkpoint folder is local "
-            "to a machine; give one that all ranks share"
+            f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
+            "says why), or the checkpoint folder is local to a machine; give one that all ranks share"
         )
 
     def _not_committed(self) -> Exception:
