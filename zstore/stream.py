@@ -96,7 +96,7 @@ class Stream:
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
         self._plans = deque(self._plan())
-        self._begun: list[str] = []
+        self._begun: dict[str, Tier] = {}
         self._saves: deque[Ticket[None]] = deque()
 
     def _plan(self) -> Iterator[_Plan]:
@@ -136,8 +136,7 @@ class Stream:
         while self._plans and len(self._loaded) < _MOST_LOADED_SPANS:
             plan = self._plans[0]
             names = self._groups[plan.group]
-            pinned = plan.starts_group and self._mode is not Mode.READ and self._any_pinned(names)
-            if pinned and self._loaded:
+            if plan.starts_group and not self._begin(names):
                 return
             sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
             total = sum(sizes)
@@ -152,8 +151,21 @@ class Stream:
                     buffer.release()
                 raise
 
-    def _any_pinned(self, names: Sequence[str]) -> bool:
-        return any(self._tiers[name].is_pinned_in_place(name) for name in names)
+    def _begin(self, names: Sequence[str]) -> bool:
+        """Begin the pass over a group, before any memory is taken for it: whoever must release a pin may need that.
+
+        False where a pin would have to be waited for while spans are loaded.
+        """
+        names = [name for name in names if name not in self._begun]
+        changes = self._mode is not Mode.READ
+        if changes and self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in names):
+            return False
+        for name in names:
+            started = time.perf_counter()
+            self._tiers[name].begin(name, self._mode)
+            self._counters.pin_wait_s += time.perf_counter() - started
+            self._begun[name] = self._tiers[name]
+        return True
 
     def _take(self, nbytes: int) -> Buffer | None:
         if nbytes == 0:
@@ -169,12 +181,6 @@ class Stream:
         return self._pool.try_acquire(nbytes)
 
     def _start(self, plan: _Plan, names: Sequence[str], sizes: Sequence[int], buffer: Buffer | None) -> _Loaded:
-        if plan.starts_group:
-            for name in names:
-                started = time.perf_counter()
-                self._tiers[name].begin(name, self._mode)
-                self._counters.pin_wait_s += time.perf_counter() - started
-                self._begun.append(name)
         parts: list[Bytes] = []
         tickets: list[Ticket[None]] = []
         offset = 0
@@ -182,7 +188,12 @@ class Stream:
             part = NO_BYTES if buffer is None else buffer.bytes[offset : offset + size]
             offset += size
             parts.append(part)
-            ticket = self._tiers[name].load(name, plan.span, part, self._mode)
+            try:
+                ticket = self._tiers[name].load(name, plan.span, part, self._mode)
+            except BaseException:
+                for under_way in tickets:
+                    under_way.error()
+                raise
             if ticket is not None:
                 tickets.append(ticket)
         return _Loaded(plan, buffer, parts, tickets)
@@ -220,8 +231,18 @@ class Stream:
                 loaded.buffer.release()
         for ticket in self._saves:
             ticket.error()
-        for name in self._begun:
-            self._tiers[name].end(name, ok)
+        if self._mode is not Mode.READ:
+            self._end(ok)
+
+    def _end(self, ok: bool) -> None:
+        errors: list[Exception] = []
+        for name, tier in self._begun.items():
+            try:
+                tier.end(name, ok)
+            except Exception as error:
+                errors.append(error)
+        if errors and ok:
+            raise errors[0]
 
 
 def _wait_all(tickets: Iterable[Ticket[None]]) -> float:

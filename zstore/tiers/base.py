@@ -7,7 +7,11 @@ All bulk access is a pass over whole chunks, driven by `zstore.stream` from one 
       load(name, span, buffer)             for each span, ahead of its use; the buffer was sized by `span_bytes`
       views(name, span, buffer)            when the load's ticket is done: one view a chunk, padding left out
       save(name, span, buffer)             after the consumer changed the views (not in mode READ)
-    end(name, ok)                          once, when every ticket is done; only now a new version is the present one
+    end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
+                                           is the present one
+
+One pass at a time changes a shard. While it does so in place, the shard can be neither read nor pinned: what would be
+seen is neither the old version nor the new one.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ArraySpec
+from ..errors import UsageError
 from ..io import Priority, Ticket
 from ..partition import Grid
 from ..shardio import IoResources, ShardSummary
@@ -40,7 +45,7 @@ class Mode(Enum):
     """What a pass does with each chunk."""
 
     READ = "read"
-    """Bring it; changes are lost."""
+    """Bring it; the consumer changes nothing."""
     UPDATE = "update"
     """Bring it and keep the changes."""
     FILL = "fill"
@@ -123,14 +128,16 @@ class Tier(ABC):
 
     @abstractmethod
     def begin(self, name: str, mode: Mode) -> None:
-        """Start a pass."""
+        """Start a pass. Raises UsageError while another pass changes the shard in place."""
 
     @abstractmethod
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
 
     @abstractmethod
-    def load(self, name: str, span: Span, buffer: Bytes, mode: Mode) -> Ticket[None] | None:
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
         """Start bringing the span into `buffer`; None where nothing has to move."""
 
     @abstractmethod
@@ -143,12 +150,17 @@ class Tier(ABC):
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:
-        """End the pass; with `ok` false the shard keeps its former version where the tier still has it."""
+        """End a pass that changes; with `ok` false the shard keeps its former version where the tier still has it."""
 
     @abstractmethod
     def pin(self, name: str) -> PinnedShard:
-        """Pin the present version."""
+        """Pin the present version. Raises UsageError while a pass changes it in place."""
 
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+def being_changed(name: str) -> UsageError:
+    """Return the error of a pass or a pin that comes in the middle of a change."""
+    return UsageError(f"array {name!r} is being changed by a pass: exhaust that or close it first")

@@ -26,7 +26,7 @@ from ..io import Priority, Ticket, settle
 from ..partition import Grid
 from ..shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ..shardio import IoResources, ShardSummary, write_index
-from .base import Bytes, LocalShard, Mode, Span, Tier, View
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,12 @@ class DiskShard:
     current: DiskFile
     target: DiskFile | None = None
     spare: DiskFile | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the file is linked."""
     number: int = 0
-    broken: bool = field(default=False)
+    touched: bool = False
+    """Something was saved in the pass under way."""
+    broken: bool = False
 
 
 class DiskTier(Tier):
@@ -94,19 +98,21 @@ class DiskTier(Tier):
             raise UsageError(
                 f"array {name!r}: an earlier update failed half way, so its values are lost: load a checkpoint"
             )
-        if mode is Mode.READ:
-            return
         with self._lock:
-            frozen = shard.current.pins > 0 or shard.current.published
-            shard.target = self._next_file(shard) if frozen else shard.current
+            if shard.target is shard.current or (shard.target is not None and mode is not Mode.READ):
+                raise being_changed(name)
+            if mode is not Mode.READ:
+                frozen = shard.current.pins > 0 or shard.current.published
+                shard.target = self._next_file(shard) if frozen else shard.current
+                shard.touched = False
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
         """Return a file for the next version: the spare one under a new name, or a new one."""
         shard.number += 1
         path = self._path(shard.local.spec.name, shard.number)
-        spare, shard.spare = shard.spare, None
-        if spare is not None:
-            self._res.files.rename(spare.path, path)
+        if shard.spare is not None:
+            self._res.files.rename(shard.spare.path, path)
+            shard.spare = None
         else:
             write_index(self._res, path, shard.layout, create=True)
         return DiskFile(path, [None] * shard.layout.num_present)
@@ -119,7 +125,9 @@ class DiskTier(Tier):
         """Return how many chunks of the shard make one request."""
         return self._res.span_chunks(self._shards[name].layout)
 
-    def load(self, name: str, span: Span, buffer: Bytes, mode: Mode) -> Ticket[None] | None:
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
         """See `Tier.load`."""
         if mode is Mode.FILL:
             return None
@@ -129,7 +137,7 @@ class DiskTier(Tier):
             buffer[:] = 0
             return None
         task = partial(_read_span, self._res, shard, file, span, buffer)
-        return self._res.queue.submit(task, Priority.READ, buffer.size)
+        return self._res.queue.submit(task, priority, buffer.size)
 
     def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
@@ -146,6 +154,7 @@ class DiskTier(Tier):
         shard = self._shards[name]
         if shard.target is None:
             raise UsageError(f"array {name!r}: a span can only be saved in a pass that changes the shard")
+        shard.touched = True
         task = partial(_write_span, self._res, shard, shard.target, span, buffer)
         return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size)
 
@@ -157,7 +166,7 @@ class DiskTier(Tier):
             if target is None:
                 return
             if target is shard.current:
-                shard.broken = not ok
+                shard.broken = not ok and (shard.touched or shard.broken)
             elif ok:
                 former, shard.current, shard.broken = shard.current, target, False
                 self._retire(shard, former)
@@ -179,6 +188,8 @@ class DiskTier(Tier):
         if shard.broken:
             raise UsageError(f"array {name!r}: an earlier update failed half way: load a checkpoint before saving one")
         with self._lock:
+            if shard.target is shard.current:
+                raise being_changed(name)
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
@@ -239,18 +250,28 @@ class DiskPin:
         if (grid, shard) != (local.grid, local.shard):
             raise UsageError(f"array {local.spec.name!r}: a shard on disk is published with the layout that it has")
         crcs = [crc for crc in file.crcs if crc is not None]
-        if len(crcs) < len(file.crcs):
+        if not crcs or len(crcs) < len(file.crcs):
             return self._copy(res, path, priority)
-        with res.files.opened(file.path, write=True) as opened:
+        # Opened for reading: a file that was published before may be read-only by now.
+        with res.files.opened(file.path) as opened:
             res.files.sync_data(opened)
-        # Marked first: once the link exists, nobody may write the file any more.
-        file.published = True
-        try:
-            res.files.link(file.path, path)
-        except OSError:
-            file.published = False
+        if not self._link(res, path):
             return self._copy(res, path, priority)
         return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
+
+    def _link(self, res: IoResources, path: str | Path) -> bool:
+        """Link the file to `path`; false where links are not to be had."""
+        with self._shard.lock:
+            before = self._file.published
+            # Marked first: once the link exists, nobody may write the file any more.
+            self._file.published = True
+            try:
+                res.files.link(self._file.path, path)
+            except OSError:
+                # Another save may have linked it already.
+                self._file.published = before
+                return False
+        return True
 
     def _copy(self, res: IoResources, path: str | Path, priority: Priority) -> ShardSummary:
         shard, file, layout = self._shard, self._file, self._shard.layout

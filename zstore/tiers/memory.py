@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..io import Priority, Ticket
 from ..partition import Grid
 from ..shardio import IoResources, ShardSummary, write_shard
-from .base import Bytes, LocalShard, Mode, Span, Tier, View
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class MemoryTier(Tier):
         self._shards: dict[str, LocalShard] = {}
         self._memory: dict[str, View] = {}
         self._pins: dict[str, int] = {}
+        self._changing: set[str] = set()
         self._unpinned = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -51,15 +52,24 @@ class MemoryTier(Tier):
 
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
-        if mode is not Mode.READ:
-            with self._unpinned:
-                self._unpinned.wait_for(lambda: self._pins[name] == 0)
+        with self._unpinned:
+            if name in self._changing and (mode is not Mode.READ or self._pins[name] == 0):
+                raise being_changed(name)
+            if mode is not Mode.READ:
+                self._changing.add(name)
+                try:
+                    self._unpinned.wait_for(lambda: self._pins[name] == 0)
+                except BaseException:
+                    self._changing.discard(name)
+                    raise
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """See `Tier.span_bytes`."""
         return 0
 
-    def load(self, name: str, span: Span, buffer: Bytes, mode: Mode) -> Ticket[None] | None:
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
         """See `Tier.load`."""
         return None
 
@@ -74,10 +84,14 @@ class MemoryTier(Tier):
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`; memory is changed in place, so a failed pass leaves what it did."""
+        with self._unpinned:
+            self._changing.discard(name)
 
     def pin(self, name: str) -> MemoryPin:
         """See `Tier.pin`."""
         with self._unpinned:
+            if name in self._changing and self._pins[name] == 0:
+                raise being_changed(name)
             self._pins[name] += 1
         return MemoryPin(self, self._shards[name], self._memory[name])
 
@@ -112,7 +126,16 @@ class MemoryPin:
         out[:] = self._owner.as_bytes(self._memory[low : low + stop - first])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Write the shard file from memory; see `PinnedShard.publish`."""
+        """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
+        first = shard * grid.shard_numel
+        low, high = self.local.base, self.local.base + self.local.valid_numel
+        valid = grid.shard_valid_numel(shard)
+        same = (grid.rows, grid.row_numel) == (self.local.grid.rows, self.local.grid.row_numel)
+        if not same or (valid > 0 and not low <= first <= first + valid <= high):
+            raise UsageError(
+                f"array {self.local.spec.name!r}: elements [{first}, {first + valid}) of shard {shard} are not in the "
+                f"pinned shard [{low}, {high})"
+            )
         return write_shard(res, path, self.local.spec, grid, shard, self.fill, priority)
 
     def release(self) -> None:
