@@ -98,7 +98,8 @@ class _Job:
     def run(self, advance: Callable[[int], None]) -> Path:
         """Write, commit and return the tag's folder."""
         committer = Committer(self._resources.files, self._folder, self._reader.tag, self._save_id)
-        committer.begin(overwrite=False)
+        committer.check(overwrite=False)
+        committer.begin()
         try:
             self._check_room(committer.temporary)
             # One order for reading and writing, and one shard at a time: see [Note: spans].
