@@ -26,6 +26,13 @@ from .training import Training
 
 _log = logging.getLogger("zstore")
 
+_LOAD_OPTIONS = {
+    "load_module_strict": True,
+    "load_optimizer_states": True,
+    "load_lr_scheduler_states": True,
+    "load_module_only": False,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatistics:
@@ -142,12 +149,19 @@ class Engine(nn.Module):
         state = client_state if client_state is not None else client_sd
         return self.checkpoints.save(save_dir, tag, state or {}, wait=wait, overwrite=overwrite)
 
-    def load_checkpoint(self, load_dir: str, tag: str | float | None = None) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self, load_dir: str, tag: str | float | None = None, **options: bool
+    ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
+        `options` are DeepSpeed's; only their defaults are offered, which load everything and accept no other model.
         (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
+        for name, value in options.items():
+            if value is not _LOAD_OPTIONS.get(name):
+                known = ", ".join(f"{key}={default}" for key, default in _LOAD_OPTIONS.items())
+                raise UsageError(f"load_checkpoint({name}={value!r}) is not offered; what is: {known}")
         return self.checkpoints.load(load_dir, tag)
 
     def wait_for_checkpoint(self) -> None:

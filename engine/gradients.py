@@ -149,6 +149,7 @@ class ShardedGradients:
         self._fired: dict[ParameterRecord, None] = {}
         self._due: dict[Unit, set[ParameterRecord]] = {}
         self._next = 0
+        self._in_backward = False
         self._under_way: deque[tuple[Reduction, set[ParameterRecord]]] = deque()
         self._handles: list[RemovableHandle] = []
         for record in self._records:
@@ -167,9 +168,14 @@ class ShardedGradients:
         """See Gradients."""
         self._fired.clear()
         self._next = 0
+        self._in_backward = True
         self._due = {unit: {r for r in unit.owned if r in self._expected} for unit in self._order}
 
     def _arrived(self, record: ParameterRecord) -> None:
+        if not self._in_backward:
+            raise UsageError(
+                "a backward that the engine does not know of: call engine.backward(loss), not loss.backward()"
+            )
         self._fired[record] = None
         self._due[self._unit_of[record]].discard(record)
         while self._next < len(self._order) and not self._due[self._order[self._next]]:
@@ -230,6 +236,7 @@ class ShardedGradients:
         if not self._order_is_agreed:
             self._agree_on_order()
         forget_gradients(self._others)
+        self._in_backward = False
 
     def _agree_on_order(self) -> None:
         """Take the order in which rank 0's units were complete in this backward."""
@@ -251,6 +258,7 @@ class ShardedGradients:
 
     def drop(self) -> None:
         """See Gradients."""
+        self._in_backward = False
         self._under_way.clear()
         self._filled.clear()
         self._agreed.clear()

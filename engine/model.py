@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import torch
 from torch import nn
 
@@ -19,12 +22,16 @@ def check_model(model: nn.Module, world: World) -> None:
         )
     world.raise_together(error)
     mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
-    for rank, other in enumerate(world.all_gather_object(mine)):
-        if other != mine:
-            odd = next((a for a, b in zip(mine, other, strict=False) if a != b), "their number")
-            raise UsageError(
-                f"rank {rank} has another model than rank {world.rank}: {odd} differs; build the same model on all ranks"
-            )
+    digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    theirs = world.broadcast_object(mine)
+    odd = next((f"{a} here, {b} there" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
+    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    raise UsageError(
+        f"ranks {ranks} have another model than rank 0; parameters differ, on rank {world.rank} first: "
+        f"{'none' if mine == theirs else odd}. Build the same model on every rank"
+    )
 
 
 def place_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:

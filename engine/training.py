@@ -130,10 +130,10 @@ class Training:
         self._note(overflow)
 
     def _update(self, factor: float) -> None:
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             self.state.step(self.gradients, self.optimizer.param_groups, factor)
-        except BaseException as raised:
+        except Exception as raised:
             error = raised
         self.world.raise_together(error)
         self.gather_resident(self.trained)

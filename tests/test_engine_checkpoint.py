@@ -204,6 +204,8 @@ def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert "training starts from the beginning" in caplog.text
         with pytest.raises(CheckpointNotFoundError, match="absent"):
             engine.load_checkpoint(str(tmp_path), "absent")
+        with pytest.raises(UsageError, match="load_module_only=True"):
+            engine.load_checkpoint(str(tmp_path), load_module_only=True)
         with pytest.raises(UsageError, match="cannot be a tag"):
             engine.save_checkpoint(str(tmp_path), "../x")
         engine.save_checkpoint(str(tmp_path), 0.5)
@@ -213,7 +215,7 @@ def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFix
         after = engine_digests(engine)
         engine.save_checkpoint(str(tmp_path), 0.5, client_sd={"step": 7}, overwrite=True)
         small_step(engine)
-        assert engine.load_checkpoint(str(tmp_path), 0.5)[1] == {"step": 7}
+        assert engine.load_checkpoint(str(tmp_path), 0.5, load_optimizer_states=True)[1] == {"step": 7}
         assert engine_digests(engine) == after
         assert engine.global_steps == 1
 

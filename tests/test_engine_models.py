@@ -19,6 +19,7 @@ from tests.reference import Reference
 from tests.test_engine_bits import ADAM, engine_digests, reference_digests
 from zstore.engine import Engine
 from zstore.engine.parameters import Residency
+from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
 WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 3
@@ -245,3 +246,24 @@ def _train_all(rank: int, names: list[str], stage: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_models_train_to_the_bit(stage: int) -> None:
     assert run_ranks(_train_all, WORLD_SIZE, list(MODELS), stage, timeout_s=90) == [{}, {}]
+
+
+def _misuse(rank: int) -> list[str]:
+    found = []
+    try:
+        zstore.initialize(model=nn.Linear(8, 8 + rank), config=settings(3))
+    except UsageError as error:
+        found.append(str(error))
+    engine, *_ = zstore.initialize(model=build("plain"), config=settings(2))
+    with engine:
+        try:
+            engine(ids_of(0, rank)).backward()
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_misuse_is_answered_on_every_rank() -> None:
+    for other_model, own_backward in run_ranks(_misuse, WORLD_SIZE):
+        assert "ranks [1] have another model than rank 0" in other_model
+        assert "call engine.backward(loss), not loss.backward()" in own_backward
