@@ -11,6 +11,7 @@ that fails writes a manifest that says so; rank 0 then gives up and leaves `abor
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import threading
 import time
@@ -136,6 +137,8 @@ class _Job:
                     self._wait_until(self._is_over, request.timeout_s, self._not_committed)
         except BaseException as error:
             self.give_up(error)
+            if isinstance(error, OSError) and error.errno == errno.ENOENT:
+                self._check_alive()  # rank 0 gave up, and removed what this rank was working on: it knows why
             raise
         finally:
             for pin in request.pins.values():
