@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import tempfile
 from dataclasses import asdict, dataclass
@@ -156,4 +157,19 @@ def _compare_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> lis
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [asdict(case) for case in sample_cases(world_size, 10)]
     for failed in run_ranks(_compare_all, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+def all_cases() -> list[Case]:
+    pairs = [(0, "none"), *itertools.product((1, 2, 3), ("none", "cpu", "nvme"))]
+    choices = itertools.product(pairs, ("bf16", "fp16", "fp32"), (1, 3), (0.0, 0.25), (500_000_000, 40_000))
+    return [Case(*pair, *rest) for pair, *rest in choices]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bits_equal_the_plain_loop_in_every_combination(world_size: int) -> None:
+    cases = [asdict(case) for case in all_cases()]
+    for failed in run_ranks(_compare_all, world_size, world_size, cases, timeout_s=3500):
         assert failed == []
