@@ -39,6 +39,7 @@ from zstore.checkpoint.ahead import ReadAhead
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 
 from . import client_state as client
+from .interrupts import interrupts_wait
 from .record import apply_record, check_record, engine_record
 from .rng import derive_rng_state, load_rng_state, rng_state
 from .tensors import as_numpy, as_torch, dtype_name
@@ -101,18 +102,22 @@ class Checkpoints:
             small = _Small.standing_in(small.state, described)
         handle: SaveHandle | None = None
         try:
-            handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite)
+            # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
+            with interrupts_wait():
+                handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite)
+                self._pending = SaveTicket(handle, time.perf_counter() - started)
         except Exception as raised:
             error = raised
         try:
             world.raise_together(error)
-        except BaseException:
+        except Exception:
+            self._pending = None
             if handle is not None:
                 handle.cancel()
             raise
-        if handle is None:
+        ticket = self._pending
+        if ticket is None:
             raise UsageError("the save did not begin")
-        ticket = self._pending = SaveTicket(handle, time.perf_counter() - started)
         if wait:
             self.wait()
             ticket.stall_s = time.perf_counter() - started
@@ -175,15 +180,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""
-        ticket, self._pending = self._pending, None
-        if ticket is None:
+        if self._pending is None:
             return
         error: BaseException | None = None
         try:
-            for message in ticket.wait().messages:
+            for message in self._pending.wait().messages:
                 _log.warning("%s", message)
         except Exception as raised:
             error = raised
+        # Not before: a save whose wait was interrupted is still under way.
+        self._pending = None
         self._training.world.raise_together(error)
 
     def finish(self) -> None:
@@ -206,10 +212,10 @@ class Checkpoints:
             with open_checkpoint(folder, tag, resources=training.state.store.resources) as reader:
                 engine = reader.record.state["engine"]
                 check_arrays(training, reader)
-                check_record(training, engine, saved_world_size=reader.record.world_size)
+                check_record(training, engine, saved_world_size=reader.record.training_world_size)
                 touched = True
                 self._load_arrays(reader)
-                apply_record(training, engine, saved_world_size=reader.record.world_size)
+                apply_record(training, engine, saved_world_size=reader.record.training_world_size)
                 training.run_id = reader.record.run or training.run_id
                 self._load_rng(reader)
                 state = client.join(reader.record.state.get("client_state", {}), reader.read_array)
@@ -258,15 +264,17 @@ class Checkpoints:
 
     def _load_rng(self, reader: CheckpointReader) -> None:
         world, step = self._training.world, self._training.counters.global_steps
-        if reader.record.world_size == world.world_size:
+        record = reader.record
+        # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
+        if record.training_world_size == record.world_size == world.world_size:
             load_rng_state(dict(reader.manifest(world.rank).rank_state))
             return
         derive_rng_state(self._training.config.seed, step, world.rank)
         if world.rank == 0:
             _log.info(
-                "the checkpoint was saved by %d ranks and is loaded by %d: random number generators start anew, from seed "
+                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
                 "%d, step %d and rank",
-                reader.record.world_size,
+                record.training_world_size,
                 world.world_size,
                 self._training.config.seed,
                 step,

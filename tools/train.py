@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, ZstoreError
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, ZstoreError, storage_error
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,7 @@ class _Position:
 def run_train(options: TrainOptions) -> None:
     """Train as `options` say; with `nproc` over 1 in that many processes started here."""
     if options.nproc > 1 and "RANK" not in os.environ:
+        _prepare(options)  # what is wrong is said once, and not by every rank
         _launch(options)
     else:
         _train(options)
@@ -95,6 +97,7 @@ def run_train(options: TrainOptions) -> None:
 
 def _launch(options: TrainOptions) -> None:
     """Start `nproc` processes of this command through torch's elastic launcher, and wait for their end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -114,6 +117,37 @@ def _launch(options: TrainOptions) -> None:
     except ChildFailedError as error:
         ranks = ", ".join(str(rank) for rank in sorted(error.failures))
         raise ZstoreError(f"training failed on rank {ranks}; its message stands above") from error
+    except SignalException as error:
+        print(f"zstore: stopped by {error.sigval.name}; the checkpoints that were committed hold", file=sys.stderr)
+        raise SystemExit(128 + error.sigval) from error
+
+
+def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Position, Corpus]:
+    """Return (checkpoint to go on from, where to start, text). Raises what can be known before anything is built."""
+    from zstore.engine.config import load_config
+
+    from .corpus import open_corpus
+    from .resume import resume_source, saved_position
+
+    source = resume_source(options.resume, options.save)
+    position = _position(options, None if source is None else saved_position(*source, _STATE_KEY))
+    corpus = open_corpus(options.data)
+    corpus.require(position.seq_len)
+    load_config(_config(options))
+    if options.save is not None:
+        _require_folder(options.save)
+    return source, position, corpus
+
+
+def _require_folder(folder: Path) -> None:
+    """Raise StorageError where nothing can be saved in `folder`: now, and not after hours of training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = "--save: the folder cannot be written; give one that this user may write"
+        raise storage_error(error, message, path=str(folder)) from error
 
 
 def _train(options: TrainOptions) -> None:
@@ -121,15 +155,9 @@ def _train(options: TrainOptions) -> None:
 
     import zstore
 
-    from .corpus import open_corpus
     from .models import build_model
-    from .resume import resume_source, saved_position
 
-    source = resume_source(options.resume, options.save)
-    saved = None if source is None else saved_position(*source, _STATE_KEY)
-    position = _position(options, saved)
-    corpus = open_corpus(options.data)
-    corpus.require(position.seq_len)
+    source, position, corpus = _prepare(options)
     zstore.init_distributed()
     torch.manual_seed(position.seed)
     model = build_model(options.model, position.seq_len)
