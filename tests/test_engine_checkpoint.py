@@ -14,7 +14,7 @@ from torch import nn
 import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
-from zstore.checkpoint import open_checkpoint
+from zstore.checkpoint import open_checkpoint, reshard_checkpoint
 from zstore.dist import World
 from zstore.engine import Engine
 from zstore.errors import (
@@ -145,6 +145,20 @@ def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after:
         assert one.record.run == other.record.run
         for name in one.arrays:
             np.testing.assert_array_equal(one.read_array(name), other.read_array(name), err_msg=name)
+
+
+def test_a_resharded_checkpoint_goes_on_like_the_one_it_came_from(tmp_path: Path) -> None:
+    run_ranks(_save, 2, str(tmp_path), 3, "nvme")
+    for world_size in (1, 3):  # the new layout's own world size, and another
+        folder = tmp_path / f"at-{world_size}"
+        folder.mkdir()
+        with open_checkpoint(tmp_path / "ckpt") as reader:
+            reshard_checkpoint(reader, folder / "ckpt", 1)
+        (folder / "direct").mkdir()
+        (folder / "direct" / "ckpt").symlink_to(tmp_path / "ckpt")
+        resharded = run_ranks(_load_elsewhere, world_size, str(folder), 1, "cpu")
+        direct = run_ranks(_load_elsewhere, world_size, str(folder / "direct"), 1, "cpu")
+        assert [losses for losses, _ in resharded] == [losses for losses, _ in direct]
 
 
 def _of_step(losses: list[float], step: int) -> list[float]:
