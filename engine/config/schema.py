@@ -102,7 +102,7 @@ class Settings(Section):
     """Print the time of forward, backward and step."""
     memory_breakdown: Bool = not_yet(False, "engine.statistics() has bytes by tier")
     """Print the memory in use."""
-    dump_state: Bool = not_yet(False, "the plan of what rests where is printed in any case")
+    dump_state: Bool = not_yet(False, "engine.statistics() says what rests where")
     """Print the engine's state at the start."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
@@ -111,7 +111,7 @@ class Settings(Section):
     """Metrics for Comet."""
     trackio: Unread = no_effect(None, _NO_MONITOR)
     """Metrics for Trackio."""
-    dataloader_drop_last: Bool = not_yet(False, "the returned loader deals whole batches only")
+    dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
     log_level: Unread = no_effect(None, "use Python's logging")
     """How much is logged."""

@@ -294,7 +294,7 @@ class CheckpointSection(Section):
     """How checkpoints are written."""
 
     tag_validation: Annotated[str, PlainValidator(OneOf(options=("Ignore", "Warn", "Fail")))] = no_effect(
-        "Warn", "ranks that do not agree on a tag are always an error"
+        "Warn", "where ranks do not agree on a tag, rank 0's is used and a warning says so"
     )
     """Compare the tags of all ranks."""
     load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
@@ -316,5 +316,5 @@ class DataTypesSection(Section):
     """Type in which gradients accumulate."""
     param_dtype: DataType = no_effect(None, "it follows from fp16 and bf16", quiet=("none",))
     """Type of the parameters."""
-    buffer_dtype: DataType = no_effect(None, "buffers keep their type", quiet=("none",))
+    buffer_dtype: DataType = no_effect(None, "floating buffers follow the parameters' type, others keep theirs", quiet=("none",))
     """Type of the modules' buffers."""
