@@ -8,6 +8,7 @@ The limit is the bytes that the step moves, over the disk's rate for the same mi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
             after = engine.statistics().store
             moved = after.disk_read_bytes + after.disk_write_bytes - before.disk_read_bytes - before.disk_write_bytes
             if step >= 2:
-                forward_s, backward_s, step_s = (b - a for a, b in zip(times, times[1:], strict=False))
+                forward_s, backward_s, step_s = (after - before for before, after in itertools.pairwise(times))
                 rows.append((forward_s, backward_s, step_s, moved, disk_limit(folder, "mixed", nbytes)))
         stall_s, written_percent = _save(engine, folder / "ckpt")
     return {

@@ -316,5 +316,7 @@ class DataTypesSection(Section):
     """Type in which gradients accumulate."""
     param_dtype: DataType = no_effect(None, "it follows from fp16 and bf16", quiet=("none",))
     """Type of the parameters."""
-    buffer_dtype: DataType = no_effect(None, "floating buffers follow the parameters' type, others keep theirs", quiet=("none",))
+    buffer_dtype: DataType = no_effect(
+        None, "floating buffers follow the parameters' type, others keep theirs", quiet=("none",)
+    )
     """Type of the modules' buffers."""
