@@ -5,9 +5,10 @@ On every rank: the store's arrays are pinned, buffers and the client's tensors c
 here are raised on every rank, and nothing was written. The rest runs in zstore.checkpoint's background thread.
 
 [Note: loading]
-The checkpoint is compared with the model first; then each rank streams the elements that it owns from the files into
-its arrays, casts masters into its parameters, and all ranks share the rows of resident parameters. Where that fails
-half way the state is a mixture, and the error says so.
+The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
+elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
+resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
+neither trained nor saved until a load mends it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +91,7 @@ class Checkpoints:
         error: BaseException | None = None
         mine, small = "", _Small({}, {}, {})
         try:
+            self._training.require_whole()
             mine = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
             self._check_no_accumulation()
             small = self._collect_small(state)
@@ -205,39 +208,49 @@ class Checkpoints:
         """Load a checkpoint; return its path and the client's state (all ranks)."""
         self.wait()
         training = self._training
-        error: BaseException | None = None
-        found: tuple[str, dict[str, Any]] | None = None
-        touched = False
-        try:
-            with open_checkpoint(folder, tag, resources=training.state.store.resources) as reader:
-                engine = reader.record.state["engine"]
+        error: Exception | None = None
+        reader: CheckpointReader | None = None
+        with ExitStack() as opened:
+            try:
+                reader = opened.enter_context(open_checkpoint(folder, tag, resources=training.state.store.resources))
                 check_arrays(training, reader)
-                check_record(training, engine, saved_world_size=reader.record.training_world_size)
-                touched = True
-                self._load_arrays(reader)
-                apply_record(training, engine, saved_world_size=reader.record.training_world_size)
-                training.run_id = reader.record.run or training.run_id
-                self._load_rng(reader)
-                state = client.join(reader.record.state.get("client_state", {}), reader.read_array)
-                found = str(reader.path), state
-        except CheckpointNotFoundError as missing:
-            if tag is not None:
-                error = missing
-        except Exception as raised:
-            error = raised
-            if touched:
+                check_record(training, _engine_of(reader), saved_world_size=reader.record.training_world_size)
+            except CheckpointNotFoundError as missing:
+                if tag is not None:
+                    error = missing
+            except Exception as raised:
+                error = raised
+            # Until here nothing was changed, on any rank.
+            training.world.raise_together(error)
+            self._check_all_found(reader is not None)
+            if reader is None:
+                _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
+                return None, {}
+            training.torn = True
+            state: dict[str, Any] = {}
+            try:
+                state = self._bring_back(reader)
+            except Exception as raised:
                 raised.add_note(
                     "The engine now holds a mixture of two states: load another checkpoint before going on."
                 )
-        training.world.raise_together(error)
-        self._check_all_found(found is not None)
-        if found is None:
-            _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
-            return None, {}
+                error = raised
+            training.world.raise_together(error)
         training.gather_resident(training.state.records)
         training.restart_accumulation()
         training.backwards = 0
-        return found
+        training.torn = False
+        return str(reader.path), state
+
+    def _bring_back(self, reader: CheckpointReader) -> dict[str, Any]:
+        """Load what this rank owns; return the client's state."""
+        training = self._training
+        self._load_arrays(reader)
+        apply_record(training, _engine_of(reader), saved_world_size=reader.record.training_world_size)
+        training.run_id = reader.record.run or training.run_id
+        self._load_rng(reader)
+        state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)
+        return state
 
     def _check_all_found(self, found: bool) -> None:
         ranks = self._training.world.all_gather_object(found)
@@ -299,6 +312,15 @@ class _Small:
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
         return _Small(state, specs, arrays)
+
+
+def _engine_of(reader: CheckpointReader) -> dict[str, Any]:
+    engine = reader.record.state.get("engine")
+    if not isinstance(engine, dict):
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.path} was not saved by an engine, so it has no counters to go on from"
+        )
+    return engine
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zstore.dist import World
-from zstore.errors import NonFiniteError
+from zstore.errors import NonFiniteError, UsageError
 
 from .collectives import all_gather_rows
 from .config import BatchSizes, Config
@@ -68,6 +68,8 @@ class Training:
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
     """Whether the last step changed parameters."""
+    torn: bool = False
+    """Whether a step or a load stopped half way: the state is a mixture until a load mends it."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -107,6 +109,13 @@ class Training:
         self.gradients.drop()
         self.counters.micro_steps -= self.counters.micro_steps % self.batch.accumulation_steps
 
+    def require_whole(self) -> None:
+        """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""
+        if self.torn:
+            raise UsageError(
+                "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
+            )
+
     def step(self) -> None:
         """Take one optimizer step with the gradients accumulated, or skip it at an overflow in fp16.
 
@@ -114,6 +123,7 @@ class Training:
         changed; the gradients are dropped.
         """
         try:
+            self.require_whole()
             self.gradients.reduce()
             norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.sharding.optimizer_state)
             self.norm = norm / self.scaler.scale
@@ -131,12 +141,15 @@ class Training:
 
     def _update(self, factor: float) -> None:
         error: Exception | None = None
+        self.torn = True
         try:
             self.state.step(self.gradients, self.optimizer.param_groups, factor)
         except Exception as raised:
+            raised.add_note("The step was applied in part: load a checkpoint before going on.")
             error = raised
         self.world.raise_together(error)
         self.gather_resident(self.trained)
+        self.torn = False
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""

@@ -64,15 +64,15 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 @contextmanager
-def unchanged(engine: Engine) -> Iterator[None]:
-    """The block leaves every bit as it was, after one step of `engine`, which then trains as if it had seen no error."""
+def unchanged(engine: Engine, steps: int = 1) -> Iterator[None]:
+    """The block leaves every bit of `engine`, `steps` old, as it was; then it trains as one that saw no error."""
     before = state_of(engine)
     yield
     assert state_of(engine) == before
     step(engine)
     with start(make_config(3)) as other:
-        step(other)
-        step(other)
+        for _ in range(steps + 1):
+            step(other)
         assert state_of(engine) == state_of(other)
 
 

@@ -198,7 +198,7 @@ import subprocess, sys
 from pathlib import Path
 import pytest
 from tests.engine_runs import make_config, start, state_of, step, unchanged, whole
-from zstore.errors import DiskFullError
+from zstore.errors import DiskFullError, UsageError
 
 disk, elsewhere = Path(sys.argv[1]), sys.argv[2]
 
@@ -222,10 +222,21 @@ with start(make_config(3, "nvme", disk)) as engine:
 with start(make_config(3, "nvme", disk)) as engine:
     engine.load_checkpoint(elsewhere)
     assert state_of(engine) == before
-    size("40m")
+    # Room for the checkpoint's own files, and none for the next generation of what it links.
+    size("2200k")
     engine.save_checkpoint(str(disk / "ckpt"))
-    step(engine)
-    assert whole(disk / "ckpt") == ["step-00000002"]
+    with pytest.raises(DiskFullError, match=str(disk)) as caught:
+        step(engine)
+    assert "applied in part" in caught.value.__notes__[0]
+    size("40m")
+    for torn in (lambda: step(engine), lambda: engine.save_checkpoint(elsewhere, "torn")):
+        with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+            torn()
+    engine.load_checkpoint(str(disk / "ckpt"))
+    with unchanged(engine, steps=2):
+        pass
+    engine.save_checkpoint(str(disk / "ckpt"))
+    assert whole(disk / "ckpt") == ["step-00000002", "step-00000003"]
 print("done")
 """
 

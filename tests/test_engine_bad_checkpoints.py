@@ -197,8 +197,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_loads(
     with pytest.raises(CorruptionError, match=f"{array}.*") as caught:
         engine.load_checkpoint(str(folder))
     assert "load another checkpoint before going on" in caught.value.__notes__[0]
+    with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+        engine.save_checkpoint(str(folder), "mixed")
+    with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+        step(engine)
     engine.load_checkpoint(str(folder), "good")
     assert state_of(engine) == good
+    step(engine)
 
 
 def test_records_and_manifests_are_checked_before_anything_is_changed(engine: Engine, folder: Path) -> None:
