@@ -298,7 +298,12 @@ class Engine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            try:
+                return getattr(self.module, name)
+            except AttributeError as error:
+                raise AttributeError(
+                    f"the engine has no attribute {name!r}; of its model: {error}", name=name
+                ) from error
 
 
 def _close(training: Training, checkpoints: Checkpoints) -> None:

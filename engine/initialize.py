@@ -76,8 +76,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 def _config_source(args: Namespace | None, config: Any, config_params: Any) -> Any:
     """Return the one config that was given. Raises ConfigError for none, or two different ones."""
-    path = None if args is None else vars(args).get("deepspeed_config")
-    given = {"config": config, "config_params": config_params, "args.deepspeed_config": path}
+    given = {"config": config, "config_params": config_params}
+    for name in ("deepspeed_config", "deepscale_config"):
+        given[f"args.{name}"] = None if args is None else vars(args).get(name)
     found = {name: value for name, value in given.items() if value is not None}
     if not found:
         raise ConfigError("initialize() got no config: pass config=dict or path, or --deepspeed_config FILE in args")

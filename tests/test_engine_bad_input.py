@@ -205,6 +205,8 @@ def test_calls_in_the_wrong_order_or_with_the_wrong_loss_are_named(nvme: Path) -
                 engine.backward(engine(*ids))
             with pytest.raises(IndexError):
                 engine(torch.tensor([[9999, 3]]))
+            with pytest.raises(AttributeError, match=r"the engine has no attribute 'fly'; of its model: 'Net' object"):
+                engine.fly()
 
 
 def poison(rank: int, folder: str, stage: int, tier: str, precision: str, bad_rank: int) -> None:
