@@ -67,6 +67,13 @@ class RunFolder:
                     path=str(self.path),
                     rank=rank,
                 ) from error
+            except OSError as error:
+                raise RunFolderError(
+                    "nvme_path: the folder cannot be locked; give one on a local drive",
+                    path=str(self.path),
+                    errno=error.errno,
+                    rank=rank,
+                ) from error
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -76,5 +83,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove the folder's files and give the lock back."""
-        self._sweep()
-        os.close(self._fd)
+        try:
+            self._sweep()
+        finally:
+            os.close(self._fd)

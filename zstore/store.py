@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import ArraySpec, numpy_dtype
-from .buffers import Buffer, Pool
+from .buffers import Pool
 from .errors import UsageError
 from .files import Files
 from .io import IoQueue, QueueStatistics, Ticket
 from .partition import Grid
 from .runfolder import RunFolder
 from .shardio import IoResources
-from .stream import Stream, StreamCounters, Tile
-from .tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, PinnedShard, Tier
+from .stream import Stream, StreamCounters
+from .tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
+from .tiers.views import as_numpy, copy_into, host_array
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +114,13 @@ class TensorStore:
         self.options = options
         self.rank = rank
         files = files or Files()
-        self._folder = None if options.run_path is None else RunFolder(options.run_path, rank, files)
         pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes)
         queue = IoQueue(options.num_threads, options.queue_depth)
+        try:
+            self._folder = None if options.run_path is None else RunFolder(options.run_path, rank, files)
+        except BaseException:
+            queue.close()
+            raise
         self.resources = IoResources(
             files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
@@ -125,7 +131,8 @@ class TensorStore:
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self._pending: dict[str, Ticket[Any]] = {}
-        self._prefetched: dict[str, tuple[Buffer, Array]] = {}
+        self._failed: dict[str, BaseException] = {}
+        self._ahead = ReadAhead(pool)
         self._lock = threading.Lock()
         self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
         self._counters = StreamCounters()
@@ -142,6 +149,7 @@ class TensorStore:
         `memory` (device tier only) becomes the resting place instead: 1-D, contiguous, the unpadded elements; it stays
         the caller's, who sees every change. A shard under 64 KiB asked for on disk rests in host memory.
         """
+        self._check_open()
         if spec.name in self._shards:
             raise UsageError(f"array {spec.name!r} exists already")
         local = LocalShard(spec, grid, shard)
@@ -149,13 +157,17 @@ class TensorStore:
         chosen.create(local, memory)
         self._shards[spec.name] = local
         self._tiers[spec.name] = chosen
+        budget = self.options.host_budget_bytes
+        self.resources.pool.limit_bytes = None if budget is None else budget - self._host.used_bytes
 
     def _choose(self, local: LocalShard, tier: TierName) -> Tier:
-        if tier == "disk":
-            if self._disk is None:
-                raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
-            return self._host if local.nbytes < SMALL_SHARD_BYTES else self._disk
-        return self._host if tier == "host" else self._device
+        tiers: dict[str, Tier | None] = {"device": self._device, "host": self._host, "disk": self._disk}
+        if tier not in tiers:
+            raise UsageError(f"array {local.spec.name!r}: expected one of {', '.join(tiers)} as tier, got {tier!r}")
+        chosen = tiers[tier]
+        if chosen is None:
+            raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
+        return self._host if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
 
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order they were created."""
@@ -187,7 +199,7 @@ class TensorStore:
 
         `data` is 1-D, contiguous, in host memory, of the array's data type.
         """
-        source = _as_numpy(data, self.spec(name))
+        source = as_numpy(data, self.spec(name))
         local = self.local(name)
         if first < 0 or first + source.size > local.valid_numel:
             raise UsageError(
@@ -196,12 +208,16 @@ class TensorStore:
         mode = Mode.FILL if source.size == local.valid_numel else Mode.UPDATE
 
         def run() -> None:
-            self._drop_prefetched(name)
-            for tile in self._stream([[name]], mode):
-                low, high = max(tile.first, first), min(tile.stop, first + source.size)
-                if low < high:
-                    target = tile.views[0][low - tile.first : high - tile.first]
-                    _copy(target, source[low - first : high - first])
+            try:
+                for tile in self._ahead.forgetting([name], self._stream([[name]], mode)):
+                    low, high = max(tile.first, first), min(tile.stop, first + source.size)
+                    if low < high:
+                        target = tile.views[0][low - tile.first : high - tile.first]
+                        copy_into(target, source[low - first : high - first])
+            except BaseException as error:
+                self._failed[name] = error
+                raise
+            self._failed.pop(name, None)
 
         return self._drive([name], run)
 
@@ -216,24 +232,25 @@ class TensorStore:
             raise UsageError(f"array {name!r}: elements [{first}, {last}) are not in a shard of {local.valid_numel}")
         dtype = numpy_dtype(local.spec.dtype)
         target = np.empty(last - first, dtype) if out is None else out
-        if target.shape != (last - first,) or target.dtype != dtype or not target.flags.c_contiguous:
+        usable = target.flags.c_contiguous and target.flags.writeable
+        if target.shape != (last - first,) or target.dtype != dtype or not usable:
             raise UsageError(
-                f"array {name!r}: expected {last - first} contiguous elements of {dtype} to read into, "
+                f"array {name!r}: expected {last - first} contiguous, writable elements of {dtype} to read into, "
                 f"got {target.shape} of {target.dtype}"
             )
 
+        chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
+
         def run() -> Array:
-            with self._lock:
-                cached = self._prefetched.pop(name, None)
-            if cached is not None:
-                target[:] = cached[1][first:last]
-                cached[0].release()
-                return target
-            for tile in self._stream([[name]], Mode.READ):
+            cached = self._ahead.take(name)
+            tiles = self._stream([[name]], Mode.READ, chunks) if cached is None else cached.tiles(local)
+            for tile in tiles:
                 low, high = max(tile.first, first), min(tile.stop, last)
                 if low < high:
                     source = tile.views[0][low - tile.first : high - tile.first]
-                    target[low - first : high - first] = _host_array(source, dtype)
+                    target[low - first : high - first] = host_array(source, dtype)
+            if cached is not None:
+                cached.buffer.release()
             return target
 
         return self._drive([name], run)
@@ -241,28 +258,19 @@ class TensorStore:
     def prefetch(self, names: Sequence[str]) -> Ticket[int]:
         """Bring shards that rest on disk into buffers, for the next `read` of each; returns how many were brought.
 
-        Takes only buffers that are free, and never more than half of them: it is a hint, not a promise.
+        Takes only buffers that are free, never more than half of them, and gives them back to whoever has to wait for
+        one: it is a hint, not a promise.
         """
 
         def run() -> int:
-            count = 0
-            for name in names:
-                local = self.local(name)
-                if self._tiers[name].name != "disk" or local.nbytes == 0 or name in self._prefetched:
-                    continue
-                pool = self.resources.pool
-                room = pool.held_bytes + local.nbytes <= pool.nbytes // 2
-                buffer = pool.try_acquire(local.nbytes) if room else None
-                if buffer is None:
-                    continue
-                target = buffer.bytes.view(numpy_dtype(local.spec.dtype))
-                for tile in self._stream([[name]], Mode.READ):
-                    target[tile.first : tile.stop] = tile.views[0]
-                with self._lock:
-                    self._prefetched[name] = (buffer, target)
-                count += 1
-            return count
+            return sum(
+                self._ahead.bring(tier, self._shards[name])
+                for name in names
+                if isinstance(tier := self._tiers[name], DiskTier)
+            )
 
+        for name in names:
+            self.local(name)
         return self._drive(names, run)
 
     def stream(
@@ -273,14 +281,15 @@ class TensorStore:
         The arrays of a group share one layout. "update": change the views in place, they go back when the next tile is
         asked for. "fill": set every element; nothing is read. "read": changes are lost. Exhaust it or close it.
         """
+        self._check_open()
         names = [name for group in groups for name in group]
         self._settle(names)
-        if mode != "read":
-            for name in names:
-                self._drop_prefetched(name)
-        return self._stream(groups, Mode(mode))
+        tiles = self._stream(groups, Mode(mode))
+        return tiles if mode == "read" else self._ahead.forgetting(names, tiles)
 
-    def _stream(self, groups: Sequence[Sequence[str]], mode: Mode) -> Iterator[Tile]:
+    def _stream(
+        self, groups: Sequence[Sequence[str]], mode: Mode, chunks: tuple[int, int] | None = None
+    ) -> Iterator[Tile]:
         for group in groups:
             for name in group:
                 self.local(name)
@@ -291,12 +300,12 @@ class TensorStore:
             shards=self._shards,
             pool=self.resources.pool,
             counters=self._counters,
+            chunks=chunks,
         ).tiles()
 
     def _drive(self, names: Sequence[str], run: Callable[[], T]) -> Ticket[T]:
         """Run behind the caller, after what is under way for the same arrays."""
-        if self._closed:
-            raise UsageError("the store is closed")
+        self._check_open()
         with self._lock:
             before = [self._pending[name] for name in names if name in self._pending]
 
@@ -317,24 +326,34 @@ class TensorStore:
         for ticket in tickets.values():
             ticket.error()
 
-    def _drop_prefetched(self, name: str) -> None:
-        with self._lock:
-            cached = self._prefetched.pop(name, None)
-        if cached is not None:
-            cached[0].release()
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the store is closed")
+
+    def _raise_failed(self, names: Sequence[str]) -> None:
+        """Raise the error of a failed write of `names`, once: its ticket may have been dropped."""
+        for error in [self._failed.pop(name) for name in names if name in self._failed]:
+            raise error
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def commit(self) -> int:
-        """Wait for everything under way, call the state a version, and return its number."""
+        """Wait for everything under way, call the state a version, and return its number.
+
+        Raises, once, the error of a write that failed and that no later write of its array made good.
+        """
+        self._check_open()
         self._settle(list(self._shards))
+        self._raise_failed(list(self._shards))
         self._version += 1
         return self._version
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
-        """Pin the present version of `names` (all arrays by default) without moving a byte."""
+        """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
+        self._check_open()
         chosen = list(self._shards) if names is None else list(names)
         self._settle(chosen)
+        self._raise_failed(chosen)
         pins: dict[str, PinnedShard] = {}
         try:
             for name in chosen:
@@ -373,55 +392,18 @@ class TensorStore:
             return
         self._settle(list(self._shards))
         self._closed = True
-        self._drivers.shutdown()
-        self.resources.queue.close()
-        for tier in (self._disk, self._host, self._device):
-            if tier is not None:
-                tier.close()
-        if self._folder is not None:
-            self._folder.close()
+        with contextlib.ExitStack() as last_to_first:
+            if self._folder is not None:
+                last_to_first.callback(self._folder.close)
+            for tier in (self._device, self._host, self._disk):
+                if tier is not None:
+                    last_to_first.callback(tier.close)
+            last_to_first.callback(self.resources.queue.close)
+            last_to_first.callback(self._ahead.drop_all)
+            last_to_first.callback(self._drivers.shutdown)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
-    """Return `data` as a 1-D numpy array of the spec's data type, without copying."""
-    dtype = numpy_dtype(spec.dtype)
-    if not isinstance(data, np.ndarray):
-        import torch
-
-        found = str(data.dtype).removeprefix("torch.")
-        if data.device.type != "cpu" or data.dim() != 1 or not data.is_contiguous() or found != spec.dtype:
-            raise UsageError(
-                f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
-                f"{found} on {data.device}"
-            )
-        flat = data.detach()
-        return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
-    if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
-        raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
-    return data
-
-
-def _copy(target: Any, source: Array) -> None:
-    """Copy `source` into a view of any tier."""
-    if isinstance(target, np.ndarray):
-        target[:] = source
-    else:
-        import torch
-
-        target.view(torch.uint8).copy_(torch.from_numpy(source.view(np.uint8)))
-
-
-def _host_array(source: Any, dtype: np.dtype[Any]) -> Array:
-    """Return a view of any tier as a numpy array in host memory."""
-    if isinstance(source, np.ndarray):
-        return source
-    import torch
-
-    flat: Array = source.detach().cpu().view(torch.uint8).numpy().view(dtype)
-    return flat

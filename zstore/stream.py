@@ -23,24 +23,11 @@ import numpy as np
 from .buffers import Buffer, Bytes, Pool
 from .errors import UsageError
 from .io import Ticket
-from .tiers import DiskTier, LocalShard, Mode, Span, Tier
-from .tiers.base import View
+from .tiers import DiskTier, LocalShard, Mode, Span, Tier, Tile
+
+__all__ = ["Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One chunk of every array of a group: local flat elements `[first, stop)` without padding.
-
-    `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
-    They are valid until the next tile is asked for.
-    """
-
-    group: int
-    first: int
-    stop: int
-    views: tuple[View, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,10 @@ NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Stream:
-    """Drives one pass over `groups` of array names; `tiers` and `shards` say where each rests."""
+    """Drives one pass over `groups` of array names; `tiers` and `shards` say where each rests.
+
+    `chunks` limits a reading pass to chunks `[first, stop)` of each shard.
+    """
 
     def __init__(
         self,
@@ -87,9 +77,11 @@ class Stream:
         shards: Mapping[str, LocalShard],
         pool: Pool,
         counters: StreamCounters,
+        chunks: tuple[int, int] | None = None,
     ) -> None:
         self._groups = [tuple(group) for group in groups]
         self._mode = mode
+        self._chunks = chunks
         self._tiers = tiers
         self._shards = shards
         self._pool = pool
@@ -110,8 +102,9 @@ class Stream:
             seen.update(group)
             present = shards[0].grid.present_chunks(shards[0].shard) if shards[0].valid_numel else 0
             step = min((t.span_chunks(n) for n in group if isinstance(t := self._tiers[n], DiskTier)), default=present)
-            for first in range(0, present, max(1, step)):
-                yield _Plan(number, Span(first, min(step, present - first)), first == 0)
+            start, stop = (0, present) if self._chunks is None else self._chunks
+            for first in range(start, min(stop, present), max(1, step)):
+                yield _Plan(number, Span(first, min(step, min(stop, present) - first)), first == start)
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""

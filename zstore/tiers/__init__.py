@@ -1,9 +1,22 @@
 """Where a shard rests: device, host, disk, behind one contract."""
 
-from .base import LocalShard, Mode, PinnedShard, Span, Tier
+from .ahead import ReadAhead
+from .base import LocalShard, Mode, PinnedShard, Span, Tier, Tile
 from .device import DeviceTier
 from .disk import DiskTier
 from .host import HostTier
 from .memory import MemoryTier
 
-__all__ = ["DeviceTier", "DiskTier", "HostTier", "LocalShard", "MemoryTier", "Mode", "PinnedShard", "Span", "Tier"]
+__all__ = [
+    "DeviceTier",
+    "DiskTier",
+    "HostTier",
+    "LocalShard",
+    "MemoryTier",
+    "Mode",
+    "PinnedShard",
+    "ReadAhead",
+    "Span",
+    "Tier",
+    "Tile",
+]

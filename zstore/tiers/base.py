@@ -60,6 +60,14 @@ class LocalShard:
     grid: Grid
     shard: int
 
+    def __post_init__(self) -> None:
+        spec, grid = self.spec, self.grid
+        if (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel) or self.shard < 0:
+            raise UsageError(
+                f"array {spec.name!r} has {spec.rows} rows of {spec.row_numel} elements, got shard {self.shard} of a grid "
+                f"of {grid.rows} rows of {grid.row_numel}"
+            )
+
     @property
     def base(self) -> int:
         """Global flat element where the shard begins."""
@@ -92,6 +100,20 @@ class Span:
     def chunks(self) -> range:
         """Numbers of the chunks."""
         return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One chunk of every array of a group: local flat elements `[first, stop)` without padding.
+
+    `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
+    They are valid until the next tile is asked for.
+    """
+
+    group: int
+    first: int
+    stop: int
+    views: tuple[View, ...]
 
 
 class PinnedShard(Protocol):

@@ -1,0 +1,144 @@
+"""The run folder: one owner at a time, and what a killed one left is swept."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zstore.errors import ConfigError, RunFolderError, StorageError
+from zstore.files import Files
+from zstore.runfolder import RunFolder
+from zstore.testing.faults import Fault, FaultyFiles
+
+HOLD = """
+import sys
+from zstore.files import Files
+from zstore.runfolder import RunFolder
+folder = RunFolder(sys.argv[1], int(sys.argv[2]), Files())
+(folder.path / "left.0.shard").write_bytes(b"x" * 100)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def hold(path: Path, rank: int = 0) -> subprocess.Popen[str]:
+    """A process that holds the folder until its standard input is closed or it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str], *, kill: bool) -> None:
+    if kill:
+        process.kill()
+    process.communicate()
+
+
+def test_each_rank_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path, rank, Files()) for rank in (0, 1, 12)]
+    assert [folder.path.name for folder in folders] == ["rank-00000", "rank-00001", "rank-00012"]
+    assert {folder.path.parent for folder in folders} == {tmp_path / "zstore-run"}
+    for folder in folders:
+        folder.close()
+
+
+@pytest.mark.parametrize("path", ["relative", "./x", "", "~/x"])
+def test_a_relative_path_is_a_configuration_error(path: str) -> None:
+    with pytest.raises(ConfigError, match="nvme_path: expected an absolute path"):
+        RunFolder(path, 0, Files())
+
+
+def test_a_missing_folder_and_a_file_are_errors_that_name_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "missing", tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunFolderError, match="expected an existing folder") as info:
+            RunFolder(path, 0, Files())
+        assert info.value.path == str(path)
+        assert isinstance(info.value, StorageError)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, number: int) -> None:
+    files = FaultyFiles(faults=(Fault(kind="make_folder", error_number=number),))
+    with pytest.raises(RunFolderError, match="the folder cannot be written") as info:
+        RunFolder(tmp_path, 3, files)
+    assert (info.value.path, info.value.errno, info.value.rank) == (str(tmp_path), number, 3)
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "zstore-run").write_bytes(b"")
+    with pytest.raises(RunFolderError, match="the folder cannot be written"):
+        RunFolder(tmp_path, 0, Files())
+
+
+def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    process = hold(tmp_path)
+    try:
+        with pytest.raises(RunFolderError, match=rf"another run holds this folder \(process {process.pid} on "):
+            RunFolder(tmp_path, 0, Files())
+        RunFolder(tmp_path, 1, Files()).close()
+        assert (tmp_path / "zstore-run" / "rank-00000" / "left.0.shard").exists()
+    finally:
+        end(process, kill=False)
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_what_a_dead_run_left_is_swept_by_the_next(tmp_path: Path, kill: bool) -> None:
+    end(hold(tmp_path), kill=kill)
+    left = tmp_path / "zstore-run" / "rank-00000" / "left.0.shard"
+    assert left.exists()
+    folder = RunFolder(tmp_path, 0, Files())
+    assert not left.exists()
+    folder.close()
+
+
+def test_only_our_files_are_swept(tmp_path: Path) -> None:
+    path = tmp_path / "zstore-run" / "rank-00000"
+    path.mkdir(parents=True)
+    for name in ("a.3.shard", "notes.txt"):
+        (path / name).write_bytes(b"")
+    (tmp_path / "b.0.shard").write_bytes(b"")
+    RunFolder(tmp_path, 0, Files()).close()
+    assert sorted(p.name for p in path.iterdir()) == ["notes.txt", "owner"]
+    assert (tmp_path / "b.0.shard").exists()
+
+
+def test_close_gives_the_lock_back_even_where_sweeping_fails(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    folder = RunFolder(tmp_path, 0, files)
+    (folder.path / "a.0.shard").write_bytes(b"")
+    files.inject(Fault(kind="unlink", error_number=errno.EIO))
+    with pytest.raises(StorageError, match="EIO"):
+        folder.close()
+    RunFolder(tmp_path, 0, Files()).close()
+
+
+def test_a_sweep_that_fails_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "zstore-run" / "rank-00000"
+    path.mkdir(parents=True)
+    (path / "a.0.shard").write_bytes(b"")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="EIO"):
+        RunFolder(tmp_path, 0, FaultyFiles(faults=(Fault(kind="unlink", error_number=errno.EIO),)))
+    assert len(os.listdir("/proc/self/fd")) == before
+    RunFolder(tmp_path, 0, Files()).close()
+
+
+def test_a_file_system_without_locks_is_an_error_that_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunFolderError, match="cannot be locked") as info:
+        RunFolder(tmp_path, 0, Files())
+    assert info.value.errno == errno.ENOLCK

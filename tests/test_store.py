@@ -1,0 +1,762 @@
+"""TensorStore: what is written is read, on every tier, at any size, with await and without."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zstore.arrays import ArraySpec
+from zstore.buffers import Buffer
+from zstore.errors import BudgetError, ConfigError, DiskFullError, RunFolderError, StorageError, UsageError
+from zstore.files import Files
+from zstore.io import Priority
+from zstore.partition import Grid, make_grid
+from zstore.shardio import ShardReader
+from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
+from zstore.testing.contract import as_array
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.oracle import random_values, same_bits
+
+TIERS = ("device", "host", "disk")
+MIB = 1024 * 1024
+LARGE = (600, 1000)
+"""2.4 MB in fp32: rests on disk where asked for."""
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    return FaultyFiles()
+
+
+@pytest.fixture
+def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
+    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
+        yield store
+        files.heal()
+
+
+def create(
+    store: TensorStore,
+    tier: Any,
+    shape: tuple[int, ...] = LARGE,
+    dtype: str = "float32",
+    *,
+    name: str = "model/w",
+    world_size: int = 1,
+    shard: int = 0,
+) -> np.ndarray:
+    """Register an array and return random values for this rank's shard."""
+    spec = ArraySpec(name=name, shape=shape, dtype=dtype)
+    store.create(spec, grid=make_grid(spec.stored_shape, world_size), shard=shard, tier=tier)
+    return random_values(dtype, store.valid_numel(name), seed=len(store.names()))
+
+
+def other_than(values: np.ndarray) -> np.ndarray:
+    """Other bits everywhere."""
+    return (~values.view(np.uint8)).view(values.dtype)
+
+
+def count(store: TensorStore) -> int:
+    return store.statistics().queue.operations["read"]
+
+
+# -- reading and writing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+)
+def test_every_data_type_on_every_tier(store: TensorStore, tier: str, dtype: str) -> None:
+    values = create(store, tier, dtype=dtype)
+    assert store.tier_of("model/w") == tier
+    assert not store.read("model/w").wait().any()
+    store.write("model/w", values).wait()
+    found = store.read("model/w").wait()
+    assert same_bits(found, values)
+    assert found.dtype == values.dtype
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("shape", "world_size", "shard"),
+    [
+        ((), 1, 0),
+        ((), 4, 2),
+        ((0,), 1, 0),
+        ((5, 0), 2, 1),
+        ((5, 8), 4, 3),
+        ((1, 7), 1, 0),
+        ((1, 300_000), 1, 0),
+        ((3, 50_000), 3, 2),
+        ((3, 400_000), 2, 1),
+        ((1001, 37), 3, 2),
+        ((6, 50, 640), 2, 0),
+    ],
+)
+def test_every_shape_on_every_tier(
+    store: TensorStore, tier: str, shape: tuple[int, ...], world_size: int, shard: int
+) -> None:
+    values = create(store, tier, shape, world_size=world_size, shard=shard)
+    store.write("model/w", values).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+    for tile in store.stream([["model/w"]]):
+        as_array(tile.views[0], "float32")[:] = 1
+    assert (store.read("model/w").wait() == 1).all()
+    snapshot = store.snapshot()
+    store.prefetch(["model/w"]).wait()
+    assert (store.read("model/w").wait() == 1).all()
+    snapshot.release()
+
+
+def test_tensors_are_taken_as_they_are(store: TensorStore) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool):
+        name = f"model/{dtype}"
+        tensor = (torch.randn(300_000) * 3).to(dtype)
+        create(store, "disk", (300_000,), str(dtype).removeprefix("torch."), name=name)
+        store.write(name, tensor.requires_grad_() if dtype.is_floating_point else tensor).wait()
+        found = torch.from_numpy(store.read(name).wait().view(np.uint8)).view(dtype)
+        assert torch.equal(found, tensor.detach())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_read_only_memory_is_a_good_source(store: TensorStore, tier: str) -> None:
+    values = create(store, tier)
+    values.flags.writeable = False
+    store.write("model/w", values).wait()
+    store.write("model/w", values[5:10], 5).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_parts_are_written_and_read(store: TensorStore, tier: str) -> None:
+    expected = create(store, tier)
+    store.write("model/w", expected).wait()
+    for first, numel in ((0, 1), (599_999, 1), (100_000, 250_000), (131_071, 3), (7, 0)):
+        part = random_values("float32", numel, seed=first)
+        expected[first : first + numel] = part
+        store.write("model/w", part, first).wait()
+        assert same_bits(store.read("model/w", first, first + numel).wait(), part)
+    out = np.zeros(1000, np.float32)
+    assert store.read("model/w", 99_500, 100_500, out).wait() is out
+    assert same_bits(out, expected[99_500:100_500])
+    assert same_bits(store.read("model/w").wait(), expected)
+
+
+def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
+    values = create(store, "disk", (4_000_000,))
+    store.write("model/w", values).wait()
+    before = store.statistics().disk_read_bytes
+    assert same_bits(store.read("model/w", 2_000_000, 2_000_010).wait(), values[2_000_000:2_000_010])
+    read_bytes = store.statistics().disk_read_bytes - before
+    assert 0 < read_bytes <= 2 * MIB
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_operations_of_an_array_run_in_their_order(store: TensorStore, tier: str) -> None:
+    values = [create(store, tier)] + [random_values("float32", 600_000, seed) for seed in range(5)]
+    tickets = []
+    for version in values:
+        tickets.append((store.write("model/w", version), None))
+        tickets.append((store.read("model/w"), version))
+    for ticket, expected in tickets:
+        found = ticket.wait(30)
+        assert expected is None or same_bits(found, expected)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_streams_update_in_place_and_come_after_what_was_queued(store: TensorStore, tier: str) -> None:
+    values = create(store, tier, dtype="int32")
+    store.write("model/w", values)
+    for tile in store.stream([["model/w"]]):
+        view = as_array(tile.views[0], "int32")
+        assert same_bits(view, values[tile.first : tile.stop])
+        view += 1
+    assert same_bits(store.read("model/w").wait(), values + 1)
+    for tile in store.stream([["model/w"]], "fill"):
+        as_array(tile.views[0], "int32")[:] = 5
+    assert (store.read("model/w").wait() == 5).all()
+    seen = [as_array(tile.views[0], "int32").copy() for tile in store.stream([["model/w"]], "read")]
+    assert (np.concatenate(seen) == 5).all()
+
+
+def test_a_pass_over_groups_on_several_tiers(store: TensorStore) -> None:
+    groups, expected = [], {}
+    for i, tier in enumerate(("disk", "host", "device", "disk")):
+        names = []
+        for slot in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+            name = f"{slot}/{i}"
+            expected[name] = create(store, tier, (400 + i, 300), "int32", name=name)
+            store.write(name, expected[name])
+            names.append(name)
+        groups.append(names)
+    for tile in store.stream(groups):
+        for k, view in enumerate(tile.views):
+            as_array(view, "int32")[:] += k + 1
+    for names in groups:
+        for k, name in enumerate(names):
+            assert same_bits(store.read(name).wait(), expected[name] + (k + 1))
+
+
+def test_a_group_may_rest_on_two_tiers(store: TensorStore) -> None:
+    """As a bf16 array under 64 KiB beside an fp32 one over it does."""
+    shape = (20_000,)
+    a, b = create(store, "disk", shape, name="model/a"), create(store, "disk", shape, "bfloat16", name="model/b")
+    assert (store.tier_of("model/a"), store.tier_of("model/b")) == ("disk", "host")
+    store.write("model/a", a)
+    store.write("model/b", b)
+    for tile in store.stream([["model/a", "model/b"]]):
+        one, two = tile.views
+        assert same_bits(one, a[tile.first : tile.stop])
+        assert same_bits(two, b[tile.first : tile.stop])
+        one[:], two[:] = 1, 2
+    assert (store.read("model/a").wait() == 1).all()
+    assert (store.read("model/b").wait().astype(np.float32) == 2).all()
+
+
+def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: TensorStore) -> None:
+    create(store, "disk", (SMALL_SHARD_BYTES // 4 - 1,), name="model/small")
+    create(store, "disk", (SMALL_SHARD_BYTES // 4,), name="model/large")
+    assert (store.tier_of("model/small"), store.tier_of("model/large")) == ("host", "disk")
+
+
+def test_adopted_memory_shows_every_change(store: TensorStore) -> None:
+    memory = torch.zeros(1000)
+    spec = ArraySpec(name="model/w", shape=(1000,), dtype="float32")
+    store.create(spec, grid=make_grid((1000,), 1), shard=0, tier="device", memory=memory)
+    store.write("model/w", np.full(1000, 3, np.float32)).wait()
+    assert (memory == 3).all()
+    for tier in ("host", "disk"):
+        other = ArraySpec(name=f"model/{tier}", shape=(1000,), dtype="float32")
+        with pytest.raises(UsageError):
+            store.create(other, grid=make_grid((1000,), 1), shard=0, tier=tier, memory=memory)
+
+
+# -- await ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_tickets_are_awaited(store: TensorStore) -> None:
+    values = create(store, "disk")
+
+    async def main() -> np.ndarray:
+        await store.write("model/w", values)
+        assert await store.prefetch(["model/w"]) == 1
+        one, two = await asyncio.gather(wait_for(0, 1000), wait_for(1000, 600_000))
+        return np.concatenate([one, two])
+
+    async def wait_for(first: int, stop: int) -> np.ndarray:
+        return await store.read("model/w", first, stop)
+
+    assert same_bits(asyncio.run(main()), values)
+
+
+def test_a_wait_that_is_given_up_does_not_stop_a_write(tmp_path: Path) -> None:
+    files = GatedFiles("write", pattern="*.shard")
+    files.open_gate()
+    with TensorStore(StoreOptions(run_path=tmp_path), files=files) as store:
+        values = create(store, "disk")
+        files._open_for_all = False
+
+        async def main() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(store.write("model/w", values), 0.01)
+
+        with files.holding():
+            asyncio.run(main())
+            files.arrived(1)
+        assert same_bits(store.read("model/w").wait(30), values)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("budget", [0, 16 * 1024, 256 * 1024, 2 * MIB])
+def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
+    """The pool is half the budget: of any size, it moves a tensor that is many times as large."""
+    options = StoreOptions(run_path=tmp_path, host_budget_bytes=budget + 2 * MIB, num_threads=2)
+    names = [f"model/{i}" for i in range(3)]
+    with TensorStore(options) as store:
+        values = [create(store, "disk", (3_000_000,), name=name) for name in names]
+        for name, array in zip(names, values, strict=True):
+            store.write(name, array).wait()
+        for tile in store.stream([names]):
+            for view in tile.views:
+                view[:] = view[::-1].copy()
+        store.prefetch(names).wait()
+        for name, array in zip(names, values, strict=True):
+            found = store.read(name).wait()
+            assert np.array_equal(np.sort(found.view(np.uint32)), np.sort(array.view(np.uint32)))
+        found = store.statistics()
+        assert found.pool_bytes == (budget + 2 * MIB) // 2
+        assert found.pool_peak_bytes + found.host_bytes <= budget + 2 * MIB
+
+
+@pytest.mark.parametrize("budget", [64 * 1024, MIB, 10 * MIB, 400 * MIB])
+def test_the_pool_is_half_of_a_small_budget(tmp_path: Path, budget: int) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
+        assert store.statistics().pool_bytes == min(budget // 2, StoreOptions().pool_bytes)
+
+
+def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=8 * MIB)) as store:
+        create(store, "host", (MIB // 4 * 3,), name="model/a")
+        with pytest.raises(BudgetError, match="host_budget_bytes"):
+            create(store, "host", (MIB // 4 * 2,), name="model/b")
+        assert store.names() == ["model/a"]
+        create(store, "disk", (MIB // 4 * 2,), name="model/b")
+        create(store, "host", (MIB // 4,), name="model/c")
+        found = store.statistics()
+        assert found.pool_bytes + found.host_bytes == 8 * MIB
+        # A chunk that no buffer holds would need memory beside them, and there is none left.
+        spec = ArraySpec(name="model/long", shape=(20, 300_001), dtype="float32")
+        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
+        with pytest.raises(BudgetError, match="one piece needs a buffer of"):
+            store.write("model/long", np.zeros(spec.numel, np.float32)).wait()
+
+
+def test_small_shards_count_against_the_budget_too(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=64 * 1024)) as store:
+        create(store, "disk", (8000,), name="model/a")
+        with pytest.raises(BudgetError):
+            create(store, "disk", (8000,), name="model/b")
+
+
+@pytest.mark.timeout(60)
+def test_what_was_read_ahead_gives_way_to_whoever_waits_for_memory(tmp_path: Path) -> None:
+    """Half of the pool is read ahead; an update needs more than the other half at once."""
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=4 * MIB, num_threads=2)) as store:
+        grid = Grid(800_000, 1, 800_000, 400_000, 1)
+        for name in ("model/wide", "model/ahead"):
+            spec = ArraySpec(name=name, shape=(800_000,), dtype="float32" if name == "model/wide" else "int8")
+            store.create(spec, grid=grid, shard=0, tier="disk")
+        ahead = random_values("int8", 800_000)
+        store.write("model/ahead", ahead).wait()
+        assert store.prefetch(["model/ahead"]).wait() == 1
+        store.write("model/wide", np.ones(800_000, np.float32)).wait(30)
+        assert same_bits(store.read("model/ahead").wait(30), ahead)
+
+
+# -- prefetch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetched_shard_is_read_without_the_disk(store: TensorStore) -> None:
+    values = create(store, "disk")
+    host = create(store, "host", name="model/host")
+    store.write("model/w", values).wait()
+    store.write("model/host", host).wait()
+    assert store.prefetch(["model/w", "model/host"]).wait() == 1
+    assert store.prefetch(["model/w"]).wait() == 0
+    before = store.statistics()
+    assert before.queue.bytes["prefetch"] >= values.nbytes
+    assert before.queue.operations["read"] == 0
+    assert same_bits(store.read("model/w", 1000, 500_000).wait(), values[1000:500_000])
+    assert count(store) == 0
+    # It was there once.
+    assert same_bits(store.read("model/w").wait(), values)
+    assert count(store) > 0
+
+
+@pytest.mark.parametrize("way", ["write", "part", "update", "fill", "begun before"])
+def test_what_was_prefetched_is_forgotten_when_the_array_changes(store: TensorStore, way: str) -> None:
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    tiles = store.stream([["model/w"]])
+    assert store.prefetch(["model/w"]).wait() == 1
+    expected = np.zeros_like(values)
+    if way == "write":
+        store.write("model/w", expected)
+    elif way == "part":
+        expected = values.copy()
+        expected[3:5] = 1
+        store.write("model/w", expected[3:5], 3)
+    else:
+        for tile in (
+            tiles if way == "begun before" else store.stream([["model/w"]], "fill" if way == "fill" else "update")
+        ):
+            tile.views[0][:] = 0
+    assert same_bits(store.read("model/w").wait(), expected)
+
+
+def test_prefetch_takes_at_most_half_of_the_pool(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=12 * MIB)) as store:
+        for i in range(4):
+            create(store, "disk", (MIB // 4,), name=f"model/{i}")
+            store.write(f"model/{i}", np.ones(MIB // 4, np.float32)).wait()
+        names = store.names()
+        assert store.prefetch(names).wait() == 2
+        assert store.resources.pool.held_bytes <= store.resources.pool.nbytes // 2
+        for name in names:
+            assert (store.read(name).wait() == 1).all()
+
+
+def test_a_prefetch_that_fails_leaves_no_buffer(store: TensorStore, files: FaultyFiles) -> None:
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    files.inject(Fault(kind="read", error_number=errno.EIO))
+    with pytest.raises(StorageError, match="EIO"):
+        store.prefetch(["model/w"]).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+    with store.resources.pool.acquire(store.resources.pool.nbytes) as everything:
+        assert isinstance(everything, Buffer)
+
+
+# -- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_versions_count_up(store: TensorStore) -> None:
+    create(store, "disk")
+    assert [store.commit() for _ in range(3)] == [1, 2, 3]
+    assert store.snapshot().version == 3
+
+
+def test_a_snapshot_keeps_what_it_pinned(store: TensorStore, tmp_path: Path) -> None:
+    first = {}
+    for tier in TIERS:
+        first[f"model/{tier}"] = create(store, tier, name=f"model/{tier}")
+        store.write(f"model/{tier}", first[f"model/{tier}"])
+    store.commit()
+    snapshot = store.snapshot()
+    assert list(snapshot.pins) == store.names()
+    # The disk shard goes on at once; those in memory wait for their pins.
+    store.write("model/disk", np.zeros(600_000, np.float32)).wait(30)
+    later = [store.write(f"model/{tier}", np.zeros(600_000, np.float32)) for tier in ("device", "host")]
+    for name, pin in snapshot.pins.items():
+        path = tmp_path / name.replace("/", "-")
+        summary = pin.publish(store.resources, path, pin.local.grid, 0, Priority.CHECKPOINT)
+        assert summary.linked == (name == "model/disk")
+        out = np.zeros(600_000, np.float32)
+        ShardReader(store.resources, path, pin.local.spec, pin.local.grid, 0).read(0, 600_000, out.view(np.uint8))
+        assert same_bits(out, first[name])
+    assert not any(ticket.done() for ticket in later)
+    snapshot.release()
+    snapshot.release()
+    for ticket in later:
+        ticket.wait(30)
+    for name in store.names():
+        assert not store.read(name).wait().any()
+
+
+def test_a_snapshot_of_some_arrays(store: TensorStore) -> None:
+    create(store, "host", name="model/a")
+    b = create(store, "host", name="model/b")
+    snapshot = store.snapshot(["model/a"])
+    assert list(snapshot.pins) == ["model/a"]
+    store.write("model/b", b).wait(30)
+    snapshot.release()
+
+
+def test_a_snapshot_that_fails_releases_what_it_pinned(store: TensorStore) -> None:
+    values = create(store, "host")
+    with pytest.raises(UsageError, match="no array 'model/nowhere'"):
+        store.snapshot(["model/w", "model/nowhere"])
+    store.write("model/w", values).wait(30)
+
+
+def test_a_failed_write_whose_ticket_was_dropped_fails_the_commit_once(store: TensorStore, files: FaultyFiles) -> None:
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    snapshot = store.snapshot()
+    for act in (store.commit, store.snapshot):
+        files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+        store.write("model/w", other_than(values))
+        store.read("model/w")
+        with pytest.raises(DiskFullError):
+            act()
+        assert same_bits(store.read("model/w").wait(), values)
+        store.commit()
+    files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+    assert isinstance(store.write("model/w", other_than(values)).error(), DiskFullError)
+    store.write("model/w", values[::-1].copy()).wait()
+    store.commit()
+    snapshot.release()
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_create(store: TensorStore, files: FaultyFiles, tmp_path: Path) -> None:
+    files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+    with pytest.raises(DiskFullError) as info:
+        create(store, "disk")
+    assert info.value.path is not None
+    assert info.value.path.startswith(str(tmp_path))
+    assert store.names() == []
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+
+
+def test_a_full_disk_in_the_middle_of_a_pass(store: TensorStore, files: FaultyFiles) -> None:
+    values = create(store, "disk", (4_000_000,))
+    store.write("model/w", values).wait()
+    files.inject(Fault(kind="write", first=1, times=None, error_number=errno.ENOSPC))
+
+    def update() -> None:
+        for tile in store.stream([["model/w"]]):
+            tile.views[0][:] = 0
+
+    with pytest.raises(DiskFullError):
+        update()
+    files.heal()
+    # Never a wrong number afterwards.
+    for act in (lambda: store.read("model/w").wait(), store.snapshot, update):
+        with pytest.raises(UsageError, match="failed half way"):
+            act()
+    store.write("model/w", values).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "zstore-test", str(mount)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting is not allowed here; the faults above show the same")
+    try:
+        with TensorStore(StoreOptions(run_path=mount, num_threads=2)) as store:
+            values = create(store, "disk", name="model/a")
+            store.write("model/a", values).wait()
+            with pytest.raises(DiskFullError):
+                create(store, "disk", name="model/b")
+            snapshot = store.snapshot()
+            with pytest.raises(DiskFullError):
+                store.write("model/a", other_than(values)).wait()
+            assert same_bits(store.read("model/a").wait(), values)
+            snapshot.release()
+            store.write("model/a", other_than(values)).wait()
+            assert same_bits(store.read("model/a").wait(), other_than(values))
+        assert not list(mount.rglob("*.shard"))
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_consumer_that_fails_in_a_pass_gives_all_buffers_back(store: TensorStore) -> None:
+    create(store, "disk", (4_000_000,))
+    with closing(store.stream([["model/w"]])) as tiles:  # type: ignore[type-var]
+        next(tiles)
+    with store.resources.pool.acquire(store.resources.pool.nbytes):
+        pass
+
+
+# -- the run folder -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("relative/path", ConfigError), ("/nowhere/at/all", RunFolderError), (f"{__file__}/below", RunFolderError)],
+)
+def test_a_run_path_that_cannot_be_used(path: str, kind: type[Exception]) -> None:
+    before = threading.active_count()
+    with pytest.raises(kind, match="nvme_path"):
+        TensorStore(StoreOptions(run_path=Path(path)))
+    assert threading.active_count() == before
+
+
+def test_a_run_path_is_held_by_one_store(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path)), pytest.raises(RunFolderError, match="another run holds"):
+        TensorStore(StoreOptions(run_path=tmp_path))
+    with TensorStore(StoreOptions(run_path=tmp_path)), TensorStore(StoreOptions(run_path=tmp_path), rank=1):
+        pass
+
+
+def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="at least one thread"):
+        TensorStore(StoreOptions(run_path=tmp_path, num_threads=0))
+    assert threading.active_count() == before
+    TensorStore(StoreOptions(run_path=tmp_path)).close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from zstore.arrays import ArraySpec
+from zstore.partition import make_grid
+from zstore.store import StoreOptions, TensorStore
+store = TensorStore(StoreOptions(run_path=Path(sys.argv[1])))
+store.create(ArraySpec(name="model/w", shape=(100_000,), dtype="float32"), grid=make_grid((100_000,), 1), shard=0, tier="disk")
+store.write("model/w", np.ones(100_000, np.float32)).wait()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_run_leaves_a_folder_that_the_next_one_uses(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.rglob("*.shard"))) == 1
+    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+        assert list(tmp_path.rglob("*.shard")) == []
+        create(store, "disk", (100_000,))
+        assert not store.read("model/w").wait().any()
+    assert list(tmp_path.rglob("*.shard")) == []
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_created(store: TensorStore) -> None:
+    create(store, "host")
+    spec, grid = ArraySpec(name="model/x", shape=(10, 3), dtype="float32"), make_grid((10, 3), 2)
+    with pytest.raises(UsageError, match="'model/w' exists already"):
+        create(store, "host")
+    with pytest.raises(UsageError, match="expected one of device, host, disk as tier, got 'nvme'"):
+        store.create(spec, grid=grid, shard=0, tier="nvme")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="10 rows of 3 elements, got shard -1"):
+        store.create(spec, grid=grid, shard=-1, tier="host")
+    with pytest.raises(UsageError, match="of a grid of 30 rows of 1"):
+        store.create(spec, grid=make_grid((30,), 2), shard=0, tier="host")
+    assert store.names() == ["model/w"]
+
+
+def test_a_store_without_a_run_path_has_no_disk() -> None:
+    with TensorStore(StoreOptions()) as store:
+        with pytest.raises(UsageError, match="no disk tier; open it with a `run_path`"):
+            create(store, "disk")
+        values = create(store, "host")
+        store.write("model/w", values).wait()
+        assert same_bits(store.read("model/w").wait(), values)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros(5, np.float64),
+        np.zeros((5, 1), np.float32),
+        np.zeros(10, np.float32)[::2],
+        torch.zeros(5, dtype=torch.bfloat16),
+        torch.zeros(5, 1),
+        torch.zeros(10)[::2],
+        torch.zeros(5, device="meta"),
+    ],
+    ids=["dtype", "shape", "strides", "tensor dtype", "tensor shape", "tensor strides", "device"],
+)
+def test_what_cannot_be_written(store: TensorStore, data: Any) -> None:
+    create(store, "host")
+    with pytest.raises(UsageError, match="'model/w': expected 1-D contiguous"):
+        store.write("model/w", data)
+
+
+def test_places_outside_the_shard_and_wrong_targets_are_refused(store: TensorStore) -> None:
+    create(store, "disk", (10,), world_size=2, shard=0)
+    numel = store.valid_numel("model/w")
+    for first, size in ((-1, 2), (numel, 1), (0, numel + 1)):
+        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
+            store.write("model/w", np.zeros(size, np.float32), first)
+    for first, stop in ((-1, 2), (3, 2), (0, numel + 1)):
+        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
+            store.read("model/w", first, stop)
+    locked = np.zeros(numel, np.float32)
+    locked.flags.writeable = False
+    for out in (np.zeros(numel), np.zeros(numel + 1, np.float32), np.zeros((numel, 1), np.float32), locked):
+        with pytest.raises(UsageError, match=f"expected {numel} contiguous, writable elements of float32"):
+            store.read("model/w", out=out)
+
+
+def test_unknown_names(store: TensorStore) -> None:
+    for act in (
+        lambda: store.write("model/x", np.zeros(1, np.float32)),
+        lambda: store.read("model/x"),
+        lambda: store.prefetch(["model/x"]),
+        lambda: store.stream([["model/x"]]),
+        lambda: store.spec("model/x"),
+        lambda: store.tier_of("model/x"),
+        lambda: store.valid_numel("model/x"),
+        lambda: store.snapshot(["model/x"]),
+    ):
+        with pytest.raises(UsageError, match="no array 'model/x'"):
+            act()
+
+
+def test_groups_that_make_no_pass(store: TensorStore) -> None:
+    for name, shape in (("model/a", (10,)), ("model/b", (10,)), ("model/c", (11,))):
+        create(store, "host", shape, name=name)
+    for groups in ([[]], [["model/a", "model/a"]], [["model/a"], ["model/a"]]):
+        with pytest.raises(UsageError, match="visits each array once"):
+            store.stream(groups)
+    with pytest.raises(UsageError, match="share one layout"):
+        store.stream([["model/a", "model/c"]])
+    with pytest.raises(ValueError, match="rewrite"):
+        store.stream([["model/a"]], "rewrite")  # type: ignore[arg-type]
+    assert list(store.stream([])) == []
+
+
+def test_a_closed_store(tmp_path: Path) -> None:
+    store = TensorStore(StoreOptions(run_path=tmp_path))
+    values = create(store, "disk")
+    ticket = store.write("model/w", values)
+    store.close()
+    store.close()
+    assert ticket.done()
+    ticket.wait()
+    for act in (
+        lambda: store.write("model/w", values),
+        lambda: store.read("model/w"),
+        lambda: store.prefetch(["model/w"]),
+        lambda: store.stream([["model/w"]]),
+        lambda: create(store, "host", name="model/x"),
+        store.snapshot,
+        store.commit,
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            act()
+    assert list(tmp_path.rglob("*.shard")) == []
+    assert store.statistics().disk_write_bytes > 0
+
+
+def test_close_gives_everything_back(tmp_path: Path) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+        values = create(store, "disk")
+        store.write("model/w", values)
+        store.prefetch(["model/w"])
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# -- statistics -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics(store: TensorStore) -> None:
+    for tier in TIERS:
+        values = create(store, tier, name=f"model/{tier}")
+        store.write(f"model/{tier}", values).wait()
+        store.read(f"model/{tier}").wait()
+    found = store.statistics()
+    assert found.device_bytes == found.host_bytes == found.disk_bytes == 2_400_000
+    for moved in (found.disk_read_bytes, found.disk_write_bytes):
+        assert 2_400_000 <= moved <= 2_400_000 * 1.06
+    assert 0 < found.pool_peak_bytes <= found.pool_bytes
+    assert found.fallbacks == ()
+    assert found.queue.waiting == 0
+    assert min(found.read_wait_s, found.write_wait_s, found.pool_wait_s, found.pin_wait_s) >= 0
+
+
+def test_a_fallback_to_buffered_transfers_is_in_the_statistics(tmp_path: Path) -> None:
+    class Refusing(Files):
+        def _open(self, path: str, flags: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super()._open(path, flags)
+
+    with TensorStore(StoreOptions(run_path=tmp_path), files=Refusing()) as store:
+        values = create(store, "disk")
+        store.write("model/w", values).wait()
+        assert same_bits(store.read("model/w").wait(), values)
+        (line,) = store.statistics().fallbacks
+        assert "refuses O_DIRECT" in line
