@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, UsageError
+from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train import TrainOptions, run_train
 
 FIELDS = (
@@ -130,8 +133,17 @@ def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
     config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
     (folder / "config.json").write_text(json.dumps(config))
     metrics = tmp_path / "m.jsonl"
-    run_train(options(tmp_path, text, config_file(tmp_path), model=str(folder), metrics=metrics, lr=1e-2, steps=8))
+    (folder / "tokenizer_config.json").write_text("{}")
+    run = tmp_path / "run"
+    more = {"model": str(folder), "metrics": metrics, "lr": 1e-2, "steps": 8, "save": run}
+    run_train(options(tmp_path, text, config_file(tmp_path), **more))
     assert rows(metrics)[-1]["loss"] < rows(metrics)[0]["loss"] < 6
+    assert consolidate_command(run, tmp_path / "weights", "fp32", 10**9, "error") in (0, None)
+    assert (tmp_path / "weights" / "tokenizer_config.json").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    with open_checkpoint(run) as reader:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach(), torch.from_numpy(reader.read_array(f"model/{name}"))), name
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ model's size.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from zstore.checkpoint import CheckpointReader, ReadAhead, new_folder, open_chec
 from zstore.checkpoint.crew import Crew
 from zstore.errors import CheckpointError, CheckpointMismatchError, DiskFullError, UsageError
 
+from .companions import copy_companions
 from .progress import Progress, format_bytes
 from .weights_cast import Overflow, cast_into
 from .weights_file import BlockFile, Slabs
@@ -34,24 +33,6 @@ from .weights_layout import INDEX_FILE, FileLayout, Weight, index_document, plan
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clamp"}
 _GROUPS = ("model/", "buffer/")
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "*tokenizer*.json",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.*",
-    "configuration_*.py",
-    "modeling_*.py",
-    "tokenization_*.py",
-)
-"""Files that `from_pretrained` wants beside the weights."""
 _MOST_NAMED = 20
 
 Advance = Callable[[int], None]
@@ -243,15 +224,6 @@ def _lost_text(lost: Sequence[Lost], dtype: str) -> str:
     )
 
 
-def _companions(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
-            yield path
-
-
 def _copy_companions(checkpoint: Path, folder: Path) -> str:
     """Copy config and tokenizer files that lie in the checkpoint or beside it; return their names."""
-    found = {path.name: path for place in (checkpoint.parent, checkpoint) for path in _companions(place)}
-    for name, path in found.items():
-        shutil.copyfile(path, folder / name)
-    return ", ".join(found)
+    return ", ".join(copy_companions([checkpoint.parent, checkpoint], folder))

@@ -63,7 +63,7 @@ class Demo:
     def _config(self, name: str, zero: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.json"
         config = {
-            "train_batch_size": 32,
+            "train_batch_size": 24,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1.5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},

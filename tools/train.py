@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, ZstoreError, storage_error
+
+from .companions import copy_companions
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +228,8 @@ class TrainLoop:
             print(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do", file=sys.stderr)
             return
         leader = engine.global_rank == 0
+        if leader:
+            self._keep_model_files()
         with (
             MetricsFile(options.metrics if leader else None, first_step=engine.global_steps + 1) as metrics,
             TrainProgress(options.steps, engine.global_steps, enabled=leader) as progress,
@@ -237,6 +242,17 @@ class TrainLoop:
                     stall_s = self._save()
                     progress.say(f"step {engine.global_steps}: save stall {1000 * stall_s:.1f} ms")
             engine.wait_for_checkpoint()
+
+    def _keep_model_files(self) -> None:
+        """Put config and tokenizer of a transformers model beside the checkpoints, where `consolidate` finds them."""
+        model, save = Path(self._options.model).expanduser(), self._options.save
+        if save is None or not model.exists():
+            return
+        save.mkdir(parents=True, exist_ok=True)
+        if model.is_dir():
+            copy_companions([model], save)
+        else:
+            shutil.copyfile(model, save / "config.json")
 
     def _step(self) -> dict[str, Any]:
         from .models import loss_of
