@@ -163,13 +163,10 @@ def test_a_script_with_a_process_group_of_its_own(world_size: int, stage: int, d
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_script_with_an_optimizer_and_a_scheduler_of_its_own(world_size: int, tmp_path: Path) -> None:
+def test_a_script_with_an_optimizer_a_scheduler_and_a_loader(world_size: int, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    done = run(
-        "finetune",
-        *("--stage", str(world_size + 1), "--nvme_path", str(tmp_path / "nvme")),
-        world_size=world_size,
-    )
+    words = ["--stage", str(world_size + 1), "--nvme_path", str(tmp_path / "nvme")]
+    done = run("finetune", *words, "--save_dir", str(tmp_path / "ckpt"), world_size=world_size)
     assert done.after("has ") == [f"8 batches of {16 // world_size}"]
     losses = done.losses()
     assert mean(losses[-8:]) < mean(losses[:8]) - 0.2
@@ -178,6 +175,17 @@ def test_a_script_with_an_optimizer_and_a_scheduler_of_its_own(world_size: int, 
     assert [int(steps) for _, steps in rates] == [(i + 1) // 2 for i in range(32)]
     assert [float(lr) for lr, _ in rates] == pytest.approx([3e-3 * min(1, (1 + (i + 1) // 2) / 4) for i in range(32)])
     assert "remove" not in done.errors
+
+    # The loader goes on in the middle of its second epoch, with the same batches.
+    again = run("finetune", "--stage", "1", "--load_dir", str(tmp_path / "ckpt"), world_size=3 - world_size)
+    assert again.steps() == list(range(12, 32))
+    assert again.losses() == pytest.approx(losses[12:], abs=0.02)
+
+
+def test_a_script_that_resumes_at_the_same_world_size_prints_the_same(tmp_path: Path) -> None:
+    whole = run("finetune", "--save_dir", str(tmp_path))
+    again = run("finetune", "--load_dir", str(tmp_path))
+    assert again.lines[0][1:] == whole.lines[0][13:]
 
 
 def test_a_second_step_of_ones_own_scheduler_is_answered_once() -> None:

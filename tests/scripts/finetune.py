@@ -86,6 +86,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--nvme_path")
+    parser.add_argument("--save_dir")
+    parser.add_argument("--save_after", type=int, default=12)
+    parser.add_argument("--load_dir")
     parser.add_argument(
         "--leftovers", action="store_true", help="keep the calls of the loop that this one was made from"
     )
@@ -110,9 +113,12 @@ def main() -> None:
         f"rank {engine.global_rank} has {len(loader)} batches of {engine.train_micro_batch_size_per_gpu()}", flush=True
     )
 
+    if args.load_dir:
+        engine.load_checkpoint(args.load_dir)
+
     engine.train()
-    for epoch in range(args.epochs):
-        for i, batch in enumerate(loader):
+    while engine.micro_steps < args.epochs * len(loader):
+        for batch in loader:  # after a load, the rest of the epoch
             inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
             loss, _ = engine(**inputs)
             engine.backward(loss)
@@ -123,12 +129,13 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            done = epoch * len(loader) + i
-            lr = scheduler.get_last_lr()[0]
+            done, lr = engine.micro_steps - 1, scheduler.get_last_lr()[0]
             print(
                 f"rank {engine.global_rank} step {done} loss {loss.item()!r} lr {lr!r} after {engine.global_steps}",
                 flush=True,
             )
+            if args.save_dir and engine.micro_steps == args.save_after:
+                engine.save_checkpoint(args.save_dir)
 
 
 if __name__ == "__main__":
