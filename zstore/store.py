@@ -387,9 +387,14 @@ class TensorStore:
         )
 
     def close(self) -> None:
-        """Finish what is under way, then give memory, files and the run folder back; a second call does nothing."""
+        """Finish what is under way, then give memory, files and the run folder back; a second call does nothing.
+
+        A write that waits for a snapshot to be released fails instead.
+        """
         if self._closed:
             return
+        self._host.stop_waiting()
+        self._device.stop_waiting()
         self._settle(list(self._shards))
         self._closed = True
         with contextlib.ExitStack() as last_to_first:

@@ -314,6 +314,40 @@ class GatedFiles(WatchedFiles):
             self._changed.notify_all()
 
     @contextmanager
+    def backwards(self, batch: int) -> Iterator[None]:
+        """Inside the `with` block, let operations go last come, first served, `batch` at a time.
+
+        A batch that stays smaller is let go once nothing has come for a while, so that nobody waits for ever.
+        """
+        with self._changed:
+            self._open_for_all = False
+            done = len(self._waiting)
+        stop = threading.Event()
+
+        def serve() -> None:
+            first = done
+
+            def full() -> bool:
+                return len(self._waiting) >= first + batch or stop.is_set()
+
+            while not stop.is_set():
+                with self._changed:
+                    self._changed.wait_for(full, 0.02)
+                    arrived = len(self._waiting)
+                for number in reversed(range(first, arrived)):
+                    self.release(number)
+                first = arrived
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            self.open_gate()
+            server.join()
+
+    @contextmanager
     def holding(self) -> Iterator[None]:
         """Open the gate at the end, so that a failing test ends too."""
         try:

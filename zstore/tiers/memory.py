@@ -26,6 +26,7 @@ class MemoryTier(Tier):
         self._memory: dict[str, View] = {}
         self._pins: dict[str, int] = {}
         self._changing: set[str] = set()
+        self._stopped = False
         self._unpinned = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -58,7 +59,11 @@ class MemoryTier(Tier):
             if mode is not Mode.READ:
                 self._changing.add(name)
                 try:
-                    self._unpinned.wait_for(lambda: self._pins[name] == 0)
+                    self._unpinned.wait_for(lambda: self._pins[name] == 0 or self._stopped)
+                    if self._pins[name]:
+                        raise UsageError(
+                            f"array {name!r}: the store was closed while a change waited for a snapshot of it"
+                        )
                 except BaseException:
                     self._changing.discard(name)
                     raise
@@ -99,6 +104,12 @@ class MemoryTier(Tier):
         """Drop one pin of the shard."""
         with self._unpinned:
             self._pins[name] -= 1
+            self._unpinned.notify_all()
+
+    def stop_waiting(self) -> None:
+        """Fail the changes that wait for a pin, now and later: whoever holds it may itself wait for the end."""
+        with self._unpinned:
+            self._stopped = True
             self._unpinned.notify_all()
 
     def close(self) -> None:

@@ -1,0 +1,412 @@
+"""The disk tier: links, versions, full disks and damage, besides the contract."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zstore.arrays import ArraySpec
+from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
+from zstore.io import Priority
+from zstore.partition import make_grid
+from zstore.shardfile import layout_of
+from zstore.shardio import IoResources
+from zstore.testing.contract import TierBench, TierContract, as_array
+from zstore.testing.faults import Fault
+from zstore.testing.oracle import read_with_zarr, same_bits, write_zarr_json
+from zstore.tiers import DiskTier, LocalShard, Mode, Tier
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def other_file_system() -> Iterator[Path]:
+    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
+        pytest.skip("no second file system here")
+    path = SHM / f"zstore-tiers-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for left in path.iterdir():
+        left.unlink()
+    path.rmdir()
+
+
+class TestDiskTier(TierContract):
+    pins_in_place = False
+
+    def make_tier(self, res: IoResources, folder: Path) -> Tier:
+        return DiskTier(folder, res)
+
+    @staticmethod
+    def shard_files(bench: TierBench) -> list[str]:
+        return sorted(p.name for p in (bench.folder.parent / "tier").iterdir())
+
+    def written(self, bench: TierBench) -> list[Path]:
+        """Paths of the writes since the last call."""
+        paths = [Path(path) for kind, path in bench.files.paths if kind == "write"]
+        bench.files.paths.clear()
+        return paths
+
+    def filled(self, bench: TierBench, seed: int = 1) -> LocalShard:
+        local = bench.create((3000, 256))
+        bench.fill(local, bench.values(local, seed))
+        return local
+
+    # -- publishing ---------------------------------------------------------------------------------------------
+
+    def test_a_publish_is_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        self.written(bench)
+        summary = bench.publish(pin)
+        assert summary.linked
+        kinds = [kind for kind, _ in bench.files.paths]
+        assert kinds.index("fsync") < kinds.index("link")
+        assert self.written(bench) == []
+        source = bench.folder.parent / "tier" / self.shard_files(bench)[0]
+        published = bench.folder / "published"
+        assert published.stat().st_ino == source.stat().st_ino
+        assert published.stat().st_nlink == 2
+
+    def test_a_change_after_a_pin_goes_to_another_file(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (before,) = self.shard_files(bench)
+        pin = bench.tier.pin(local.spec.name)
+        self.written(bench)
+        bench.update(local, bench.values(local, 2))
+        assert before not in {path.name for path in self.written(bench)}
+        bench.publish(pin)
+        pin.release()
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+        assert same_bits(bench.read(local), bench.values(local, 2))
+
+    def test_without_a_pin_a_change_stays_in_its_file(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (before,) = self.shard_files(bench)
+        self.written(bench)
+        bench.update(local, bench.values(local, 2))
+        assert {path.name for path in self.written(bench)} == {before}
+        assert self.shard_files(bench) == [before]
+
+    def test_a_superseded_published_file_loses_its_name_here(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (before,) = self.shard_files(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.publish(pin)
+        pin.release()
+        bench.update(local, bench.values(local, 2))
+        assert len(self.shard_files(bench)) == 1
+        assert before not in self.shard_files(bench)
+        assert (bench.folder / "published").stat().st_nlink == 1
+
+    def test_a_superseded_unpublished_file_is_the_next_version(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        pin.release()
+        assert len(self.shard_files(bench)) == 2
+        bench.files.paths.clear()
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 3))
+        pin.release()
+        assert [kind for kind, _ in bench.files.paths if kind in ("allocate", "rename")] == ["rename"]
+        assert len(self.shard_files(bench)) == 2
+        assert same_bits(bench.read(local), bench.values(local, 3))
+
+    def test_a_spare_file_holds_nothing_of_its_former_version(self, bench: TierBench) -> None:
+        """Also where a pass begins on it and is given up."""
+        local = self.filled(bench)
+        for seed in (2, 3):
+            pin = bench.tier.pin(local.spec.name)
+            bench.update(local, bench.values(local, seed))
+            pin.release()
+        pin = bench.tier.pin(local.spec.name)
+        with closing(bench.visit(local.spec.name, Mode.FILL)) as parts:  # type: ignore[type-var]
+            next(parts)
+        pin.release()
+        assert same_bits(bench.read(local), bench.values(local, 3))
+        bench.update(local, bench.values(local, 4))
+        assert same_bits(bench.read(local), bench.values(local, 4))
+
+    @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+    def test_where_links_are_not_to_be_had_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="link", times=None, error_number=number))
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        summary = bench.publish(pin)
+        pin.release()
+        assert not summary.linked
+        assert (bench.folder / "published").stat().st_nlink == 1
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        assert len(summary.crcs) == layout.num_present
+
+    def test_another_file_system_gets_a_copy(self, bench: TierBench, other_file_system: Path) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        path = other_file_system / "s"
+        summary = pin.publish(bench.res, path, local.grid, local.shard, Priority.CHECKPOINT)
+        pin.release()
+        assert not summary.linked
+        bench.publish(pin := bench.tier.pin(local.spec.name))
+        pin.release()
+        assert path.read_bytes() == (bench.folder / "published").read_bytes()
+
+    def test_a_copy_does_not_unfreeze_what_was_linked(self, bench: TierBench, other_file_system: Path) -> None:
+        local = self.filled(bench)
+        one, two = bench.tier.pin(local.spec.name), bench.tier.pin(local.spec.name)
+        assert bench.publish(one).linked
+        copied = two.publish(bench.res, other_file_system / "s", local.grid, local.shard, Priority.CHECKPOINT)
+        assert not copied.linked
+        one.release()
+        two.release()
+        bench.update(local, bench.values(local, 2))
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+
+    def test_a_published_file_may_be_read_only_and_published_again(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.publish(pin, "one")
+        (bench.folder / "one").chmod(0o444)
+        # root may write everywhere, so say what a user would be told.
+        original = bench.files._open
+
+        def denied(path: str, flags: int) -> int:
+            if flags & (os.O_RDWR | os.O_WRONLY):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            return original(path, flags)
+
+        bench.files._open = denied  # type: ignore[method-assign]
+        try:
+            assert bench.publish(pin, "two").linked
+        finally:
+            bench.files._open = original  # type: ignore[method-assign]
+        pin.release()
+        assert (bench.folder / "one").stat().st_nlink == 3
+
+    def test_another_layout_is_refused(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        for grid, shard in ((make_grid(local.spec.stored_shape, 2), 0), (local.grid, 1)):
+            with pytest.raises(UsageError, match="published with the layout that it has"):
+                pin.publish(bench.res, bench.folder / "x", grid, shard, Priority.CHECKPOINT)
+        pin.release()
+
+    def test_a_damaged_pinned_file_is_found_when_copied(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="link", times=None, error_number=errno.EXDEV))
+        pin = bench.tier.pin(local.spec.name)
+        self.flip(bench, local)
+        with pytest.raises(CorruptionError, match="fails its crc32c"):
+            bench.publish(pin)
+        pin.release()
+        bench.expect_all_buffers_back()
+
+    # -- a full disk and other faults ---------------------------------------------------------------------------
+
+    def test_space_is_reserved_when_a_shard_is_created(self, bench: TierBench) -> None:
+        bench.files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+        local = LocalShard(ArraySpec(name="model/a0", shape=(3000, 256), dtype="float32"), make_grid((3000, 256), 1), 0)
+        with pytest.raises(DiskFullError):
+            bench.tier.create(local)
+        assert self.shard_files(bench) == []
+        bench.tier.create(local)
+        bench.shards[local.spec.name] = local
+        assert not bench.read(local).any()
+
+    def test_a_full_disk_at_the_next_version_leaves_the_former_one(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+        with pytest.raises(DiskFullError):
+            bench.update(local, bench.values(local, 2))
+        assert len(self.shard_files(bench)) == 1
+        assert same_bits(bench.read(local), bench.values(local, 1))
+        bench.update(local, bench.values(local, 2))
+        bench.publish(pin)
+        pin.release()
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+        assert same_bits(bench.read(local), bench.values(local, 2))
+
+    def test_a_spare_that_cannot_be_renamed_is_kept(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        pin.release()
+        pin = bench.tier.pin(local.spec.name)
+        bench.files.inject(Fault(kind="rename", error_number=errno.EIO))
+        with pytest.raises(StorageError, match="EIO"):
+            bench.update(local, bench.values(local, 3))
+        assert len(self.shard_files(bench)) == 2
+        bench.update(local, bench.values(local, 3))
+        pin.release()
+        assert len(self.shard_files(bench)) == 2
+        assert same_bits(bench.read(local), bench.values(local, 3))
+
+    @pytest.mark.parametrize("first", [0, 2])
+    def test_a_write_that_fails_while_pinned_leaves_the_former_version(self, bench: TierBench, first: int) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.files.inject(Fault(kind="write", first=first, times=None, error_number=errno.EIO))
+        with pytest.raises(StorageError, match="EIO"):
+            bench.update(local, bench.values(local, 2))
+        bench.files.heal()
+        assert same_bits(bench.read(local), bench.values(local, 1))
+        bench.publish(pin)
+        pin.release()
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+        bench.expect_all_buffers_back()
+
+    def test_a_write_that_fails_in_place_marks_the_shard_until_it_is_filled(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="write", first=1, times=None, error_number=errno.EIO))
+        with pytest.raises(StorageError, match="EIO"):
+            bench.update(local, bench.values(local, 2))
+        bench.files.heal()
+        for act in (
+            lambda: bench.read(local),
+            lambda: bench.update(local, bench.values(local)),
+            lambda: bench.tier.pin(local.spec.name),
+        ):
+            with pytest.raises(UsageError, match="failed half way"):
+                act()
+        bench.fill(local, bench.values(local, 3))
+        assert same_bits(bench.read(local), bench.values(local, 3))
+
+    def test_a_consumer_that_fails_after_something_was_saved_marks_the_shard(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        with closing(bench.visit(local.spec.name, Mode.UPDATE)) as parts:  # type: ignore[type-var]
+            for part, view in parts:
+                view[:] = 0
+                if part.stop > local.valid_numel // 2:
+                    break
+        with pytest.raises(UsageError, match="failed half way"):
+            bench.read(local)
+
+    def test_a_pass_that_fails_before_anything_was_saved_loses_nothing(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="read", times=None, error_number=errno.EIO))
+        with pytest.raises(StorageError, match="EIO"):
+            bench.update(local, bench.values(local, 2))
+        bench.files.heal()
+        assert same_bits(bench.read(local), bench.values(local, 1))
+
+    # -- damage -------------------------------------------------------------------------------------------------
+
+    def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
+        (name,) = self.shard_files(bench)
+        path = bench.folder.parent / "tier" / name
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        with path.open("r+b") as file:
+            file.seek(layout.slot_offset(chunk) + 11)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 8]))
+
+    def test_a_flipped_bit_is_found(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        self.flip(bench, local)
+        with pytest.raises(CorruptionError, match=rf"array '{local.spec.name}': chunk 1 of .*\.shard fails its crc32c"):
+            bench.read(local)
+        bench.expect_all_buffers_back()
+
+    def test_a_lost_write_is_found(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="write", first=1, lost=True))
+        bench.update(local, bench.values(local, 2))
+        with pytest.raises(CorruptionError, match="the drive lost a write"):
+            bench.read(local)
+
+    def test_a_file_cut_short_is_an_error(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (name,) = self.shard_files(bench)
+        os.truncate(bench.folder.parent / "tier" / name, 10_000)
+        with pytest.raises(StorageError, match="the file ends after"):
+            bench.read(local)
+
+    # -- the folder ---------------------------------------------------------------------------------------------
+
+    def test_files_are_valid_zarr_at_any_time(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (name,) = self.shard_files(bench)
+        folder = bench.folder / "a"
+        write_zarr_json(folder, local.spec, local.grid)
+        (folder / "c.0.0").symlink_to(bench.folder.parent / "tier" / name)
+        assert same_bits(read_with_zarr(folder), bench.values(local).reshape(local.spec.shape))
+
+    @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
+    def test_any_name_has_a_file(self, bench: TierBench, name: str) -> None:
+        spec = ArraySpec(name=name, shape=(50,), dtype="int8")
+        local = LocalShard(spec, make_grid((50,), 1), 0)
+        bench.tier.create(local)
+        bench.shards[name] = local
+        bench.fill(local, bench.values(local))
+        assert same_bits(bench.read(local), bench.values(local))
+        assert len(self.shard_files(bench)) == 1
+
+    def test_long_names_that_begin_alike_have_files_of_their_own(self, bench: TierBench) -> None:
+        shards = []
+        for i in range(3):
+            spec = ArraySpec(name="model/" + "x" * 300 + str(i), shape=(50,), dtype="int8")
+            shards.append(LocalShard(spec, make_grid((50,), 1), 0))
+            bench.tier.create(shards[-1])
+            bench.shards[spec.name] = shards[-1]
+            bench.fill(shards[-1], bench.values(shards[-1], i))
+        for i, local in enumerate(shards):
+            assert same_bits(bench.read(local), bench.values(local, i))
+
+    def test_close_removes_the_files_and_no_published_one(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        bench.publish(pin)
+        pin.release()
+        bench.create((5, 8), world_size=4, shard=3)
+        bench.tier.close()
+        assert self.shard_files(bench) == []
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+
+    def test_memory_is_not_adopted(self, bench: TierBench) -> None:
+        spec = ArraySpec(name="model/x", shape=(4,), dtype="float32")
+        with pytest.raises(UsageError, match="cannot adopt memory"):
+            bench.tier.create(LocalShard(spec, make_grid((4,), 1), 0), torch.zeros(4))
+
+    def test_a_span_is_saved_in_a_changing_pass_only(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        from zstore.tiers import Span
+
+        with pytest.raises(UsageError, match="only be saved in a pass that changes"):
+            bench.tier.save(local.spec.name, Span(0, 1), np.empty(0, np.uint8))
+
+    @pytest.mark.timeout(60)
+    def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:
+        """The next version's file is made without a buffer of the pool."""
+        local = self.filled(bench)
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        pin = bench.tier.pin(local.spec.name)
+        span = bench.res.span_chunks(layout) * layout.slot_bytes
+        with bench.res.pool.acquire(bench.res.pool.nbytes - span):
+            bench.update(local, bench.values(local, 2))
+        pin.release()
+        assert same_bits(bench.read(local), bench.values(local, 2))
+
+    def test_reads_of_a_pinned_shard_during_a_change_see_the_former_version(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        for part, view in bench.visit(local.spec.name, Mode.UPDATE):
+            view[:] = bench.values(local, 2)[part]
+            if part.stop == local.valid_numel:
+                assert same_bits(bench.read(local), bench.values(local, 1))
+        pin.release()
+        assert same_bits(bench.read(local), bench.values(local, 2))
+
+    def test_views_lie_in_the_buffer(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        for tile in bench.tiles([local.spec.name], Mode.READ):
+            assert as_array(tile.views[0], "float32").flags.writeable

@@ -1,0 +1,39 @@
+"""Arrays of random values for tests of a whole store."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec
+from ..partition import make_grid
+from ..store import TensorStore, TierName
+from .oracle import random_values
+
+Array = npt.NDArray[Any]
+
+LARGE = (600, 1000)
+"""2.4 MB in fp32: rests on disk where that is asked for."""
+
+
+def create(
+    store: TensorStore,
+    tier: str,
+    shape: tuple[int, ...] = LARGE,
+    dtype: str = "float32",
+    *,
+    name: str = "model/w",
+    world_size: int = 1,
+    shard: int = 0,
+) -> Array:
+    """Register an array, and return random values for this rank's shard, which the store does not hold yet."""
+    spec = ArraySpec(name=name, shape=shape, dtype=dtype)
+    store.create(spec, grid=make_grid(spec.stored_shape, world_size), shard=shard, tier=cast("TierName", tier))
+    return random_values(dtype, store.valid_numel(name), seed=len(store.names()))
+
+
+def other_than(values: Array) -> Array:
+    """Return other bits everywhere."""
+    return cast(Array, (~values.view(np.uint8)).view(values.dtype))
