@@ -12,8 +12,8 @@ In fp32 without offload the master is the parameter's memory, and phase 4 has no
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -85,9 +85,21 @@ class OptimizerState:
         tier = "device" if memory is not None else self.tier
         self.store.create(spec, grid=record.state_grid, shard=record.state_shard, tier=tier, memory=memory)
 
-    def passing(self, groups: Sequence[Sequence[str]], mode: Literal["read", "update", "fill"]) -> closing[Tiles]:
-        """Return a pass over groups of arrays, to use in a `with` block: what is left of it is ended there."""
-        return closing(cast("Tiles", self.store.stream(groups, mode)))
+    @contextmanager
+    def passing(self, groups: Sequence[Sequence[str]], mode: Literal["read", "update", "fill"]) -> Iterator[Tiles]:
+        """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there.
+
+        Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
+        wait for each other, would take the processors from the I/O threads.
+        """
+        num_threads = torch.get_num_threads()
+        try:
+            if self.tier == "disk":
+                torch.set_num_threads(1)
+            with closing(cast("Tiles", self.store.stream(groups, mode))) as tiles:
+                yield tiles
+        finally:
+            torch.set_num_threads(num_threads)
 
     def _fill(self, name: str, values: torch.Tensor) -> None:
         with self.passing([[name]], "fill") as tiles:
