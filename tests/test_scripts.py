@@ -82,7 +82,7 @@ def run(script: str, *words: str, world_size: int = 1) -> Output:
             text=True,
             check=False,
             timeout=120,
-            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"},
         )
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == 0, "".join(printed) + done.stderr
