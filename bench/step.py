@@ -34,11 +34,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         figures = measure(options, Path(name))
     print(
-        f"{options.model}: {figures['parameters'] / 1e6:.0f} M parameters, {figures['bytes_per_parameter']:.2f} bytes of disk "
-        f"traffic a parameter and step\noptimizer step {figures['step_s']:.3f} s, {figures['rate']:.2f} GB/s; "
-        f"{limit_name()} {figures['limit']:.2f} GB/s: {figures['percent']:.1f} % of the limit (median of {options.steps})\n"
-        f"forward {figures['forward_s']:.3f} s, backward {figures['backward_s']:.3f} s, save stall (wait=False) "
-        f"{figures['save_stall_ms']:.1f} ms, written anew by the save {figures['save_written_percent']:.3f} % of its bytes"
+        f"{options.model}: {figures['parameters'] / 1e6:.0f} M parameters, {figures['bytes_per_parameter']:.2f} bytes of "
+        f"disk traffic a parameter and step\n"
+        f"optimizer step {figures['step_s']:.3f} s, {figures['rate']:.2f} GB/s; {limit_name()} {figures['limit']:.2f} GB/s: "
+        f"{figures['percent']:.1f} % of the limit (median of {options.steps})\n"
+        f"forward {figures['forward_s']:.3f} s, backward {figures['backward_s']:.3f} s\n"
+        f"save (wait=False): stall {figures['save_stall_ms']:.1f} ms, new disk blocks "
+        f"{figures['save_new_blocks_percent']:.2f} % of the checkpoint"
     )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -76,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
             if step >= 2:
                 forward_s, backward_s, step_s = (after - before for before, after in itertools.pairwise(times))
                 rows.append((forward_s, backward_s, step_s, moved, disk_limit(folder, "mixed", nbytes)))
-        stall_s, written_percent = _save(engine, folder / "ckpt")
+        stall_s, written_percent = _save(engine, folder)
     return {
         "parameters": num_parameters,
         "bytes_per_parameter": rows[-1][3] / num_parameters,
@@ -87,16 +89,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         "limit": statistics.median(row[4] for row in rows) / 1e9,
         "percent": statistics.median(100 * row[3] / row[2] / row[4] for row in rows),
         "save_stall_ms": 1000 * stall_s,
-        "save_written_percent": written_percent,
+        "save_new_blocks_percent": written_percent,
     }
 
 
 def _save(engine: zstore.engine.Engine, folder: Path) -> tuple[float, float]:
-    """Save behind training; return the stall in seconds and the percent of the checkpoint that was written anew."""
-    handle = engine.save_checkpoint(str(folder), wait=False)
+    """Save behind training; return the stall in seconds, and the percent of the checkpoint that takes disk blocks anew."""
+    before = _disk_bytes(folder)
+    handle = engine.save_checkpoint(str(folder / "ckpt"), wait=False)
     summary = handle.wait()
     total = summary.linked_bytes + summary.written_bytes
-    return handle.stall_s, 100 * summary.written_bytes / total
+    return handle.stall_s, 100 * (_disk_bytes(folder) - before) / total
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Return the bytes of the disk blocks below `folder`, each inode counted once."""
+    stats = [path.lstat() for path in folder.rglob("*")]
+    return 512 * sum({(stat.st_dev, stat.st_ino): stat.st_blocks for stat in stats}.values())
 
 
 if __name__ == "__main__":

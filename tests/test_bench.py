@@ -33,4 +33,4 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     figures = json.loads(out.read_text())
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
-    assert figures["save_written_percent"] < 15  # of a tiny model, the small parameters are much
+    assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
