@@ -1,5 +1,10 @@
 """Settings that all tests share."""
 
+import os
+
+# Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 
