@@ -129,7 +129,7 @@ class _Job:
                     self._committer.begin()
                 else:
                     self._wait_until(self._folder.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
-                summaries = crew.run(self._publisher.tasks())
+                summaries = self._publish(crew)
                 self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
                     self._commit(crew)
@@ -145,6 +145,14 @@ class _Job:
                 pin.release()
             self._committer.close()
         return self._summarise(summaries)
+
+    def _publish(self, crew: Crew) -> list[ShardSummary]:
+        try:
+            return crew.run(self._publisher.tasks())
+        except OSError:
+            # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
+            self._check_alive()
+            raise
 
     def _commit(self, crew: Crew) -> None:
         request, gatherer = self._request, self._gatherer
