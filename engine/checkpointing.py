@@ -284,7 +284,7 @@ class Checkpoints:
             return
         derive_rng_state(self._training.config.seed, step, world.rank)
         if world.rank == 0:
-            _log.info(
+            _log.warning(
                 "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
                 "%d, step %d and rank",
                 record.training_world_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import logging
@@ -48,6 +49,14 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    # Before the interpreter takes itself apart: gloo's threads would meet a half-gone process.
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """End the process group that `init_distributed` started, where it still runs."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,8 @@ from .units import Unit, called_parameters, find_units
 _TIERS: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 _AUTO_PERCENT = 60
 
+_log = logging.getLogger("zstore")
+
 
 def wire(
     model: nn.Module,
@@ -61,6 +64,8 @@ def wire(
         except Exception as raised:
             error = raised
         world.raise_together(error)
+        for message in store.resources.files.fallbacks:
+            _log.warning("rank %d: %s", world.rank, message)
         units = find_units(model, {record.parameter: record for record in records})
         hooks = _hooks(model, units, config, sharding, world)
         return Training(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import zstore
 from tests.engine_models import make_net
 from zstore.dist import World
 from zstore.engine.client_state import join, split
@@ -30,6 +34,7 @@ from zstore.engine.sharding import Sharding
 from zstore.engine.tensors import as_numpy, as_torch, dtype_name
 from zstore.engine.units import find_units
 from zstore.errors import NonFiniteError, UsageError
+from zstore.files import Files
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
@@ -428,3 +433,21 @@ def test_tensors_and_arrays_share_memory(dtype: torch.dtype) -> None:
 
 def test_the_world_alone_needs_no_process_group() -> None:
     assert Sharding.of_stage(3, World.current().world_size) == Sharding.of_stage(0, 1)
+
+
+def test_a_refused_o_direct_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Files._open
+
+    def refusing(self: Files, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return real(self, path, flags)
+
+    monkeypatch.setattr(Files, "_open", refusing)
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}
+    engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config)
+    engine.close()
+    assert "refuses O_DIRECT; transfers are buffered" in caplog.text
