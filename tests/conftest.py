@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+from pathlib import Path
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +14,11 @@ pytest.register_assert_rewrite("zstore.testing.contract")
 # No deadline: a busy machine is no bug.
 settings.register_profile("zstore", deadline=None)
 settings.load_profile("zstore")
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    """A folder for the disk tier."""
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path

@@ -25,13 +25,6 @@ from zstore.errors import (
 
 
 @pytest.fixture
-def nvme(tmp_path: Path) -> Path:
-    path = tmp_path / "nvme"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 

@@ -25,14 +25,6 @@ from zstore.errors import (
 )
 from zstore.testing.ranks import run_ranks
 
-
-@pytest.fixture
-def nvme(tmp_path: Path) -> Path:
-    path = tmp_path / "nvme"
-    path.mkdir()
-    return path
-
-
 # -- initialize -----------------------------------------------------------------------------------------------------
 
 

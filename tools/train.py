@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import sys
@@ -189,10 +188,7 @@ def _config(options: TrainOptions) -> dict[str, Any]:
     """Return the config file's content with what the command line says put in."""
     from zstore.engine.config.jsonc import load_jsonc
 
-    raw = load_jsonc(options.config.read_text(encoding="utf-8-sig"), str(options.config))
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{options.config}: expected a JSON object")
-    config: dict[str, Any] = copy.deepcopy(raw)
+    config: dict[str, Any] = load_jsonc(options.config.read_text(encoding="utf-8-sig"), str(options.config))
     if options.lr is not None:
         optimizer = config.setdefault("optimizer", {"type": "AdamW"})
         optimizer.setdefault("params", {})["lr"] = options.lr
