@@ -338,7 +338,9 @@ def test_a_lost_write_says_that_it_is_done(path: Path) -> None:
 
 
 def test_faults_choose_by_kind_path_and_count(tmp_path: Path) -> None:
-    files = FaultyFiles(faults=(Fault(kind="write", pattern="*/b*", first=1, times=2, error_number=errno.EIO),))
+    files = FaultyFiles(
+        faults=(Fault(kind="write", pattern=f"{tmp_path}/b*", first=1, times=2, error_number=errno.EIO),)
+    )
     results = []
     for name in ("a1", "b1", "a2", "b2", "b3", "b4"):
         try:
