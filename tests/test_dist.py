@@ -23,12 +23,17 @@ def _exchange(rank: int) -> dict[str, Any]:
     second.all_to_all(out, send, kind="reduce_scatter").wait()
     gathered = torch.empty(world.world_size * 2, dtype=torch.float16)
     world.all_gather(gathered, torch.full((2,), rank, dtype=torch.float16))
+    world.broadcast(torch.zeros(5, dtype=torch.float16))
+    links = world.links.statistics()
     return {
         "values": values,
         "first": first,
         "out": out.tolist(),
         "gathered": gathered.tolist(),
-        "sent": {kind: world.sent_bytes[kind] for kind in ("reduce_scatter", "all_gather")},
+        "sent": {kind: world.sent_bytes[kind] for kind in ("reduce_scatter", "all_gather", "broadcast")},
+        "operations": {kind: link.operations for kind, link in links.items()},
+        "stalls": {kind: list(link.stall_s) for kind, link in links.items()},
+        "times": [(link.busy_s, sum(link.stall_s.values())) for link in links.values()],
         "alone": world.second() is world,
     }
 
@@ -41,8 +46,21 @@ def test_exchange(world_size: int) -> None:
         assert result["first"] == ["from", 1]
         assert result["out"] == [[10 * r + 3 * rank + i for i in range(3)] for r in range(world_size)]
         assert result["gathered"] == [r for r in range(world_size) for _ in range(2)]
-        # Each rank sends 3 bf16 values, and 2 fp16 values, to each other rank.
-        assert result["sent"] == {"reduce_scatter": (world_size - 1) * 6, "all_gather": (world_size - 1) * 4}
+        # Each rank sends 3 bf16 values, and 2 fp16 values, to each other rank; rank 0 alone 5 fp16 values.
+        assert result["sent"] == {
+            "reduce_scatter": (world_size - 1) * 6,
+            "all_gather": (world_size - 1) * 4,
+            "broadcast": (world_size - 1) * 10 * (rank == 0),
+        }
+        # An object travels in two: its size and itself.
+        assert result["operations"] == {"control": 6, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+        assert result["stalls"] == {
+            "control": ["blocking call"],
+            "reduce_scatter": ["begun earlier"],
+            "all_gather": ["blocking call"],
+            "broadcast": ["blocking call"],
+        }
+        assert all(busy_s >= stalled_s > 0 for busy_s, stalled_s in result["times"])
         assert not result["alone"]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as torch_dist
 
 from .errors import RankError
+from .links import LinkCounters
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "control"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
@@ -35,6 +37,31 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
+
+
+class CountedWork:
+    """A collective under way that counts how long it took and how long somebody waited for it.
+
+    On CUDA a wait holds up the stream and not this thread, so what is counted there is the host's time alone.
+    """
+
+    def __init__(self, work: Work, links: LinkCounters, kind: Kind) -> None:
+        self._work = work
+        self._links = links
+        self._kind = kind
+        self._started: float | None = time.perf_counter()
+
+    def wait(self) -> None:
+        """See Work."""
+        with self._links.waiting(self._kind, "begun earlier"):
+            self._work.wait()
+        started, self._started = self._started, None
+        if started is not None:
+            self._links.busy(self._kind, time.perf_counter() - started)
+
+    def is_completed(self) -> bool:
+        """See Work."""
+        return self._work.is_completed()
 
 
 class Done:
@@ -66,8 +93,13 @@ class World:
     """Where tensors must lie for the backend's collectives."""
     group: torch_dist.ProcessGroup | None = None
     """Process group of the collectives; None is the default one."""
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes that this rank sent to others, by `Kind`. A second world on another group shares the counter."""
+    links: LinkCounters = field(default_factory=LinkCounters)
+    """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes that this rank sent to others, by `Kind`."""
+        return Counter({kind: link.bytes for kind, link in self.links.statistics().items()})
 
     @staticmethod
     def current() -> World:
@@ -140,7 +172,9 @@ class World:
         """Replace the values of `tensor` by rank 0's."""
         if self.world_size > 1 and tensor.numel():
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            torch_dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
+            sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == 0 else 0
+            with self.links.moving("broadcast", sent_bytes):
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -150,32 +184,32 @@ class World:
         if self.world_size == 1:
             out.copy_(mine)
             return
-        self.sent_bytes[kind] += (self.world_size - 1) * mine.nbytes
         if mine.numel():
-            _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes):
+                _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
 
         The caller must keep both and not touch them until the work is done.
         """
-        self.sent_bytes[kind] += send.nbytes * (self.world_size - 1) // self.world_size
         if not send.numel():
             return Done()
+        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
         work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
-        return work
+        return CountedWork(work, self.links, kind)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
-        self.sent_bytes[kind] += send.nbytes * (self.world_size - 1) // self.world_size
         if not send.numel():
             return Done()
+        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
         work: Work = _reduce_scatter_single(
             out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
         )
-        return work
+        return CountedWork(work, self.links, kind)
 
 
 # torch 2.13 gave these two new names and warns at the old ones.

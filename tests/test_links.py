@@ -1,0 +1,104 @@
+"""Counters of links: what is counted, from which thread, and over which time."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from zstore.dist import CountedWork
+from zstore.links import LinkCounters, LinkStatistics
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_moving_counts_the_whole_block_as_busy_and_as_a_stall(clock: Clock) -> None:
+    links = LinkCounters()
+    for seconds in (2.0, 3.0):
+        with links.moving("host_to_device", 10):
+            clock.now += seconds
+    with contextlib.suppress(OSError), links.moving("host_to_device", 5, "retry"):
+        clock.now += 1.0
+        raise OSError("gone")
+    assert links.statistics() == {
+        "host_to_device": LinkStatistics(
+            operations=3, bytes=25, busy_s=6.0, stall_s={"blocking call": 5.0, "retry": 1.0}
+        )
+    }
+
+
+def test_what_is_begun_here_may_be_waited_for_elsewhere(clock: Clock) -> None:
+    links = LinkCounters()
+    links.begin("prefetch", 7)
+    with links.waiting("prefetch", "late"):
+        clock.now += 0.5
+    links.busy("prefetch", 4.0)
+    links.begin("other", 1)
+    found = links.statistics()
+    assert found["prefetch"] == LinkStatistics(operations=1, bytes=7, busy_s=4.0, stall_s={"late": 0.5})
+    assert found["other"] == LinkStatistics(operations=1, bytes=1)
+
+
+class SlowWork:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(self) -> None:
+        self.clock.now += 2.0
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_collective_is_busy_from_its_start_and_stalls_while_it_is_waited_for(clock: Clock) -> None:
+    links = LinkCounters()
+    work = CountedWork(SlowWork(clock), links, "all_gather")
+    assert not work.is_completed()
+    clock.now += 3.0  # computing
+    work.wait()
+    work.wait()
+    found = links.statistics()["all_gather"]
+    assert (found.busy_s, found.stall_s) == (5.0, {"begun earlier": 4.0})
+
+
+def test_what_was_handed_out_does_not_change() -> None:
+    links = LinkCounters()
+    links.stalled("a", "x", 1.0)
+    before = links.statistics()
+    links.stalled("a", "x", 1.0)
+    assert before["a"].stall_s == {"x": 1.0}
+
+
+def test_threads_lose_no_count() -> None:
+    links = LinkCounters()
+    start = threading.Barrier(4)
+
+    def count() -> None:
+        start.wait()
+        for _ in range(2000):
+            links.begin("a", 3)
+            links.stalled("a", "x", 1.0)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = links.statistics()["a"]
+    assert (found.operations, found.bytes, found.stall_s["x"]) == (8000, 24000, 8000.0)

@@ -1,0 +1,101 @@
+"""Counters of what moves over each link, and of the time that somebody waits for it.
+
+A link is a name: a collective, a direction between two tiers, reading ahead. Whoever moves bytes counts them where they
+move, in any thread:
+
+    with links.moving("host_to_device", nbytes):            # the caller waits for the whole of it
+        target.copy_(source)
+
+    links.begin("prefetch", nbytes)                         # begun here, waited for elsewhere
+    with links.waiting("prefetch", "not there in time"):
+        ticket.wait()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkStatistics:
+    """What one link of this rank did since the start."""
+
+    operations: int = 0
+    bytes: int = 0
+    """Begun, so that bytes on their way count too."""
+    busy_s: float = 0.0
+    """From the beginning of each operation until it was seen to be done, summed: operations at once count each."""
+    stall_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which a caller stood still, by cause."""
+
+
+@dataclass
+class _Counts:
+    operations: int = 0
+    bytes: int = 0
+    busy_s: float = 0.0
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+
+class LinkCounters:
+    """Counters by link. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, _Counts] = {}
+
+    def begin(self, link: str, nbytes: int) -> None:
+        """Count an operation of `nbytes`."""
+        with self._lock:
+            counts = self._counts.setdefault(link, _Counts())
+            counts.operations += 1
+            counts.bytes += nbytes
+
+    def busy(self, link: str, seconds: float) -> None:
+        """Count the time of an operation that was begun."""
+        with self._lock:
+            self._counts.setdefault(link, _Counts()).busy_s += seconds
+
+    def stalled(self, link: str, cause: str, seconds: float) -> None:
+        """Count time for which a caller stood still."""
+        with self._lock:
+            stall_s = self._counts.setdefault(link, _Counts()).stall_s
+            stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+
+    @contextmanager
+    def waiting(self, link: str, cause: str) -> Iterator[None]:
+        """Count a `with` block as standing still."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stalled(link, cause, time.perf_counter() - started)
+
+    @contextmanager
+    def moving(self, link: str, nbytes: int, cause: str = "blocking call") -> Iterator[None]:
+        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits."""
+        self.begin(link, nbytes)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.busy(link, seconds)
+            self.stalled(link, cause, seconds)
+
+    def statistics(self) -> dict[str, LinkStatistics]:
+        """Return the counters of every link that was used."""
+        with self._lock:
+            return {
+                link: LinkStatistics(
+                    operations=counts.operations,
+                    bytes=counts.bytes,
+                    busy_s=counts.busy_s,
+                    stall_s=dict(counts.stall_s),
+                )
+                for link, counts in self._counts.items()
+            }
