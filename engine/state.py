@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class OptimizerState:
         try:
             if self.tier == "disk":
                 torch.set_num_threads(1)
-            with closing(cast("Tiles", self.store.stream(groups, mode))) as tiles:
+            with closing(self.store.stream(groups, mode)) as tiles:
                 yield tiles
         finally:
             torch.set_num_threads(num_threads)

@@ -66,14 +66,12 @@ class MemoryContract(TierContract):
         on_disk = LocalShard(ArraySpec(name="model/disk", shape=(700, 256), dtype="float32"), memory.grid, 0)
         disk.create(on_disk)
         pin = bench.tier.pin(memory.spec.name)
-        from zstore.stream import Stream, StreamCounters  # the pass itself, for two tiers at once
+        from zstore.stream import Pass, Stream, StreamCounters  # the pass itself, for two tiers at once
 
         stream = Stream(
-            [[on_disk.spec.name, memory.spec.name]],
-            Mode.UPDATE,
+            Pass(groups=[[on_disk.spec.name, memory.spec.name]], mode=Mode.UPDATE, pool=bench.res.pool),
             tiers={on_disk.spec.name: disk, memory.spec.name: bench.tier},
             shards={on_disk.spec.name: on_disk, memory.spec.name: memory},
-            pool=bench.res.pool,
             counters=StreamCounters(),
         )
         updater = in_thread(lambda: [None for _ in stream.tiles()] and None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,11 @@ from .arrays import ArraySpec, numpy_dtype
 from .buffers import Pool
 from .errors import UsageError
 from .files import Files
-from .io import IoQueue, QueueStatistics, Ticket
+from .io import IoQueue, Priority, QueueStatistics, Ticket
 from .partition import Grid
 from .runfolder import RunFolder
 from .shardio import IoResources
-from .stream import Stream, StreamCounters
+from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
 from .tiers.views import as_numpy, copy_into, host_array
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TierName = Literal["device", "host", "disk"]
+ModeName = Literal["read", "update", "fill"]
 Array = npt.NDArray[Any]
 
 SMALL_SHARD_BYTES = 64 * 1024
@@ -133,6 +134,7 @@ class TensorStore:
         self._pending: dict[str, Ticket[Any]] = {}
         self._failed: dict[str, BaseException] = {}
         self._ahead = ReadAhead(pool)
+        self._pools = [pool]
         self._lock = threading.Lock()
         self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
         self._counters = StreamCounters()
@@ -157,8 +159,16 @@ class TensorStore:
         chosen.create(local, memory)
         self._shards[spec.name] = local
         self._tiers[spec.name] = chosen
+        self._limit_pool()
+
+    def _limit_pool(self) -> None:
+        """Leave for pieces larger than a pool what host-tier state and all pools do not take."""
         budget = self.options.host_budget_bytes
-        self.resources.pool.limit_bytes = None if budget is None else budget - self._host.used_bytes
+        if budget is not None:
+            first, *others = self._pools
+            first.limit_bytes = budget - self._host.used_bytes
+            for pool in others:
+                pool.limit_bytes = budget - self._host.used_bytes - first.nbytes + pool.nbytes
 
     def _choose(self, local: LocalShard, tier: TierName) -> Tier:
         tiers: dict[str, Tier | None] = {"device": self._device, "host": self._host, "disk": self._disk}
@@ -209,7 +219,7 @@ class TensorStore:
 
         def run() -> None:
             try:
-                for tile in self._ahead.forgetting([name], self._stream([[name]], mode)):
+                for tile in self._ahead.forgetting([name], self._stream(self._pass_over(name, mode))):
                     low, high = max(tile.first, first), min(tile.stop, first + source.size)
                     if low < high:
                         target = tile.views[0][low - tile.first : high - tile.first]
@@ -243,7 +253,7 @@ class TensorStore:
 
         def run() -> Array:
             cached = self._ahead.take(name)
-            tiles = self._stream([[name]], Mode.READ, chunks) if cached is None else cached.tiles(local)
+            tiles = self._stream(self._pass_over(name, Mode.READ, chunks)) if cached is None else cached.tiles(local)
             for tile in tiles:
                 low, high = max(tile.first, first), min(tile.stop, last)
                 if low < high:
@@ -274,34 +284,54 @@ class TensorStore:
         return self._drive(names, run)
 
     def stream(
-        self, groups: Sequence[Sequence[str]], mode: Literal["read", "update", "fill"] = "update"
-    ) -> Iterator[Tile]:
+        self,
+        groups: Sequence[Sequence[str]],
+        mode: ModeName = "update",
+        *,
+        modes: Mapping[str, ModeName] | None = None,
+        pool: Pool | None = None,
+        ahead: bool = False,
+        on_end: Callable[[int], None] | None = None,
+    ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.stream`.
 
         The arrays of a group share one layout. "update": change the views in place, they go back when the next tile is
-        asked for. "fill": set every element; nothing is read. "read": changes are lost. Exhaust it or close it.
+        asked for. "fill": set every element; nothing is read. "read": changes are lost. `modes` has other modes for
+        single arrays. `pool` (of `make_pool`) is where buffers come from, for a pass that must not wait for others';
+        `ahead` marks reads that nothing waits for yet. New versions are the present ones when the pass is done, or, with
+        `on_end`, each group's before its number is handed to that. Exhaust the pass or close it.
         """
         self._check_open()
-        names = [name for group in groups for name in group]
-        self._settle(names)
-        tiles = self._stream(groups, Mode(mode))
-        return tiles if mode == "read" else self._ahead.forgetting(names, tiles)
+        chosen = {name: Mode(other) for name, other in (modes or {}).items()}
+        what = Pass(
+            groups=groups,
+            mode=Mode(mode),
+            pool=pool or self.resources.pool,
+            modes=chosen,
+            priority=Priority.PREFETCH if ahead else Priority.READ,
+            on_end=on_end,
+        )
+        self._settle(what.names)
+        return self._ahead.forgetting(what.changed(what.names), self._stream(what))
 
-    def _stream(
-        self, groups: Sequence[Sequence[str]], mode: Mode, chunks: tuple[int, int] | None = None
-    ) -> Iterator[Tile]:
-        for group in groups:
-            for name in group:
-                self.local(name)
-        return Stream(
-            groups,
-            mode,
-            tiers=self._tiers,
-            shards=self._shards,
-            pool=self.resources.pool,
-            counters=self._counters,
-            chunks=chunks,
-        ).tiles()
+    def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
+        return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
+
+    def _stream(self, what: Pass) -> Generator[Tile, None, None]:
+        for name in what.names:
+            self.local(name)
+        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters).tiles()
+
+    def make_pool(self, nbytes: int) -> Pool:
+        """Return buffers of their own for passes that must not wait for others; counted against the host budget.
+
+        Raises BudgetError where the budget has no room for them.
+        """
+        pool = Pool(nbytes)
+        self._host.reserve(pool.nbytes)
+        self._pools.append(pool)
+        self._limit_pool()
+        return pool
 
     def _drive(self, names: Sequence[str], run: Callable[[], T]) -> Ticket[T]:
         """Run behind the caller, after what is under way for the same arrays."""
@@ -376,8 +406,8 @@ class TensorStore:
             device_bytes=held["device"],
             host_bytes=held["host"],
             disk_bytes=held["disk"],
-            pool_bytes=self.resources.pool.nbytes,
-            pool_peak_bytes=self.resources.pool.peak_bytes,
+            pool_bytes=sum(pool.nbytes for pool in self._pools),
+            pool_peak_bytes=sum(pool.peak_bytes for pool in self._pools),
             read_wait_s=self._counters.read_wait_s,
             write_wait_s=self._counters.write_wait_s,
             pool_wait_s=self._counters.pool_wait_s,

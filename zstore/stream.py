@@ -7,7 +7,11 @@ Phases of a span, for all arrays of a group together:
 3. the consumer gets one `Tile` a chunk and changes its views in place;
 4. the saves are queued; the last of them gives the buffer back.
 A stream waits for the pool only while it holds no loaded span, so it cannot wait for itself, and it never takes the
-last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done.
+last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; a pass
+with `on_end` makes each group's the present one as soon as that group's own saves are done.
+
+Where all arrays of a group rest in memory there is nothing to load, and a tile spans many chunks: fewer steps in
+Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two.
 """
 
 from __future__ import annotations
@@ -15,19 +19,59 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .buffers import Buffer, Bytes, Pool
 from .errors import UsageError
-from .io import Ticket
-from .tiers import DiskTier, LocalShard, Mode, Span, Tier, Tile
+from .io import Priority, Ticket
+from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Span, Tier, Tile
 
-__all__ = ["Stream", "StreamCounters", "Tile"]
+__all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
+_LEAST_SPANS_IN_POOL = 3
+MEMORY_TILE_NUMEL = 256 * 1024
+"""Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a stream goes over, and how."""
+
+    groups: Sequence[Sequence[str]]
+    """Arrays that are brought together; those of a group share one layout."""
+    mode: Mode
+    pool: Pool
+    """Where buffers come from."""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
+    chunks: tuple[int, int] | None = None
+    """Limits a reading pass to chunks `[first, stop)` of each shard."""
+    priority: Priority = Priority.READ
+    """Of the loads."""
+    on_end: Callable[[int], None] | None = None
+    """Told the number of each group whose new version is the present one, in the consumer's thread."""
+
+    def mode_of(self, name: str) -> Mode:
+        """Return what is done with an array."""
+        return self.modes.get(name, self.mode)
+
+    @property
+    def names(self) -> list[str]:
+        """All arrays, in order."""
+        return [name for group in self.groups for name in group]
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is brought."""
+        return any(self.mode_of(name) is not Mode.FILL for name in self.names)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that get a new version."""
+        return [name for name in names if self.mode_of(name) is not Mode.READ]
 
 
 @dataclass(frozen=True)
@@ -37,6 +81,7 @@ class _Plan:
     group: int
     span: Span
     starts_group: bool
+    ends_group: bool
 
 
 @dataclass
@@ -62,34 +107,39 @@ class StreamCounters:
 NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
-class Stream:
-    """Drives one pass over `groups` of array names; `tiers` and `shards` say where each rests.
+@dataclass
+class _Ending:
+    """A group whose last span was taken back, and its saves."""
 
-    `chunks` limits a reading pass to chunks `[first, stop)` of each shard.
-    """
+    group: int
+    saves: deque[Ticket[None]]
+
+
+class Stream:
+    """Drives one pass; `tiers` and `shards` say where each array rests."""
 
     def __init__(
         self,
-        groups: Sequence[Sequence[str]],
-        mode: Mode,
+        what: Pass,
         *,
         tiers: Mapping[str, Tier],
         shards: Mapping[str, LocalShard],
-        pool: Pool,
         counters: StreamCounters,
-        chunks: tuple[int, int] | None = None,
     ) -> None:
-        self._groups = [tuple(group) for group in groups]
-        self._mode = mode
-        self._chunks = chunks
+        self._pass = what
+        self._groups = [tuple(group) for group in what.groups]
+        self._pool = what.pool
+        self._reads = what.reads
         self._tiers = tiers
         self._shards = shards
-        self._pool = pool
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
         self._plans = deque(self._plan())
         self._begun: dict[str, Tier] = {}
+        """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
+        """Of the group under way."""
+        self._ending: deque[_Ending] = deque()
 
     def _plan(self) -> Iterator[_Plan]:
         seen: set[str] = set()
@@ -101,12 +151,22 @@ class Stream:
                 raise UsageError(f"the arrays of a group share one layout, got different ones for {', '.join(group)}")
             seen.update(group)
             present = shards[0].grid.present_chunks(shards[0].shard) if shards[0].valid_numel else 0
-            step = min((t.span_chunks(n) for n in group if isinstance(t := self._tiers[n], DiskTier)), default=present)
-            start, stop = (0, present) if self._chunks is None else self._chunks
-            for first in range(start, min(stop, present), max(1, step)):
-                yield _Plan(number, Span(first, min(step, min(stop, present) - first)), first == start)
+            start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
+            stop = min(stop, present)
+            step = self._span_chunks(group)
+            for first in range(start, stop, step):
+                span = Span(first, min(step, stop - first))
+                yield _Plan(number, span, first == start, first + step >= stop)
 
-    def tiles(self) -> Iterator[Tile]:
+    def _span_chunks(self, group: Sequence[str]) -> int:
+        """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
+        on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
+        if not on_disk:
+            return max(1, MEMORY_TILE_NUMEL // max(self._shards[group[0]].grid.chunk_numel, 1))
+        chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
+        return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
+
+    def tiles(self) -> Generator[Tile, None, None]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
         ok = False
         current: _Loaded | None = None
@@ -120,7 +180,8 @@ class Stream:
                 yield from self._tiles_of(current)
                 done, current = current, None
                 self._save(done)
-            self._counters.write_wait_s += _wait_all(self._saves)
+                self._end_groups(wait=False)
+            self._end_groups(wait=True)
             ok = True
         finally:
             self._finish(current, ok)
@@ -150,12 +211,12 @@ class Stream:
         False where a pin would have to be waited for while spans are loaded.
         """
         names = [name for name in names if name not in self._begun]
-        changes = self._mode is not Mode.READ
-        if changes and self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in names):
+        changed = self._pass.changed(names)
+        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in changed):
             return False
         for name in names:
             started = time.perf_counter()
-            self._tiers[name].begin(name, self._mode)
+            self._tiers[name].begin(name, self._pass.mode_of(name))
             self._counters.pin_wait_s += time.perf_counter() - started
             self._begun[name] = self._tiers[name]
         return True
@@ -169,7 +230,7 @@ class Stream:
             self._counters.pool_wait_s += time.perf_counter() - started
             return buffer
         # A pass that reads nothing gains nothing from memory held ahead of use.
-        if self._mode is Mode.FILL or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
+        if not self._reads or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
             return None
         return self._pool.try_acquire(nbytes)
 
@@ -182,7 +243,7 @@ class Stream:
             offset += size
             parts.append(part)
             try:
-                ticket = self._tiers[name].load(name, plan.span, part, self._mode)
+                ticket = self._tiers[name].load(name, plan.span, part, self._pass.mode_of(name), self._pass.priority)
             except BaseException:
                 for under_way in tickets:
                     under_way.error()
@@ -194,8 +255,13 @@ class Stream:
     def _tiles_of(self, loaded: _Loaded) -> Iterator[Tile]:
         plan = loaded.plan
         names = self._groups[plan.group]
-        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
         shard = self._shards[names[0]]
+        in_memory = [tier for name in names if isinstance(tier := self._tiers[name], MemoryTier)]
+        if len(in_memory) == len(names):
+            views = (tier.span_view(name, plan.span) for tier, name in zip(in_memory, names, strict=True))
+            yield Tile(plan.group, *shard.span_range(plan.span), tuple(views))
+            return
+        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
         for i, chunk in enumerate(plan.span.chunks):
             first, stop = shard.chunk_range(chunk)
             yield Tile(plan.group, first, stop, tuple(column[i] for column in columns))
@@ -203,9 +269,8 @@ class Stream:
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []
         try:
-            if self._mode is not Mode.READ:
-                names = self._groups[loaded.plan.group]
-                for name, part in zip(names, loaded.parts, strict=True):
+            for name, part in zip(self._groups[loaded.plan.group], loaded.parts, strict=True):
+                if self._pass.mode_of(name) is not Mode.READ:
                     ticket = self._tiers[name].save(name, loaded.plan.span, part)
                     if ticket is not None:
                         tickets.append(ticket)
@@ -215,6 +280,21 @@ class Stream:
             self._saves.extend(tickets)
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
+        if loaded.plan.ends_group:
+            self._ending.append(_Ending(loaded.plan.group, self._saves))
+            self._saves = deque()
+
+    def _end_groups(self, *, wait: bool) -> None:
+        """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
+        while self._ending and (wait or all(ticket.done() for ticket in self._ending[0].saves)):
+            ending = self._ending.popleft()
+            # Also where they are done: this is where an error is raised. The rest is settled by `_finish`.
+            self._saves = ending.saves
+            self._counters.write_wait_s += _wait_all(ending.saves)
+            self._saves = deque()
+            if self._pass.on_end is not None:
+                self._end(self._groups[ending.group], True)
+                self._pass.on_end(ending.group)
 
     def _finish(self, current: _Loaded | None, ok: bool) -> None:
         for loaded in [*([current] if current is not None else []), *self._loaded]:
@@ -222,14 +302,16 @@ class Stream:
                 ticket.error()
             if loaded.buffer is not None:
                 loaded.buffer.release()
-        for ticket in self._saves:
+        for ticket in [*self._saves, *(ticket for ending in self._ending for ticket in ending.saves)]:
             ticket.error()
-        if self._mode is not Mode.READ:
-            self._end(ok)
+        self._end(list(self._begun), ok)
 
-    def _end(self, ok: bool) -> None:
+    def _end(self, names: Sequence[str], ok: bool) -> None:
         errors: list[Exception] = []
-        for name, tier in self._begun.items():
+        for name in names:
+            tier = self._begun.pop(name, None)
+            if tier is None or self._pass.mode_of(name) is Mode.READ:
+                continue
             try:
                 tier.end(name, ok)
             except Exception as error:

@@ -29,7 +29,7 @@ from ..io import Priority
 from ..partition import make_grid
 from ..shardfile import layout_of, slot_views
 from ..shardio import IoResources, ShardReader, ShardSummary, open_resources
-from ..stream import Stream, StreamCounters, Tile
+from ..stream import Pass, Stream, StreamCounters, Tile
 from ..tiers import LocalShard, Mode, PinnedShard, Tier
 from .faults import Fault, FaultyFiles
 from .oracle import random_values, read_with_zarr, same_bits, shard_name, write_zarr_json
@@ -89,11 +89,12 @@ class TierBench:
     def tiles(self, names: Sequence[str], mode: Mode) -> Iterator[Tile]:
         """Return a pass over a group of arrays."""
         tiers = dict.fromkeys(self.shards, self.tier)
-        stream = Stream([names], mode, tiers=tiers, shards=self.shards, pool=self.res.pool, counters=StreamCounters())
+        what = Pass(groups=[names], mode=mode, pool=self.res.pool)
+        stream = Stream(what, tiers=tiers, shards=self.shards, counters=StreamCounters())
         return stream.tiles()
 
     def visit(self, name: str, mode: Mode) -> Iterator[tuple[slice, Array]]:
-        """Yield (local elements, view) of each chunk, and put what was changed back where memory is not shared."""
+        """Yield (local elements, view) of each tile, and put what was changed back where memory is not shared."""
         dtype = self.shards[name].spec.dtype
         for tile in self.tiles([name], mode):
             view = tile.views[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,7 +91,7 @@ class ReadAhead:
             names = list(self._held)
         self.drop(names)
 
-    def forgetting(self, names: Sequence[str], items: Iterator[T]) -> Iterator[T]:
+    def forgetting(self, names: Sequence[str], items: Iterator[T]) -> Generator[T, None, None]:
         """Yield the items of a pass that changes `names`: what was read ahead before its end is old."""
         try:
             self.drop(names)

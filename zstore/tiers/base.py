@@ -88,6 +88,12 @@ class LocalShard:
         first = chunk * self.grid.chunk_numel
         return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
 
+    def span_range(self, span: Span) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of the chunks of `span`, padding left out."""
+        first = span.first_chunk * self.grid.chunk_numel
+        last = first + span.num_chunks * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(last, self.valid_numel)
+
 
 @dataclass(frozen=True)
 class Span:
@@ -104,7 +110,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Tile:
-    """One chunk of every array of a group: local flat elements `[first, stop)` without padding.
+    """One chunk, or in memory several, of every array of a group: local flat elements `[first, stop)` without padding.
 
     `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
     They are valid until the next tile is asked for.

@@ -53,6 +53,16 @@ class HostTier(MemoryTier):
         self._slab_used += nbytes
         return data
 
+    def reserve(self, nbytes: int) -> None:
+        """Count memory that is taken beside the shards. Raises BudgetError where there is no room for it."""
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+                raise BudgetError(
+                    f"buffers need {nbytes} bytes of host memory, but {self.used_bytes} of the {self.limit_bytes} bytes "
+                    "that `host_budget_bytes` leaves beside the transfer buffers are taken: raise the budget"
+                )
+            self.used_bytes += nbytes
+
     def as_bytes(self, view: View) -> Bytes:
         """See `MemoryTier.as_bytes`; no copy."""
         return cast(Bytes, view.view(np.uint8))

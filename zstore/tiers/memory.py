@@ -83,6 +83,11 @@ class MemoryTier(Tier):
         local, memory = self._shards[name], self._memory[name]
         return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
 
+    def span_view(self, name: str, span: Span) -> View:
+        """Return one view of the elements of all chunks of a span, without padding."""
+        first, stop = self._shards[name].span_range(span)
+        return self._memory[name][first:stop]
+
     def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         return None
