@@ -1,5 +1,6 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
     names = [f"model/{i}" for i in range(3)]
     for name in names:
         store.write(name, create(store, "disk", name=name)).wait()
-    files.inject(Fault(kind="write", pattern="*model%2F2*", times=None))
+    files.inject(Fault(kind="write", pattern="*model%2F2*", times=None, error_number=errno.EIO))
     ended: list[int] = []
     tiles = store.stream([[name] for name in names], on_end=ended.append)
 
