@@ -28,10 +28,9 @@ from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMism
 from zstore.shardio import open_resources
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
-from zstore.tools.consolidate import DTYPES, consolidate_command, list_weights, write_weights
-from zstore.tools.weights_cast import cast_into
-from zstore.tools.weights_file import BLOCK_BYTES, BlockFile, Slabs
-from zstore.tools.weights_layout import Weight, plan_files
+from zstore.tools.consolidate import consolidate_command
+from zstore.weights import DTYPES, Weight, cast_into, list_weights, plan_files, write_weights
+from zstore.weights.file import BLOCK_BYTES, BlockFile, Slabs
 
 Array = npt.NDArray[Any]
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

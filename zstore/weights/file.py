@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from zstore.buffers import PAGE_BYTES, make_slab
-from zstore.files import Files, OpenFile
+from ..buffers import PAGE_BYTES, make_slab
+from ..files import Files, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,11 +26,16 @@ class Slabs:
     def __init__(self) -> None:
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
+        self.made_bytes = 0
+        """Bytes of all blocks."""
 
     def take(self) -> Bytes:
         """Return a block of `BLOCK_BYTES`."""
         with self._lock:
-            return self._free.pop() if self._free else make_slab(BLOCK_BYTES)
+            if self._free:
+                return self._free.pop()
+            self.made_bytes += BLOCK_BYTES
+        return make_slab(BLOCK_BYTES)
 
     def give_back(self, slab: Bytes) -> None:
         """Take a block back."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zstore.arrays import numpy_dtype
+from ..arrays import numpy_dtype
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+STEM = "model"
+"""What the files of a model are called, as `from_pretrained` looks for them."""
 
 _ALIGN_BYTES = 4096
 _DTYPES = {
@@ -86,10 +87,10 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def plan_files(weights: Iterable[Weight], max_file_bytes: int) -> list[FileLayout]:
+def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:
     """Return the files of a model: one, or numbered ones of at most `max_file_bytes` of data each.
 
-    A weight that is larger has a file of its own.
+    A weight that is larger has a file of its own. Names begin with `stem`.
     """
     groups: list[list[Weight]] = [[]]
     size = 0
@@ -100,9 +101,9 @@ def plan_files(weights: Iterable[Weight], max_file_bytes: int) -> list[FileLayou
         groups[-1].append(weight)
         size += weight.nbytes
     if len(groups) == 1:
-        return [_lay_out(SINGLE_FILE, groups[0])]
+        return [_lay_out(f"{stem}{SUFFIX}", groups[0])]
     return [
-        _lay_out(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        _lay_out(f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}", group)
         for number, group in enumerate(groups, start=1)
     ]
 
@@ -127,6 +128,11 @@ def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
     header = len(text).to_bytes(8, "little") + text
     offsets = tuple(len(header) + start for start in starts)
     return FileLayout(name=name, header=header, weights=tuple(ordered), offsets=offsets)
+
+
+def index_file(files: Sequence[FileLayout]) -> str:
+    """Return the name of the index of several files: `model.safetensors.index.json`."""
+    return f"{files[0].name.rsplit('-', 3)[0]}{SUFFIX}.index.json"
 
 
 def index_document(files: Sequence[FileLayout]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from zstore.arrays import numpy_dtype
+from ..arrays import numpy_dtype
 
 Array = npt.NDArray[Any]
 Overflow = Literal["error", "inf", "clamp"]

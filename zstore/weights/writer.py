@@ -1,0 +1,141 @@
+"""All files of one model: values come in pieces, are cast into blocks of the files, and are written past the page
+cache."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import numpy_dtype
+from ..errors import CheckpointError, DiskFullError
+from ..files import Files
+from .cast import Overflow, cast_into
+from .file import BlockFile, Slabs
+from .layout import FileLayout, index_document, index_file
+
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Values of one weight that its new type cannot hold."""
+
+    name: str
+    count: int
+
+
+class WeightsWriter:
+    """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
+
+    Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
+    where the folder's file system lacks room.
+    """
+
+    def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
+        needed = sum(layout.file_bytes for layout in layouts)
+        free = files.free_bytes(folder)
+        if needed > free:
+            raise DiskFullError(f"the weights need {needed} bytes, but only {free} are free", path=str(folder))
+        self._files = files
+        self._layouts = layouts
+        self._folder = folder
+        self._overflow = overflow
+        self._places = {
+            weight.array: (layout, weight, offset)
+            for layout in layouts
+            for weight, offset in zip(layout.weights, layout.offsets, strict=True)
+        }
+        self._open: dict[str, BlockFile] = {}
+        self._slabs = Slabs()
+        self._lost: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the blocks that were in memory at the same time, at most."""
+        return self._slabs.made_bytes
+
+    def lost(self) -> list[Lost]:
+        """Return which weights had values that could not be held."""
+        return [Lost(name=name, count=count) for name, count in sorted(self._lost.items())]
+
+    def put(self, array: str, first: int, values: npt.NDArray[Any]) -> None:
+        """Write `values`, 1-D, as the flat elements from `first` on of the weight that comes from `array`.
+
+        With overflow "error", nothing more is written once a value could not be held: the rest is only looked at, so
+        that every such weight can be named.
+        """
+        layout, weight, offset = self._places[array]
+        itemsize = weight.itemsize
+        lost = 0
+
+        def put(start: int, view: npt.NDArray[np.uint8]) -> None:
+            nonlocal lost
+            piece = values[start // itemsize : (start + view.size) // itemsize]
+            lost += cast_into(piece, view.view(numpy_dtype(weight.dtype)), weight.dtype, self._overflow)
+
+        if self._is_in_vain:
+            put(0, np.empty(values.size * itemsize, np.uint8))
+        else:
+            self._file(layout).fill(offset + first * itemsize, values.size * itemsize, put)
+        if lost:
+            with self._lock:
+                self._lost[weight.name] = self._lost.get(weight.name, 0) + lost
+
+    @property
+    def _is_in_vain(self) -> bool:
+        return bool(self._lost) and self._overflow == "error"
+
+    def _file(self, layout: FileLayout) -> BlockFile:
+        with self._lock:
+            if layout.name not in self._open:
+                file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs)
+                self._open[layout.name] = file
+                header = np.frombuffer(layout.header, np.uint8)
+                file.fill(0, header.size, lambda start, view: np.copyto(view, header[start : start + view.size]))
+            return self._open[layout.name]
+
+    def finish(self) -> list[str]:
+        """Make all files durable, with an index where there are several; return their names, the index last.
+
+        Does nothing and returns no name where values could not be held and overflow is "error".
+        """
+        if self._is_in_vain:
+            return []
+        for layout in self._layouts:
+            file = self._file(layout)
+            if not file.is_filled:
+                raise CheckpointError(f"{file.path} was not filled; this is a bug")
+            file.finish()
+        names = [layout.name for layout in self._layouts]
+        if len(names) > 1:
+            names.append(index_file(self._layouts))
+            document = json.dumps(index_document(self._layouts), indent=2).encode()
+            self._files.write_small(self._folder / names[-1], document)
+        return names
+
+    def close(self) -> None:
+        """Close the files as they are; a second call does nothing."""
+        for file in self._open.values():
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:
+    """Return the message for values that `dtype` cannot hold; `advice` says what to do."""
+    named = [f"\n  {each.name}: {each.count} value(s)" for each in lost[:_MOST_NAMED]]
+    more = f"\n  and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+    return f"{len(lost)} tensor(s) have values that {dtype} cannot hold; nothing was written. {advice}:{''.join(named)}{more}"
