@@ -5,7 +5,7 @@ forward   the pre-hook of the first of its modules that is called gathers it; th
 backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
           nodes in the reverse of the order in which they were made. It is released when every one of its parameters
           has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
-          it and does not lie within it, or at the end of the backward.
+          it (of which neither lies within the other), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
 releases. A parameter that is read while its unit is released, in a forward of the model, is gathered until the end of
@@ -33,6 +33,9 @@ from .units import Unit
 Gather = Callable[[Sequence[ParameterRecord]], None]
 """Fills `full` of the records, which have room, with the values of all ranks."""
 
+_Given = dict[int, Any]
+_NOT_GIVEN = object()
+
 
 class UnitHooks:
     """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
@@ -50,6 +53,8 @@ class UnitHooks:
         self._units_of: dict[ParameterRecord, list[Unit]] = {}
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._inner: dict[Unit, set[nn.Module]] = {}
+        self._given: dict[nn.Module, _Given] = {}
+        """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._forwards = 0
         self._in_backward = False
         self._handles: list[RemovableHandle] = []
@@ -74,7 +79,7 @@ class UnitHooks:
         self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
         for module in unit.modules:
             self._handles += [
-                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True),
+                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True),
                 module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
             ]
 
@@ -91,17 +96,20 @@ class UnitHooks:
             if not torch.is_grad_enabled():
                 self._stray.clear()
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:
             self._gather_unit(unit, None if self._in_backward else module)
+        if torch.is_grad_enabled() and (self._in_backward or self._holder[unit] is module):
+            self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        given = self._given.pop(module, {})
         if self._in_backward:
-            self._watch(unit, output)
+            self._watch(unit, output, given)
             return
         if self._holder.get(unit) is not module:
             return
-        if self._watch(unit, output) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._watch(unit, output, given):
             self._release(unit)
         else:
             self._holder[unit] = None
@@ -116,10 +124,16 @@ class UnitHooks:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def _watch(self, unit: Unit, output: Any) -> bool:
-        """Gather the unit before the backward of these outputs; return False where no tensor was found in them."""
+    def _watch(self, unit: Unit, output: Any, given: _Given) -> bool:
+        """Gather the unit before the backward of these outputs; return False where no tensor was found in them.
+
+        A tensor that the module was `given` and hands on, as T5's blocks do with the position bias of the first, was
+        made by another unit: its gradient comes when this unit's nodes have run.
+        """
         found = False
         for tensor in tensors_in(output):
+            if given.get(id(tensor), _NOT_GIVEN) is tensor.grad_fn:
+                continue
             found = True
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
@@ -131,9 +145,17 @@ class UnitHooks:
         if unit in self._due:
             return
         for other in list(self._due):
-            if other not in self._stray and unit.modules[0] not in self._inner[other]:
+            if other not in self._stray and not self._nested(unit, other):
                 self._close(other)
         self._open(unit)
+
+    def _nested(self, unit: Unit, other: Unit) -> bool:
+        """Return whether one of the units lies within the other, so that this hook says nothing of the other's nodes.
+
+        Where the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
+        the first.
+        """
+        return unit.modules[0] in self._inner[other] or other.modules[0] in self._inner[unit]
 
     def _open(self, unit: Unit) -> None:
         self._due[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}

@@ -23,6 +23,16 @@ from zstore.partition import make_grid
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+Groups = Callable[[dict[str, nn.Parameter]], list[Any]]
+
+
+def _returned(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def _one_group(masters: dict[str, nn.Parameter]) -> list[Any]:
+    return list(masters.values())
 
 
 @dataclass
@@ -37,19 +47,33 @@ class Reference:
     clip: float = 0.0
     scale: float = 1.0
     adam: dict[str, Any] = field(default_factory=dict)
+    loss: Loss = _returned
+    """Of the model and a batch; by default the model returns it."""
+    groups: Groups = _one_group
+    """The optimizer's groups of the masters by name; by default one of all."""
     norm: float = 0.0
     applied: bool = True
     losses: list[list[float]] = field(default_factory=list)
     """Of the last step, by micro-batch and rank."""
+    buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Of each rank: what a forward writes to a buffer stays with the rank that ran it."""
 
     def __post_init__(self) -> None:
         dtype = DTYPES[self.precision]
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.trained.items()}
-        self.optimizer = torch.optim.AdamW(list(self.masters.values()), fused=True, **self.adam)
+        self.optimizer = torch.optim.AdamW(self.groups(self.masters), fused=True, **self.adam)
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+        own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.buffers = [{name: buffer.clone() for name, buffer in own.items()} for _ in range(self.world_size)]
+
+    def at_rank(self, rank: int) -> nn.Module:
+        """Return the model with the buffers of this rank."""
+        for name, buffer in self.model.named_buffers():
+            buffer.data = self.buffers[rank][name]
+        return self.model
 
     def step(self, batches: Sequence[Sequence[Any]]) -> None:
         """Train on one global batch."""
@@ -73,20 +97,20 @@ class Reference:
         """Return the gradients of a step: averaged over ranks, summed over micro-batches."""
         self.losses = []
         if self.stage < 2 or self.world_size == 1:
-            ranks = [self._backward([micro[rank] for micro in batches]) for rank in range(self.world_size)]
+            ranks = [self._backward(rank, [micro[rank] for micro in batches]) for rank in range(self.world_size)]
             return self._mean(ranks)
         total: dict[str, torch.Tensor] = {}
         for micro in batches:
-            for name, gradient in self._mean([self._backward([batch]) for batch in micro]).items():
+            for name, gradient in self._mean([self._backward(r, [batch]) for r, batch in enumerate(micro)]).items():
                 total[name] = total[name] + gradient if name in total else gradient
         return total
 
-    def _backward(self, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def _backward(self, rank: int, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return one rank's gradients, accumulated by autograd over these micro-batches."""
         self.model.zero_grad(set_to_none=True)
         row: list[float] = []
         for batch in batches:
-            loss = self.model(*batch).float()
+            loss = self.loss(self.at_rank(rank), batch).float()
             row.append(float(loss.detach()))
             if self.accumulation > 1:
                 loss = loss / self.accumulation

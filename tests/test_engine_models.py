@@ -154,6 +154,47 @@ class Containers(nn.Module):
         return loss_of(self.head(x), ids)
 
 
+class HandedOn(Block):
+    """Returns what an earlier block made, beside its own: changed in place, or as it was."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if bias is None:
+            bias = torch.tanh(self.up(x * 1.0)).sum(-1, keepdim=True)
+        return x.add_(super().forward(x + bias)), bias
+
+
+class Shared(Base):
+    """The first block's bias goes through all of them, as in T5."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, bias = self.embed(ids) * 1.0, None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return loss_of(self.head(self.norm(x)), ids)
+
+
+class Predictions(nn.Module):
+    """Has a parameter of its own, and returns what the last of its modules returns, as BERT's head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.decoder = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.transform(x) + self.shift)
+
+
+class Nested(Base):
+    """The decoder's weight is the embedding's, whose gradient is complete at the very end."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.head = Predictions()
+        self.head.decoder.weight = self.embed.weight
+
+
 class Branches(Base):
     """What is used depends on the data, so it differs between ranks and steps."""
 
@@ -183,6 +224,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": lambda: Checkpointed([Block(WIDTH) for _ in range(3)], reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed([Block(WIDTH) for _ in range(3)], reentrant=True),
     "containers": Containers,
+    "handed on": lambda: Shared([HandedOn(WIDTH) for _ in range(3)]),
+    "nested": lambda: Nested([Block(WIDTH)]),
     "branches": lambda: Branches([Block(WIDTH)]),
 }
 
