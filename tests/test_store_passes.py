@@ -132,3 +132,41 @@ def test_an_unknown_mode_is_refused(store: TensorStore) -> None:
     create(store, "host", name="model/w")
     with pytest.raises((UsageError, ValueError)):
         store.stream([["model/w"]], modes={"model/w": "rewrite"})  # type: ignore[dict-item]
+
+
+def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: TensorStore) -> None:
+    names = [f"model/{i}" for i in range(4)]
+    for name in names:
+        store.write(name, create(store, "disk", name=name)).wait()
+    asked: list[tuple[int, bool]] = []
+
+    def admit(group: int, wait: bool) -> bool:
+        asked.append((group, wait))
+        return group == 1 or (wait and group != 2)
+
+    seen = {}
+    for tile in store.stream([[name] for name in names], admit=admit):
+        tile.views[0][:] = seen.setdefault(tile.group, tile.group)
+    assert list(seen) == [0, 1, 3]
+    assert (0, True) in asked
+    assert (1, True) not in asked
+    assert (2, True) in asked
+    assert all((store.read(names[group]).wait() == group).all() for group in seen)
+    assert not (store.read(names[2]).wait() == 2).all()
+
+
+def test_a_group_that_may_not_be_begun_can_be_read(store: TensorStore) -> None:
+    """As a parameter is gathered while the update of its unit waits for the gradient."""
+    names = ["model/0", "model/1"]
+    for name in names:
+        store.write(name, create(store, "disk", name=name)).wait()
+    read: list[int] = []
+
+    def admit(group: int, wait: bool) -> bool:
+        if group == 1 and wait:
+            read.append(store.read("model/1").wait().size)
+        return group == 0 or wait
+
+    for tile in store.stream([[name] for name in names], admit=admit):
+        tile.views[0][:] = 0
+    assert read == [600_000]

@@ -291,6 +291,7 @@ class TensorStore:
         modes: Mapping[str, ModeName] | None = None,
         pool: Pool | None = None,
         ahead: bool = False,
+        admit: Callable[[int, bool], bool] | None = None,
         on_end: Callable[[int], None] | None = None,
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.stream`.
@@ -298,7 +299,8 @@ class TensorStore:
         The arrays of a group share one layout. "update": change the views in place, they go back when the next tile is
         asked for. "fill": set every element; nothing is read. "read": changes are lost. `modes` has other modes for
         single arrays. `pool` (of `make_pool`) is where buffers come from, for a pass that must not wait for others';
-        `ahead` marks reads that nothing waits for yet. New versions are the present ones when the pass is done, or, with
+        `ahead` marks reads that nothing waits for yet. `admit(group, wait)` is asked before a group is begun; where it
+        says no after waiting, the group is left out. New versions are the present ones when the pass is done, or, with
         `on_end`, each group's before its number is handed to that. Exhaust the pass or close it.
         """
         self._check_open()
@@ -309,6 +311,7 @@ class TensorStore:
             pool=pool or self.resources.pool,
             modes=chosen,
             priority=Priority.PREFETCH if ahead else Priority.READ,
+            admit=admit,
             on_end=on_end,
         )
         self._settle(what.names)

@@ -52,6 +52,8 @@ class Pass:
     """Limits a reading pass to chunks `[first, stop)` of each shard."""
     priority: Priority = Priority.READ
     """Of the loads."""
+    admit: Callable[[int, bool], bool] | None = None
+    """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
     on_end: Callable[[int], None] | None = None
     """Told the number of each group whose new version is the present one, in the consumer's thread."""
 
@@ -190,8 +192,13 @@ class Stream:
         while self._plans and len(self._loaded) < _MOST_LOADED_SPANS:
             plan = self._plans[0]
             names = self._groups[plan.group]
-            if plan.starts_group and not self._begin(names):
-                return
+            if plan.starts_group:
+                admitted = self._admit(plan.group)
+                if admitted is None:
+                    self._leave_out(plan.group)
+                    continue
+                if not (admitted and self._begin(names)):
+                    return
             sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
             total = sum(sizes)
             buffer = self._take(total)
@@ -204,6 +211,19 @@ class Stream:
                 if buffer is not None:
                     buffer.release()
                 raise
+
+    def _admit(self, group: int) -> bool | None:
+        """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
+        if self._pass.admit is None or self._pass.admit(group, False):
+            return True
+        if self._loaded:
+            return False
+        self._end_groups(wait=True)  # what is done must not wait for what is to come
+        return True if self._pass.admit(group, True) else None
+
+    def _leave_out(self, group: int) -> None:
+        while self._plans and self._plans[0].group == group:
+            self._plans.popleft()
 
     def _begin(self, names: Sequence[str]) -> bool:
         """Begin the pass over a group, before any memory is taken for it: whoever must release a pin may need that.
