@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from zstore.tools.progress import PLAIN_LINE_S, Progress, format_bytes
+from zstore.sizes import format_bytes
+from zstore.tools.progress import PLAIN_LINE_S, Progress
 
 
 class Clock:

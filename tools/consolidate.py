@@ -7,10 +7,11 @@ from pathlib import Path
 
 from zstore.checkpoint import new_folder, open_checkpoint
 from zstore.errors import CheckpointError, UsageError
+from zstore.sizes import format_bytes
 from zstore.weights import DTYPES, Overflow, list_weights, lost_text, plan_files, write_weights
 
 from .companions import copy_companions
-from .progress import Progress, format_bytes
+from .progress import Progress
 
 OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clamp"}
 

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from zstore._version import __version__
 from zstore.buffers import HUGE_PAGE_BYTES, make_slab
+from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
-from .progress import format_bytes
 
 _PACKAGES = (
     "torch", "numpy", "zarr", "numcodecs", "ml_dtypes", "crc32c", "safetensors", "fsspec", "pydantic",

@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zstore.checkpoint import CheckpointReader, StoredArray, TagInfo, open_checkpoint, refused, tags
+from zstore.sizes import format_bytes
 from zstore.weights import natural_key
-
-from .progress import format_bytes
 
 _PLAIN_COLUMNS = 200
 """Width where stdout is no terminal: names are not cut for a pipe."""

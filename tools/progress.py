@@ -12,18 +12,10 @@ from typing import Self, TextIO
 from rich import progress as rich_progress
 from rich.console import Console
 
+from zstore.sizes import format_bytes
+
 PLAIN_LINE_S = 30.0
 """Seconds between plain lines: a log of an hour stays readable."""
-
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` in decimal units, as drives and networks are sold: 1304000000 is "1.30 GB"."""
-    for size, unit in _UNITS:
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} bytes"
 
 
 class Progress:

@@ -1,0 +1,114 @@
+"""What the engine says of its plan: where every byte rests, what a step does to the drive, and what cannot be."""
+
+from __future__ import annotations
+
+from zstore.errors import BudgetError
+from zstore.sizes import format_bytes
+
+from .placement import Held, Plan
+
+DRIVE_LIFE_TBW = 600
+"""Terabytes that a common 1 TB consumer drive is warranted for."""
+
+_DAY_S = 86400
+_COLUMNS = ("device", "host", "pinned", "disk")
+
+
+def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
+    """Return what is printed once at the start: a table of kinds by resting places, then what a step moves.
+
+    `plan` is one rank's; `local_ranks` ranks share the machine's drive.
+    """
+    whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
+    lines = [f"where the training state rests{whose}:", *_table(plan), *_beside(plan), *_drive(plan, local_ranks)]
+    return "\n".join(lines)
+
+
+def check_fits(
+    plan: Plan, *, device_bytes: int | None = None, disk_bytes: int | None = None, local_ranks: int = 1
+) -> None:
+    """Raise BudgetError where the plan needs more than there is of the device's memory, or of the drive's free space.
+
+    `device_bytes` are one rank's, `disk_bytes` the machine's; None: not known.
+    """
+    # At least one unit has to be gathered beside what rests there.
+    needed = plan.held_total.device + plan.gathered_bytes
+    if device_bytes is not None and needed > device_bytes:
+        raise BudgetError(
+            f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(plan.held_total.device)} on "
+            f"it and gathers {format_bytes(plan.gathered_bytes)} of parameters at a time, activations not counted: use "
+            "more ranks, a higher stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
+        )
+    if disk_bytes is not None and plan.file_bytes * local_ranks > disk_bytes:
+        raise BudgetError(
+            f"the files of this plan take {format_bytes(plan.file_bytes * local_ranks)} on the drive, which has "
+            f"{format_bytes(disk_bytes)} free: give another `nvme_path`, or raise `host_budget_bytes`"
+        )
+
+
+def _table(plan: Plan) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
+    for kind, held in [*plan.held.items(), ("total", plan.held_total)]:
+        if held.total or kind == "total":
+            rows.append((kind, *(_cell(held, column) for column in _COLUMNS)))
+    used = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "-" for row in rows[1:])]
+    widths = [max(len(row[i]) for row in rows) for i in used]
+    return [
+        "  "
+        + "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(w) for i, w in zip(used[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _cell(held: Held, column: str) -> str:
+    nbytes: int = getattr(held, column)
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _beside(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    settings = plan.settings
+    if settings.budget_bytes is not None:
+        more = f"; nothing would be on disk with {format_bytes(plan.budget_full_bytes)}" if plan.file_bytes else ""
+        lines.append(
+            f"  host budget: {format_bytes(plan.budget_used_bytes)} of {format_bytes(settings.budget_bytes)} used{more}"
+        )
+    where = "the host's memory, beside the budget" if settings.device_is_host else "the device's memory"
+    gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
+    lines.append(f"  not in this table: {gathered}gradients on their way and activations, in {where}")
+    return lines
+
+
+def _drive(plan: Plan, local_ranks: int) -> list[str]:
+    if not plan.file_bytes:
+        return []
+    moved = plan.traffic_total
+    written = moved.written * local_ranks
+    sharers = f" by {local_ranks} ranks" if local_ranks > 1 else ""
+    again = "as much again while a checkpoint keeps the version before"
+    lines = [
+        f"  a step reads {format_bytes(moved.read * local_ranks)} from disk and writes {format_bytes(written)}{sharers}",
+        f"  the files take {format_bytes(plan.file_bytes * local_ranks)}, and {again}",
+    ]
+    if written:
+        steps = DRIVE_LIFE_TBW * 10**12 / written
+        lines.append(
+            f"  a drive that is warranted for {DRIVE_LIFE_TBW} TB written (an assumption: see yours) takes "
+            f"{_count(steps)} such steps: {_duration(steps)} at one step a second, without checkpoints"
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    for unit_s, unit in ((365 * _DAY_S, "years"), (_DAY_S, "days"), (3600, "hours")):
+        if seconds >= 2 * unit_s:
+            return f"{_count(seconds / unit_s)} {unit}"
+    return f"{_count(seconds / 60)} minutes"
+
+
+def _count(number: float) -> str:
+    """Return a number to two digits, without more of them than are known."""
+    if number < 10:
+        return f"{number:.1f}"
+    digits = len(str(int(number))) - 2
+    return f"{round(number / 10**digits) * 10**digits:,}"

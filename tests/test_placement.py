@@ -1,0 +1,391 @@
+"""Where bytes rest: properties of the plan, and its figures against a store that holds and moves them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from zstore.arrays import ArraySpec
+from zstore.engine.placement import FP32, Need, Placement, PlacementSettings, Plan, make_plan
+from zstore.engine.placement_report import check_fits, describe
+from zstore.errors import BudgetError, ConfigError
+from zstore.partition import make_grid
+from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
+
+MB = 2**20
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def need(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    world: int = 1,
+    rank: int = 0,
+    dtype: str = "bfloat16",
+    slots: tuple[str, ...] | None = SLOTS,
+    gathered: bool = False,
+) -> Need:
+    return Need(name=name, grid=make_grid(shape, world), shard=rank, dtype=dtype, slots=slots, stays_gathered=gathered)
+
+
+def asked(**keys: Any) -> PlacementSettings:
+    return PlacementSettings(**keys)
+
+
+def rests(plan: Plan) -> list[tuple[str, str, str]]:
+    return [(place.state, place.parameter, place.gradient) for place in plan.placements.values()]
+
+
+EIGHT = [need(f"{i}.weight", (512, 512)) for i in range(8)]
+"""512 KiB each in 16 bits, 1 MiB for each array of the state."""
+
+
+# -- the rules, one by one ----------------------------------------------------------------------------------------------
+
+
+def test_without_offload_all_is_on_the_device() -> None:
+    plan = make_plan(EIGHT, asked())
+    assert set(rests(plan)) == {("device", "device", "device")}
+    assert plan.held_total.total == plan.held_total.device == 8 * 512 * 512 * (2 + 2 + 12)
+    assert (plan.file_bytes, plan.budget_used_bytes, plan.traffic_total.total) == (0, 0, 0)
+
+
+def test_without_a_budget_nvme_is_disk_and_gradients_stay_in_memory() -> None:
+    plan = make_plan(EIGHT, asked(optimizer="nvme", parameters="nvme"))
+    assert set(rests(plan)) == {("disk", "disk", "host")}
+    numel = 8 * 512 * 512
+    assert plan.held["master"].disk == plan.held["exp_avg"].disk == 4 * numel
+    assert plan.traffic["parameters"].read == 2 * plan.traffic["parameters"].written
+
+
+def test_a_step_moves_12_and_12_bytes_of_state_and_little_more() -> None:
+    plan = make_plan([need("a", (4096, 4096))], asked(optimizer="nvme", parameters="nvme"))
+    numel = 4096 * 4096
+    assert 24 < plan.traffic["optimizer state"].total / numel < 24.2  # checksums, and padding to a page beside each
+    assert 2 < plan.traffic["parameters"].written / numel < 2.04
+
+
+def test_cpu_is_host_memory() -> None:
+    plan = make_plan(EIGHT, asked(optimizer="cpu", parameters="cpu"))
+    assert set(rests(plan)) == {("host", "host", "host")}
+    assert plan.held_total.disk == 0
+
+
+def test_a_parameter_that_stays_gathered_is_on_the_device_in_whole_and_its_state_is_not() -> None:
+    one = need("a", (512, 512), world=2, gathered=True)
+    plan = make_plan([one], asked(optimizer="nvme", parameters="nvme"))
+    assert rests(plan) == [("disk", "device", "host")]
+    assert plan.held["parameters"].device == 2 * 512 * 512
+    assert plan.held["exp_avg"].disk == 4 * 256 * 512
+
+
+def test_whole_gradients_stay_where_the_backward_leaves_them() -> None:
+    one = replace(need("a", (512, 512), world=2, gathered=True), whole_gradient=True)
+    plan = make_plan([one], asked(optimizer="nvme", budget_bytes=100 * MB))
+    assert rests(plan)[0][2] == "device"
+    assert plan.held["gradients"].device == 2 * 512 * 512
+
+
+def test_gradients_that_nobody_waits_for_are_not_held() -> None:
+    plan = make_plan(EIGHT, asked(optimizer="nvme", holds_gradients=False))
+    assert plan.held["gradients"].total == 0
+    assert set(rests(plan)) == {("disk", "device", "device")}
+
+
+def test_shards_under_64_kib_are_in_host_memory_whatever_was_asked_for() -> None:
+    # 40 KB of 16-bit parameter, 80 KB for each array of the state.
+    between = need("between", (200, 100))
+    small = need("small", (100, 100))
+    plan = make_plan(
+        [between, small], asked(optimizer="nvme", parameters="nvme", budget_bytes=16 * MB, buffer_bytes=MB)
+    )
+    assert rests(plan) == [("host", "host", "host"), ("host", "host", "host")]
+    least = plan.budget_used_bytes - 3 * 80_000
+    tight = make_plan([between, small], replace(plan.settings, budget_bytes=least))
+    assert rests(tight) == [("disk", "host", "host"), ("host", "host", "host")]
+    with pytest.raises(BudgetError):
+        make_plan([between, small], replace(plan.settings, budget_bytes=least - 64 * 20))
+
+
+def test_a_budget_goes_to_parameters_then_gradients_then_state() -> None:
+    both = asked(optimizer="nvme", parameters="nvme", buffer_bytes=4 * MB)
+    seen = []
+    for budget in (4, 6, 8, 10, 12, 31, 36):
+        plan = make_plan(EIGHT, replace(both, budget_bytes=budget * MB))
+        states, parameters, gradients = zip(*rests(plan), strict=True)
+        seen.append((parameters.count("host"), gradients.count("host"), states.count("host")))
+        assert parameters == tuple(sorted(parameters, reverse=True))  # the first ones
+    # Half a MiB for each parameter and gradient, 3 for each state.
+    assert seen == [(0, 0, 0), (4, 0, 0), (8, 0, 0), (8, 4, 0), (8, 8, 0), (8, 8, 6), (8, 8, 8)]
+
+
+def test_max_in_cpu_counts_elements_with_and_without_a_budget() -> None:
+    both = asked(optimizer="none", parameters="nvme", max_in_cpu_numel=3 * 512 * 512, buffer_bytes=MB)
+    for budget in (None, 100 * MB):
+        plan = make_plan(EIGHT, replace(both, budget_bytes=budget))
+        assert [place.parameter for place in plan.placements.values()] == ["host"] * 3 + ["disk"] * 5
+    plan = make_plan(EIGHT, replace(both, budget_bytes=2 * MB))
+    assert [place.parameter for place in plan.placements.values()] == ["host"] * 2 + ["disk"] * 6
+
+
+def test_an_fp32_parameter_is_its_own_master_unless_it_stays_on_the_device_alone() -> None:
+    one = need("a", (512, 512), dtype=FP32)
+    at_home = make_plan([one], asked())
+    state_away = make_plan([one], asked(optimizer="nvme"))
+    both_away = make_plan([one], asked(optimizer="nvme", parameters="nvme"))
+    assert at_home.held["master"].total == 0
+    assert state_away.held["master"].disk == 4 * 512 * 512
+    assert both_away.held["master"].total == 0
+    assert both_away.held["parameters"].disk == 4 * 512 * 512
+    # Read in forward, backward and update, written by the update.
+    traffic = both_away.traffic["parameters"]
+    assert traffic.read == 3 * traffic.written > 0
+
+
+def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> None:
+    plan = make_plan([need("a", (512, 512), slots=None)], asked(optimizer="nvme", parameters="nvme"))
+    assert plan.held_total.total == plan.held["parameters"].disk == 2 * 512 * 512
+    assert plan.traffic_total.written == 0
+    assert plan.traffic["parameters"].read > 0
+
+
+def test_ratio_keeps_the_first_parameters_state_on_the_device_with_cpu_and_nvme() -> None:
+    for tier, away in (("cpu", "host"), ("nvme", "disk")):
+        plan = make_plan(EIGHT, asked(optimizer=tier, ratio=0.3))
+        assert [place.state for place in plan.placements.values()] == ["device"] * 5 + [away] * 3
+        assert [place.gradient for place in plan.placements.values()] == ["device"] * 5 + ["host"] * 3
+
+
+def test_accumulation_reads_parameters_again_and_passes_spilled_gradients_again() -> None:
+    once = asked(optimizer="nvme", parameters="nvme", budget_bytes=4 * MB, buffer_bytes=4 * MB)
+    one, three = make_plan(EIGHT, once), make_plan(EIGHT, replace(once, accumulation_steps=3))
+    assert three.traffic["parameters"].read == 3 * one.traffic["parameters"].read
+    assert three.traffic["parameters"].written == one.traffic["parameters"].written
+    assert three.traffic["gradients"].total == 3 * one.traffic["gradients"].total > 0
+    assert three.traffic["optimizer state"] == one.traffic["optimizer state"]
+
+
+def test_two_units_in_a_row_are_gathered() -> None:
+    units = [["0.weight"], ["1.weight", "2.weight"], ["2.weight", "3.weight"], ["4.weight"]]
+    plan = make_plan([*EIGHT, need("head", (64, 64), gathered=True)], asked(), [*units, ["head"]])
+    assert plan.gathered_bytes == 3 * 2 * 512 * 512
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(EIGHT, asked(optimizer="cpu", budget_bytes=8 * MB, buffer_bytes=MB))
+    text = str(caught.value)
+    state, gradients = 24 * MB, 4 * MB
+    for number in (8 * MB, MB, state, gradients, state + gradients + MB):
+        assert str(number) in text
+    assert "offload_optimizer.device" in text
+    assert "nvme" in text
+    assert make_plan(EIGHT, asked(optimizer="cpu", budget_bytes=29 * MB, buffer_bytes=MB)).budget_used_bytes == 29 * MB
+
+
+def test_a_budget_that_cannot_hold_the_buffers_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"2097152 of transfer buffers.*raise `host_budget_bytes`"):
+        make_plan(EIGHT, asked(optimizer="nvme", budget_bytes=MB, buffer_bytes=2 * MB))
+
+
+def test_a_piece_larger_than_the_buffers_has_room_beside_them() -> None:
+    with pytest.raises(BudgetError, match="one piece larger than the buffers"):
+        make_plan(EIGHT, asked(optimizer="nvme", budget_bytes=4096, buffer_bytes=4096))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"ratio": 1.5}, {"ratio": -0.1}, {"max_in_cpu_numel": -1}, {"accumulation_steps": 0}, {"buffer_bytes": -1}]
+)
+def test_settings_out_of_range_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        make_plan(EIGHT, asked(optimizer="nvme", **keys))
+
+
+def test_what_a_device_or_a_drive_cannot_hold_is_refused() -> None:
+    plan = make_plan(EIGHT, asked(optimizer="nvme"), [["0.weight"], ["1.weight"]])
+    on_device = plan.held_total.device + plan.gathered_bytes
+    check_fits(plan, device_bytes=on_device, disk_bytes=plan.file_bytes * 2, local_ranks=2)
+    with pytest.raises(BudgetError, match="offload_param"):
+        check_fits(plan, device_bytes=on_device - 1)
+    with pytest.raises(BudgetError, match="nvme_path"):
+        check_fits(plan, disk_bytes=plan.file_bytes * 2 - 1, local_ranks=2)
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------
+
+
+def test_the_description_names_every_place_and_the_drives_life() -> None:
+    plan = make_plan(
+        EIGHT,
+        asked(
+            optimizer="nvme", budget_bytes=12 * MB, buffer_bytes=4 * MB, device_is_host=False, pins_buffers=True,
+            ratio=0.6,
+        ),
+    )  # fmt: skip
+    text = describe(plan, world_size=2, local_ranks=2)
+    header = text.splitlines()[1].split()
+    assert header == ["device", "host", "pinned", "disk"]
+    for kind in ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers", "total"):
+        assert any(line.split()[0] == kind for line in text.splitlines())
+    assert "host budget" in text
+    written = plan.traffic_total.written * 2
+    assert f"{round(600e12 / written / 31_536_000)}" in text
+    assert "600 TB written (an assumption" in text
+    assert "disk" not in describe(make_plan(EIGHT, asked())).splitlines()[1]
+
+
+# -- properties ---------------------------------------------------------------------------------------------------------
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 300_000)),
+    st.tuples(st.integers(0, 900), st.integers(0, 700)),
+)
+
+
+@st.composite
+def many_needs(draw: st.DrawFn) -> list[Need]:
+    world = draw(st.integers(1, 4))
+    rank = draw(st.integers(0, world - 1))
+    dtype = draw(st.sampled_from(["bfloat16", "float16", FP32]))
+    whole = world > 1 and draw(st.booleans())
+    needs = []
+    for i, shape in enumerate(draw(st.lists(SHAPES, max_size=9))):
+        slots = draw(st.sampled_from([SLOTS, ("momentum_buffer",), (), None]))
+        gathered = whole or draw(st.booleans())
+        one = need(f"p{i}", shape, world=world, rank=rank, dtype=dtype, slots=slots, gathered=gathered)
+        needs.append(replace(one, whole_gradient=whole))
+    return needs
+
+
+TIERS = st.sampled_from(["none", "cpu", "nvme"])
+ASKED = st.builds(
+    PlacementSettings,
+    optimizer=TIERS,
+    parameters=TIERS,
+    ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    max_in_cpu_numel=st.none() | st.integers(0, 600_000),
+    buffer_bytes=st.sampled_from([0, 1 << 20, 4 << 20]),
+    holds_gradients=st.booleans(),
+    accumulation_steps=st.integers(1, 3),
+    pins_buffers=st.booleans(),
+    pins_state=st.booleans(),
+)
+
+
+def expected_total(one: Need, place: Placement, holds: bool) -> int:
+    """Bytes of all that is kept of a parameter, wherever it is."""
+    itemsize = 4 if one.dtype == FP32 else 2
+    total = (one.numel if one.stays_gathered else one.rows_numel) * itemsize
+    if one.slots is None:
+        return total
+    if holds:
+        total += (one.numel if one.whole_gradient else one.rows_numel) * itemsize
+    separate = itemsize == 2 or (place.parameter == "device" and place.state != "device")
+    return total + 4 * one.rows_numel * (len(one.slots) + separate)
+
+
+@given(needs=many_needs(), keys=ASKED, budget=st.none() | st.integers(0, 40 << 20))
+def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
+    needs: list[Need], keys: PlacementSettings, budget: int | None
+) -> None:
+    keys = replace(keys, budget_bytes=budget)
+    try:
+        plan = make_plan(needs, keys)
+    except BudgetError:
+        assert budget is not None
+        roomy = make_plan(needs, replace(keys, budget_bytes=None))
+        # Where all fits there is nothing to refuse, but for a piece that needs a buffer of its own.
+        assert budget < roomy.held_total.total + 64 * 6 * len(needs) + 16 * MB
+        return
+    assert list(plan.placements) == [one.name for one in needs]
+    expected = sum(expected_total(one, plan.placements[one.name], keys.holds_gradients) for one in needs)
+    assert plan.held_total.total == expected + keys.buffer_bytes
+    in_host = plan.held_total.host + plan.held_total.pinned
+    assert in_host <= plan.budget_used_bytes <= plan.budget_full_bytes
+    assert budget is None or plan.budget_used_bytes <= budget
+    for one in needs:
+        place = plan.placements[one.name]
+        assert "nvme" in (keys.optimizer, keys.parameters) or "disk" not in (
+            place.state,
+            place.parameter,
+            place.gradient,
+        )
+        if one.rows_numel * 4 < SMALL_SHARD_BYTES:
+            assert "disk" not in (place.state, place.parameter, place.gradient)
+
+
+@settings(max_examples=200)
+@given(needs=many_needs(), keys=ASKED, budgets=st.lists(st.integers(0, 40 << 20), min_size=2, max_size=6))
+def test_more_budget_never_means_more_disk_traffic(
+    needs: list[Need], keys: PlacementSettings, budgets: list[int]
+) -> None:
+    last: int | None = None
+    for budget in sorted(budgets):
+        try:
+            plan = make_plan(needs, replace(keys, budget_bytes=budget))
+        except BudgetError:
+            assert last is None  # what fits, fits a larger budget too
+            continue
+        moved = plan.traffic_total.total
+        assert last is None or moved <= last
+        last = moved
+
+
+@given(needs=many_needs(), keys=ASKED, ratio=st.floats(0, 1))
+def test_the_ratio_holds_within_one_parameter(needs: list[Need], keys: PlacementSettings, ratio: float) -> None:
+    keys = replace(keys, optimizer="nvme", ratio=ratio)
+    trained = [one for one in needs if one.slots is not None]
+    placements = make_plan(needs, keys).placements
+    on_device = sum(one.rows_numel for one in trained if placements[one.name].state == "device")
+    total = sum(one.rows_numel for one in trained)
+    largest = max((one.rows_numel for one in trained), default=0)
+    assert (1 - ratio) * total - largest - 1 <= on_device <= (1 - ratio) * total + 1
+
+
+# -- against the store --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize("budget", [None, 3 * MB])
+def test_bytes_held_and_moved_are_those_that_a_store_counts(
+    world: int, rank: int, budget: int | None, nvme: Path
+) -> None:
+    needs = [need(f"p{i}", shape, world=world, rank=rank) for i, shape in enumerate([(1203, 56), (700, 700), (70,)])]
+    options = StoreOptions(run_path=nvme, host_budget_bytes=budget)
+    keys = asked(optimizer="nvme", budget_bytes=budget, buffer_bytes=options.pool_bytes, holds_gradients=False)
+    plan = make_plan(needs, keys)
+    groups = []
+    with TensorStore(options, rank=rank) as store:
+        for one in needs:
+            rows, cols = one.grid.rows, one.grid.row_numel
+            groups.append([f"{kind}/{one.name}" for kind in ("model", *SLOTS)])
+            for name in groups[-1]:
+                shape = (rows,) if one.name == "p2" else (rows, cols)
+                spec = ArraySpec(name=name, shape=shape, dtype=FP32)
+                store.create(spec, grid=one.grid, shard=rank, tier=plan.placements[one.name].state)
+        held = store.statistics()
+        assert held.host_bytes == plan.held_total.host - plan.held["buffers"].host
+        assert (held.disk_bytes, held.pool_bytes) == (plan.held_total.disk, plan.held["buffers"].host)
+        files = [path.stat().st_size for path in nvme.rglob("*.shard")]
+        assert sum(files) == plan.file_bytes
+        for tile in store.stream(groups, "fill"):
+            for view in tile.views:
+                view[:] = 1
+        before = store.statistics()
+        for tile in store.stream(groups, "update"):
+            for view in tile.views:
+                view[:] += 1
+        after = store.statistics()
+    moved = plan.traffic["optimizer state"]
+    assert after.disk_read_bytes - before.disk_read_bytes == moved.read
+    assert after.disk_write_bytes - before.disk_write_bytes == moved.written
+    assert budget is None or moved.total > 0
