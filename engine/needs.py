@@ -1,0 +1,126 @@
+"""From a model and a config to what `placement` needs to know. The engine and `zstore plan` both ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zstore.arrays import ArraySpec
+from zstore.partition import make_grid
+from zstore.store import StoreOptions
+
+from .config import Config
+from .parameters import ParameterRecord, named_parameters
+from .placement import Need, OffloadTier, PlacementSettings
+from .sharding import Sharding
+from .tensors import PRECISIONS, dtype_name
+from .units import called_parameters, find_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """One parameter of a model, whatever memory it has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As it is trained: floating types are cast to the config's precision."""
+    is_called: bool = True
+    """Some unit gathers it; one that no module reads cannot be sharded (stage 3)."""
+
+
+def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
+    """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
+    called = called_parameters(model)
+    return [
+        ParameterShape(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(PRECISIONS[precision] if parameter.is_floating_point() else parameter.dtype),
+            is_called=parameter in called,
+        )
+        for name, _, parameter in named_parameters(model)
+    ]
+
+
+def units_of_model(model: nn.Module) -> list[list[str]]:
+    """Return the names of the parameters that each unit of `model` gathers, units in module order."""
+    records: dict[nn.Parameter, ParameterRecord] = {}
+    for name, aliases, parameter in named_parameters(model):
+        stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
+        grid = make_grid(stored_shape, 1)
+        records[parameter] = ParameterRecord(
+            name=name,
+            aliases=aliases,
+            parameter=parameter,
+            grid=grid,
+            state_grid=grid,
+            state_shard=0,
+            group=None,
+            full=torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"),
+        )
+    return [[record.name for record in unit.parameters] for unit in find_units(model, records)]
+
+
+def find_needs(
+    shapes: Sequence[ParameterShape],
+    slots: Mapping[str, tuple[str, ...]],
+    config: Config,
+    *,
+    world_size: int,
+    rank: int,
+) -> list[Need]:
+    """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name."""
+    sharding = Sharding.of_stage(config.stage, world_size)
+    rests_apart = sharding.parameters or _parameter_tier(config) != "none"
+    threshold_numel = config.persistence_threshold_numel
+    needs: list[Need] = []
+    for one in shapes:
+        spec = ArraySpec(name=f"model/{one.name}", shape=one.shape, dtype=one.dtype)
+        needs.append(
+            Need(
+                name=one.name,
+                grid=make_grid(spec.stored_shape, world_size if sharding.optimizer_state else 1),
+                shard=rank if sharding.optimizer_state else 0,
+                dtype=one.dtype,
+                slots=slots.get(one.name),
+                stays_gathered=not (rests_apart and one.is_called and spec.numel >= threshold_numel),
+                whole_gradient=world_size > 1 and not sharding.gradients,
+            )
+        )
+    return needs
+
+
+def placement_settings(
+    config: Config, *, budget_bytes: int | None, device_is_host: bool, holds_gradients: bool = True
+) -> PlacementSettings:
+    """Return what a resolved config asks for; `budget_bytes` is one rank's share of the machine's budget."""
+    zero = config.settings.zero_optimization
+    pins_state = any(
+        section.pin_memory and section.device != "none" for section in (zero.offload_optimizer, zero.offload_param)
+    )
+    return PlacementSettings(
+        optimizer=config.offload_optimizer.device,
+        ratio=zero.offload_optimizer.ratio,
+        parameters=_parameter_tier(config),
+        max_in_cpu_numel=zero.offload_param.max_in_cpu,
+        budget_bytes=budget_bytes,
+        buffer_bytes=buffer_bytes(budget_bytes),
+        holds_gradients=holds_gradients,
+        accumulation_steps=config.batch.accumulation_steps,
+        device_is_host=device_is_host,
+        pins_buffers=not device_is_host,
+        pins_state=pins_state and not device_is_host,
+    )
+
+
+def buffer_bytes(budget_bytes: int | None) -> int:
+    """Return the bytes of one rank's transfer buffers."""
+    return StoreOptions(host_budget_bytes=budget_bytes).pool_bytes
+
+
+def _parameter_tier(config: Config) -> OffloadTier:
+    return config.offload_param.device if config.stage == 3 else "none"
