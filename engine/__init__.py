@@ -8,5 +8,6 @@ from .config import add_config_arguments
 from .distributed import init_distributed
 from .engine import Engine
 from .initialize import initialize
+from .statistics import EngineStatistics
 
-__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "EngineStatistics", "add_config_arguments", "init_distributed", "initialize"]

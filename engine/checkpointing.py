@@ -78,6 +78,8 @@ class Checkpoints:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._pending: SaveTicket | None = None
+        self.stall_s = 0.0
+        """Time for which saves held training up."""
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,7 @@ class Checkpoints:
         if wait:
             self.wait()
             ticket.stall_s = time.perf_counter() - started
+        self.stall_s += ticket.stall_s
         return ticket
 
     def _check_no_accumulation(self) -> None:

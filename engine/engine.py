@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,16 +14,16 @@ from torch import nn
 
 from zstore.dist import World
 from zstore.errors import UsageError
-from zstore.store import StoreStatistics
 
 from .checkpointing import Checkpoints, SaveTicket
-from .held import HeldBytes, held_bytes
+from .garbage import CollectorPause
 from .loader import TrainingLoader
+from .monitors import Monitors
 from .optimizer import ZeroOptimizer
+from .reporting import RunReport
+from .statistics import EngineStatistics, engine_statistics
 from .timers import Timers
 from .training import Training
-
-_log = logging.getLogger("zstore")
 
 _LOAD_OPTIONS = {
     "load_module_strict": True,
@@ -34,34 +33,22 @@ _LOAD_OPTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStatistics:
-    """Counters of this rank since the engine was made."""
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    sent_bytes: Mapping[str, int]
-    """Bytes that this rank sent to others, by kind: all_reduce, reduce_scatter, all_gather, control."""
-    held: HeldBytes
-    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
-    store: StoreStatistics
-
-
 class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__()
+        settings = training.config.settings
         self.module = training.model
         self.training_state = training
         self.checkpoints = Checkpoints(training)
-        self.timers = Timers()
-        self._last_loss: torch.Tensor | None = None
-        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints)
+        self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
+        self.report = RunReport(training, self.timers, monitors)
+        pause = CollectorPause() if settings.disable_python_gc else None
+        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints, self.report, pause)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -83,7 +70,7 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
-        self._last_loss = loss.detach()
+        self.report.add_loss(loss)
         with self.timers.backward():
             self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)
         return loss
@@ -105,20 +92,7 @@ class Engine(nn.Module):
         finally:
             training.counters.micro_steps += 1
         if training.counters.micro_steps % training.batch.accumulation_steps == 0:
-            self._report()
-
-    def _report(self) -> None:
-        training = self.training_state
-        every, step = training.config.steps_per_print, training.counters.global_steps
-        if training.world.rank == 0 and every and step % every == 0 and self._last_loss is not None:
-            _log.info(
-                "step %d: loss %.4f, lr %s, gradient norm %.4g, skipped %d",
-                step,
-                float(self._last_loss),
-                ", ".join(f"{lr:.3g}" for lr in self.get_lr()),
-                training.norm,
-                training.counters.skipped_steps,
-            )
+            self.report.step_ended()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,14 +243,7 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return EngineStatistics(
-            forward_s=self.timers.forward_s,
-            backward_s=self.timers.backward_s,
-            optimizer_s=self.timers.optimizer_s,
-            sent_bytes=dict(self.world.sent_bytes),
-            held=held_bytes(self.training_state),
-            store=self.training_state.state.store.statistics(),
-        )
+        return engine_statistics(self.training_state, self.timers, self.checkpoints.stall_s)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -306,8 +273,15 @@ class Engine(nn.Module):
                 ) from error
 
 
-def _close(training: Training, checkpoints: Checkpoints) -> None:
-    try:
-        checkpoints.finish()
-    finally:
-        training.close()
+def _wait_for(device: torch.device) -> Callable[[], None] | None:
+    """Return what waits until `device` has done all that it was asked to; None where it never lags behind."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+
+
+def _close(training: Training, checkpoints: Checkpoints, report: RunReport, pause: CollectorPause | None) -> None:
+    with contextlib.ExitStack() as last_to_first:
+        if pause is not None:
+            last_to_first.callback(pause.end)
+        last_to_first.callback(training.close)
+        last_to_first.callback(report.close)
+        last_to_first.callback(checkpoints.finish)

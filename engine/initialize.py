@@ -17,6 +17,8 @@ from .config import Config, ResolveContext, load_config
 from .distributed import init_distributed
 from .engine import Engine
 from .loader import Collate, TrainingLoader
+from .logs import show_messages
+from .monitors import open_monitors
 from .optimizer import ZeroOptimizer, optimizer_from_config
 from .schedules import Schedule, WarmupLR
 from .wiring import wire
@@ -52,6 +54,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
+    show_messages()
     loaded = load_config(_config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
@@ -70,7 +73,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     facade = _optimizer(resolved, optimizer, model_parameters, model)
     schedule = _schedule(resolved, lr_scheduler, facade)
     loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
-    engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader))
+    monitors = open_monitors(resolved, world)
+    try:
+        engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader), monitors)
+    except BaseException:
+        monitors.close()
+        raise
     return engine, facade, loader, schedule.scheduler
 
 

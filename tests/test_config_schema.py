@@ -42,14 +42,6 @@ EVERYTHING = {
     "zero_optimization.round_robin_gradients",
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
-    "tensorboard.enabled",
-    "tensorboard.output_path",
-    "tensorboard.job_name",
-    "wandb.enabled",
-    "wandb.group",
-    "wandb.team",
-    "wandb.project",
-    "dump_state",
 }
 TYPICAL = {
     "zero_optimization.offload_optimizer.pin_memory",
@@ -184,10 +176,16 @@ def test_keys_that_do_not_act_beside_others_are_reported() -> None:
     }
 
 
+def test_lines_that_come_with_those_of_progress_are_reported_where_there_are_none() -> None:
+    lines = {"wall_clock_breakdown": True, "memory_breakdown": True}
+    assert keys_of(load_config(lines)) == []
+    assert keys_of(load_config(lines | {"steps_per_print": 0})) == list(lines)
+
+
 def test_report_joins_keys_of_one_reason() -> None:
-    lines = load_config({"tensorboard": {"enabled": True, "job_name": "x"}}).report()
+    lines = load_config({"comms_logger": {"enabled": True, "verbose": True}}).report()
     assert len(lines) == 1
-    assert lines[0].startswith("tensorboard.enabled, tensorboard.job_name: not built yet: ")
+    assert lines[0].startswith("comms_logger.enabled, comms_logger.verbose: no effect: ")
 
 
 def test_other_spellings() -> None:

@@ -239,6 +239,25 @@ def test_statistics_count_by_priority() -> None:
     queue.close()
 
 
+def test_statistics_count_by_subject() -> None:
+    queue = IoQueue(3)
+    settle(
+        [queue.submit(lambda: None, Priority.READ, n, subject=s) for n, s in ((1, "model"), (2, "a b"), (4, "model"))]
+    )
+    queue.submit(lambda: None, Priority.WRITE_BACK, 8, subject="model").wait()
+    queue.submit(lambda: None, Priority.READ, 16).wait()
+    found = queue.statistics()
+    assert {key: (link.operations, link.bytes) for key, link in found.subjects.items()} == {
+        "read model": (2, 5),
+        "read a b": (1, 2),
+        "write_back model": (1, 8),
+        "read ": (1, 16),
+    }
+    assert (found.operations["read"], found.bytes["read"]) == (4, 23)
+    assert found.busy_s["read"] == pytest.approx(sum(found.subjects[f"read {s}"].busy_s for s in ("model", "a b", "")))
+    queue.close()
+
+
 def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
     queue = IoQueue(2, depth=100)
     holder = Holder(queue, count=2)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from zstore.dist import CountedWork
-from zstore.links import LinkCounters, LinkStatistics
+from zstore.links import LinkCounters, LinkStatistics, total
 
 
 class Clock:
@@ -102,3 +102,12 @@ def test_threads_lose_no_count() -> None:
         thread.join()
     found = links.statistics()["a"]
     assert (found.operations, found.bytes, found.stall_s["x"]) == (8000, 24000, 8000.0)
+
+
+def test_several_links_as_one_and_what_came_since() -> None:
+    first = LinkStatistics(operations=1, bytes=10, busy_s=2.0, stall_s={"x": 1.0})
+    second = LinkStatistics(operations=2, bytes=5, busy_s=1.0, stall_s={"x": 0.5, "y": 3.0})
+    both = total([first, second])
+    assert both == LinkStatistics(operations=3, bytes=15, busy_s=3.0, stall_s={"x": 1.5, "y": 3.0})
+    assert both.since(first) == second
+    assert total([]) == LinkStatistics()

@@ -21,7 +21,7 @@ from zstore.tools.train import TrainOptions, run_train
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
-    "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes",
+    "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes", "links",
 )  # fmt: skip
 
 
@@ -76,6 +76,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     assert all(tuple(row) == FIELDS for row in first)
     assert first[1]["disk_read_bytes"] > 0 < first[1]["disk_write_bytes"]
     assert first[0]["peak_memory_bytes"] > 10**8
+    for row in first:
+        assert row["links"]["disk_read"]["bytes"] == row["disk_read_bytes"]
+        assert set(row["links"]["disk_read"]["stall_s"]) <= {"not read yet", "no free buffer"}
 
 
 def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -29,13 +28,13 @@ class StepMeter:
         self._losses: list[torch.Tensor] = []
         self._phases: dict[str, float] = {}
         self._started = 0.0
-        self._disk = (0, 0)
+        self._before = engine.statistics()
 
     def start(self) -> None:
         """Begin a step."""
         self._losses = []
         self._phases = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
-        self._disk = self._disk_bytes()
+        self._before = self._engine.statistics()
         self._started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -49,17 +48,18 @@ class StepMeter:
         """Note the loss of a micro-batch."""
         self._losses.append(loss.detach().float())
 
-    def _disk_bytes(self) -> tuple[int, int]:
-        store = self._engine.statistics().store
-        return store.disk_read_bytes, store.disk_write_bytes
-
     def finish(self) -> dict[str, Any]:
-        """Return the step's row: means over ranks and micro-batches, sums of bytes over ranks."""
+        """Return the step's row: means over ranks and micro-batches, sums of bytes over ranks; `links` is this rank's
+        alone."""
         engine = self._engine
         step_s = time.perf_counter() - self._started
-        read, written = (now - before for now, before in zip(self._disk_bytes(), self._disk, strict=True))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        mine = (sum(float(loss) for loss in self._losses) / len(self._losses), read, written, peak)
+        before, now = self._before, engine.statistics()
+        mine = (
+            sum(float(loss) for loss in self._losses) / len(self._losses),
+            now.store.disk_read_bytes - before.store.disk_read_bytes,
+            now.store.disk_write_bytes - before.store.disk_write_bytes,
+            now.memory.process_peak_bytes,
+        )
         ranks = engine.world.all_gather_object(mine)
         tokens = engine.train_batch_size() * self._seq_len
         return {
@@ -73,6 +73,7 @@ class StepMeter:
             "disk_read_bytes": sum(row[1] for row in ranks),
             "disk_write_bytes": sum(row[2] for row in ranks),
             "peak_memory_bytes": sum(row[3] for row in ranks),
+            "links": now.links_since(before),
         }
 
 

@@ -189,6 +189,8 @@ def _config(options: TrainOptions) -> dict[str, Any]:
     from zstore.engine.config.jsonc import load_jsonc
 
     config: dict[str, Any] = load_jsonc(options.config.read_text(encoding="utf-8-sig"), str(options.config))
+    # The command shows its own progress; the engine's lines come where they are asked for.
+    config.setdefault("steps_per_print", 0)
     if options.lr is not None:
         optimizer = config.setdefault("optimizer", {"type": "AdamW"})
         optimizer.setdefault("params", {})["lr"] = options.lr

@@ -8,13 +8,14 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
 from .errors import UsageError
+from .links import LinkCounters, LinkStatistics, total
 
 T = TypeVar("T")
 
@@ -98,6 +99,8 @@ class QueueStatistics:
     """Time that producers waited for room in the queue."""
     waiting: int
     """Operations in the queue now."""
+    subjects: Mapping[str, LinkStatistics]
+    """The same by priority name and subject, as "read optimizer"; only what occurred."""
 
 
 class IoQueue:
@@ -115,9 +118,7 @@ class IoQueue:
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
-        self._operations = dict.fromkeys(Priority, 0)
-        self._bytes = dict.fromkeys(Priority, 0)
-        self._busy_s = dict.fromkeys(Priority, 0.0)
+        self._links = LinkCounters()
         self._blocked_s = 0.0
         self._threads = [
             threading.Thread(target=self._serve, name=f"zstore-io-{i}", daemon=True) for i in range(num_threads)
@@ -125,9 +126,13 @@ class IoQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
-        """Queue `operation`, which moves `nbytes`; returns its ticket. Blocks while the queue is full."""
+    def submit(
+        self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
+    ) -> Ticket[T]:
+        """Queue `operation`, which moves `nbytes` of what `subject` names; returns its ticket. Blocks while the queue
+        is full."""
         future: Future[T] = Future()
+        link = f"{priority.name.lower()} {subject}"
 
         def run() -> None:
             started = time.perf_counter()
@@ -136,10 +141,8 @@ class IoQueue:
                 result = operation()
             except BaseException as raised:  # the ticket carries it to whoever waits
                 error = raised
-            with self._changed:
-                self._operations[priority] += 1
-                self._bytes[priority] += nbytes
-                self._busy_s[priority] += time.perf_counter() - started
+            self._links.begin(link, nbytes)
+            self._links.busy(link, time.perf_counter() - started)
             if error is None:
                 future.set_result(result)
             else:
@@ -169,13 +172,17 @@ class IoQueue:
 
     def statistics(self) -> QueueStatistics:
         """Return counters of the time since the start."""
+        subjects = self._links.statistics()
+        names = [priority.name.lower() for priority in Priority]
+        sums = {name: total(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names}
         with self._changed:
             return QueueStatistics(
-                operations={p.name.lower(): n for p, n in self._operations.items()},
-                bytes={p.name.lower(): n for p, n in self._bytes.items()},
-                busy_s={p.name.lower(): s for p, s in self._busy_s.items()},
+                operations={name: link.operations for name, link in sums.items()},
+                bytes={name: link.bytes for name, link in sums.items()},
+                busy_s={name: link.busy_s for name, link in sums.items()},
                 blocked_s=self._blocked_s,
                 waiting=len(self._heap),
+                subjects=subjects,
             )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,6 +32,27 @@ class LinkStatistics:
     stall_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a caller stood still, by cause."""
 
+    def since(self, before: LinkStatistics) -> LinkStatistics:
+        """Return what was counted after `before`."""
+        return LinkStatistics(
+            operations=self.operations - before.operations,
+            bytes=self.bytes - before.bytes,
+            busy_s=self.busy_s - before.busy_s,
+            stall_s={cause: seconds - before.stall_s.get(cause, 0.0) for cause, seconds in self.stall_s.items()},
+        )
+
+
+def total(links: Iterable[LinkStatistics]) -> LinkStatistics:
+    """Return several links as one."""
+    sums = _Counts()
+    for link in links:
+        sums.operations += link.operations
+        sums.bytes += link.bytes
+        sums.busy_s += link.busy_s
+        for cause, seconds in link.stall_s.items():
+            sums.stall_s[cause] = sums.stall_s.get(cause, 0.0) + seconds
+    return sums.frozen()
+
 
 @dataclass
 class _Counts:
@@ -39,6 +60,11 @@ class _Counts:
     bytes: int = 0
     busy_s: float = 0.0
     stall_s: dict[str, float] = field(default_factory=dict)
+
+    def frozen(self) -> LinkStatistics:
+        return LinkStatistics(
+            operations=self.operations, bytes=self.bytes, busy_s=self.busy_s, stall_s=dict(self.stall_s)
+        )
 
 
 class LinkCounters:
@@ -90,12 +116,4 @@ class LinkCounters:
     def statistics(self) -> dict[str, LinkStatistics]:
         """Return the counters of every link that was used."""
         with self._lock:
-            return {
-                link: LinkStatistics(
-                    operations=counts.operations,
-                    bytes=counts.bytes,
-                    busy_s=counts.busy_s,
-                    stall_s=dict(counts.stall_s),
-                )
-                for link, counts in self._counts.items()
-            }
+            return {link: counts.frozen() for link, counts in self._counts.items()}

@@ -114,3 +114,24 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
         inner = section_of(field)
         if inner is not None:
             yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def acting(section: Section) -> dict[str, Any]:
+    """Return the keys of `section` that act, with their values as JSON data, and the sections in it that hold any."""
+    found: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            inner = acting(value)
+            if inner:
+                found[name] = inner
+        elif section_of(field) is None and about(field)[0] is Status.BUILT:
+            found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a key as JSON would give it back."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

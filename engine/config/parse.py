@@ -169,6 +169,9 @@ def _idle(settings: Section) -> Iterator[Notice]:
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
+    for key in ("wall_clock_breakdown", "memory_breakdown"):
+        if getattr(settings, key) and settings.steps_per_print == 0:
+            yield Notice(key=key, message="no effect: its line comes with those of progress, and steps_per_print is 0")
     optimizer = settings.optimizer
     if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'

@@ -30,7 +30,6 @@ _CLIENT = "pass an optimizer that does it to initialize(optimizer=...)"
 _OTHER = "it belongs to another optimizer and means nothing to Adam; remove it"
 KERNEL = "there is one update kernel, torch's fused one, on every device"
 _FP32 = "masters and moments are always fp32"
-_MONITOR = "metrics go to the log in this version"
 _BLOCKS = "wrap the model's blocks in torch.utils.checkpoint"
 _PROFILER = "use torch.profiler"
 _COUNTED = "engine.statistics() counts the bytes of every link"
@@ -204,35 +203,47 @@ class AioSection(Section):
 
 
 class TensorboardSection(Section):
-    """Metrics for TensorBoard."""
+    """Metrics for TensorBoard, on rank 0, against the samples seen: loss, learning rate, loss scale in fp16, gradient
+    norm, and the times of forward, backward and step."""
 
     switch = "enabled"
 
-    enabled: Bool = not_yet(False, _MONITOR)
+    enabled: Bool = built(False)
+    """Write them, in an event file. Needs `pip install 'zstore[tensorboard]'`."""
+    output_path: Name = built("")
+    """Folder; a relative one lies in the working folder at the start."""
+    job_name: Name = built("DeepSpeedJobName")
+    """Folder in that folder, by default DeepSpeed's."""
+
+
+class CsvMonitorSection(Section):
+    """The metrics of `tensorboard` as CSV files, one for each, named after it: `step,<metric>`, where a step is the
+    samples seen. A later run goes on at their ends."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
     """Write them."""
-    output_path: Name = not_yet("", _MONITOR)
-    """Folder."""
-    job_name: Name = not_yet("DeepSpeedJobName", _MONITOR)
-    """Folder in that folder."""
-
-
-class CsvMonitorSection(TensorboardSection):
-    """Metrics as CSV files."""
+    output_path: Name = built("")
+    """Folder; a relative one lies in the working folder at the start."""
+    job_name: Name = built("DeepSpeedJobName")
+    """Folder in that folder, by default DeepSpeed's."""
 
 
 class WandbSection(Section):
-    """Metrics for Weights & Biases."""
+    """The metrics of `tensorboard` for Weights & Biases, against `Train/samples`. A run that the script began is used
+    and left open. The environment variable WANDB_MODE=offline keeps them on this machine."""
 
     switch = "enabled"
 
-    enabled: Bool = not_yet(False, _MONITOR)
-    """Send them."""
-    group: MaybeName = not_yet(None, _MONITOR)
+    enabled: Bool = built(False)
+    """Send them. Needs `pip install 'zstore[wandb]'`."""
+    group: MaybeName = built(None)
     """Group of runs."""
-    team: MaybeName = not_yet(None, _MONITOR)
-    """Team."""
-    project: Name = not_yet("deepspeed", _MONITOR)
-    """Project."""
+    team: MaybeName = built(None)
+    """Team. Unset: the user's own."""
+    project: Name = built("deepspeed")
+    """Project, by default DeepSpeed's."""
 
 
 class ActivationCheckpointingSection(Section):

@@ -137,7 +137,7 @@ class DiskTier(Tier):
             buffer[:] = 0
             return None
         task = partial(_read_span, self._res, shard, file, span, buffer)
-        return self._res.queue.submit(task, priority, buffer.size)
+        return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
     def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
@@ -156,7 +156,7 @@ class DiskTier(Tier):
             raise UsageError(f"array {name!r}: a span can only be saved in a pass that changes the shard")
         shard.touched = True
         task = partial(_write_span, self._res, shard, shard.target, span, buffer)
-        return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size)
+        return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`."""

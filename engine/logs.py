@@ -1,0 +1,46 @@
+"""Where the package's messages go.
+
+[Note: messages]
+All messages go to the logger "zstore": progress at INFO, what deserves a look at WARNING. Of a logger for which nothing
+was configured Python shows nothing below WARNING, so a plain script would never see its progress. Therefore
+`show_messages` gives that logger, where neither it nor the root has a handler, one that writes to stderr, and level
+INFO where none was set. Once another handler would get the same messages, this one is silent, so configuring logging
+later doubles no line. To see less: `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
+
+
+class _WhereNobodyListens(logging.Handler):
+    """Writes to what `sys.stderr` is at the time, unless another handler gets the message."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        others = [handler for handler in self._logger.handlers if handler is not self]
+        if others or (self._logger.propagate and logging.getLogger().handlers):
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def show_messages() -> None:
+    """Let the package's messages be seen where nobody configured logging. See [Note: messages]."""
+    logger = logging.getLogger("zstore")
+    if logger.hasHandlers():
+        return
+    logger.addHandler(_WhereNobodyListens(logger))
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
