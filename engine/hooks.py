@@ -8,10 +8,10 @@ backward  a hook on the output tensors of that call gathers it again, before any
           it (of which neither lies within the other), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
-releases. A parameter that is read while its unit is released, in a forward of the model, is gathered until the end of
-that forward and again for the whole backward. Where no tensor is found in what a module returns, the unit stays
-gathered until the end of the backward. A parameter that several units use is released when none of them is gathered.
-Gathering is a collective: every rank runs the same modules in the same order.
+releases. A parameter that is read while its unit is released, in a forward of the model or of a module that holds
+units, is gathered until the end of that forward and again for the whole backward. Where no tensor is found in what a
+module returns, the unit stays gathered until the end of the backward. A parameter that several units use is released
+when none of them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
 """
 
 from __future__ import annotations
@@ -64,10 +64,16 @@ class UnitHooks:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
         watch(self._watched, self._read)
-        self._handles += [
-            model.register_forward_pre_hook(self._enter, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
+        for module in self._callers(model):
+            self._handles += [
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def _callers(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
+        within = {inner for unit, modules in self._inner.items() if len(unit.modules) > 1 for inner in modules}
+        return [module for module in model.modules() if module not in within and list(module.children())]
 
     def _add(self, unit: Unit) -> None:
         sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
@@ -115,7 +121,7 @@ class UnitHooks:
             self._holder[unit] = None
 
     def _read(self, parameter: nn.Parameter) -> None:
-        """Gather the unit of a parameter that is read from elsewhere, until the end of the model's forward."""
+        """Gather the unit of a parameter that is read from elsewhere, until the end of the outermost forward."""
         record = self._record_of.get(parameter)
         if record is not None and self._forwards and record.residency is Residency.RELEASED:
             unit = self._units_of[record][0]

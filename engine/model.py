@@ -36,16 +36,19 @@ def check_model(model: nn.Module, world: World) -> None:
 
 def place_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
     """Move the model to its device, take rank 0's values, and cast floating buffers to `dtype`; parameters keep
-    theirs."""
+    theirs. What several modules share stays shared; what is expanded gets memory of its own."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(world.device)
+        parameter.data = parameter.data.to(world.device).contiguous()
         parameter.grad = None
         world.broadcast(parameter.data)
+    placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            placed = buffer.to(world.device)
-            world.broadcast(placed)
-            setattr(module, name, placed.to(dtype) if placed.is_floating_point() else placed)
+            if buffer not in placed:
+                here = buffer.to(world.device).contiguous()
+                world.broadcast(here)
+                placed[buffer] = here.to(dtype) if here.is_floating_point() else here
+            setattr(module, name, placed[buffer])
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
