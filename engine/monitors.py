@@ -9,6 +9,7 @@ not write. Everything is on its way to the disk when `write` returns, so that a 
 
 from __future__ import annotations
 
+import atexit
 import csv
 import logging
 from collections.abc import Mapping, Sequence
@@ -101,6 +102,8 @@ class WandbMonitor:
             raise _missing("wandb") from error
         self._is_ours = wandb.run is None
         self._run: Any = wandb.run or wandb.init(project=project, group=group, entity=team, config=dict(config))
+        # Of a script that closes nothing, before wandb ends itself, whose hook stands since `init`.
+        atexit.register(self.close)
         self._run.define_metric(_SAMPLES)
         self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
 
@@ -110,7 +113,9 @@ class WandbMonitor:
 
     def close(self) -> None:
         """See Monitor."""
+        atexit.unregister(self.close)
         if self._is_ours:
+            self._is_ours = False
             self._run.finish()
 
 

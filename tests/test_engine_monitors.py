@@ -208,26 +208,29 @@ def offline_history(folder: Path) -> list[dict[str, float]]:
 
 
 WANDB_RUN = """
-import os, sys
+import sys
 from tests.engine_runs import make_config, start, step
 import wandb
-own = sys.argv[1] == "own"
-if own:
+who = sys.argv[1]
+if who == "own":
     run = wandb.init(project="mine")
     run.log({"theirs": 1.0})
-keys = {"enabled": True, "project": "p", "group": "g"}
-with start(make_config(wandb=keys, csv_monitor={"enabled": True, "output_path": "metrics", "job_name": "job"})) as engine:
-    step(engine)
-    step(engine)
-    print("project", wandb.run.project, "group", wandb.run.group, "bf16", wandb.run.config.get("bf16", {}).get("enabled"))
-if own:
+wandb_keys = {"enabled": True, "project": "p", "group": "g"}
+csv_keys = {"enabled": True, "output_path": "metrics", "job_name": "job"}
+engine = start(make_config(wandb=wandb_keys, csv_monitor=csv_keys))
+step(engine)
+step(engine)
+print("project", wandb.run.project, "group", wandb.run.group, "bf16", wandb.run.config.get("bf16", {}).get("enabled"))
+if who != "unclosed":
+    engine.close()
+print("open", wandb.run is not None)
+if who == "own":
     run.log({"theirs": 2.0})
     run.finish()
-print("open", wandb.run is not None)
 """
 
 
-@pytest.mark.parametrize("who", ["ours", "own"])
+@pytest.mark.parametrize("who", ["ours", "own", "unclosed"])
 def test_wandb_offline(who: str, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
@@ -235,15 +238,16 @@ def test_wandb_offline(who: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WANDB_RUN, who]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    named = "project p group g bf16 True" if who == "ours" else "project mine group  bf16 None"
+    assert "failed" not in done.stderr
+    named = "project mine group  bf16 None" if who == "own" else "project p group g bf16 True"
     assert named in done.stdout
-    assert "open False" in done.stdout
+    assert f"open {who != 'ours'}" in done.stdout
     rows = offline_history(tmp_path)
     ours = [row for row in rows if "Train/samples" in row]
     assert [row["Train/samples"] for row in ours] == [4, 8]
     for name, expected in columns(tmp_path / "metrics" / "job").items():
         assert [row[f"Train/Samples/{name}"] for row in ours] == pytest.approx([value for _, value in expected])
-    assert [row["theirs"] for row in rows if "theirs" in row] == ([] if who == "ours" else [1.0, 2.0])
+    assert [row["theirs"] for row in rows if "theirs" in row] == ([1.0, 2.0] if who == "own" else [])
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
