@@ -27,6 +27,9 @@ from .state import OptimizerState
 
 _log = logging.getLogger("zstore")
 
+_NAMED = 10
+"""Most parameters that an error names."""
+
 
 @dataclass
 class Counters:
@@ -119,12 +122,15 @@ class Training:
     def step(self) -> None:
         """Take one optimizer step with the gradients accumulated, or skip it at an overflow in fp16.
 
-        Raises NonFiniteError on every rank for gradients that are not finite in other precisions, before any state is
-        changed; the gradients are dropped.
+        Raises NonFiniteError on every rank for gradients that are not finite in other precisions, and where the config
+        asks for it UsageError for parameters without a gradient, before any state is changed; the gradients are
+        dropped.
         """
         try:
             self.require_whole()
             self.gradients.reduce()
+            if not self.config.ignore_unused_parameters:
+                self._require_gradients()
             norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.sharding.optimizer_state)
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
@@ -138,6 +144,17 @@ class Training:
         finally:
             self.gradients.drop()
         self._note(overflow)
+
+    def _require_gradients(self) -> None:
+        """Raise UsageError, on every rank, that names the parameters to which no rank's loss led."""
+        unused = [record.name for record in self.trained if self.gradients.owned(record) is None]
+        if unused:
+            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+            raise UsageError(
+                f"step {self.counters.global_steps + 1}: on no rank was there a gradient for "
+                f"{', '.join(map(repr, unused[:_NAMED]))}{more}; nothing was changed. Use them in the loss, freeze them "
+                "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _update(self, factor: float) -> None:
         error: Exception | None = None

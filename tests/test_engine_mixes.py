@@ -21,6 +21,7 @@ from tests.test_engine_bits import Case as BitsCase
 from tests.test_engine_models import Base, all_released, ids_of, loss_of
 from tests.transformers_models import build as build_transformers
 from tests.transformers_models import checkpoint_layers
+from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
 WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 3
@@ -306,7 +307,8 @@ Found = dict[str, list[str]]
 def _on_two_ranks(rank: int) -> Found:
     # At stage 2 what differs is the way of gradients alone.
     found = {name: train(name, rank, WORLD_SIZE, 3) for name in MIXES}
-    return found | {f"{name}, stage 2": train(name, rank, WORLD_SIZE, 2) for name in MIXES if "adapters" in name}
+    found |= {f"{name}, stage 2": train(name, rank, WORLD_SIZE, 2) for name in MIXES if "adapters" in name}
+    return found | {f"strictly, stage {stage}": strictly(rank, WORLD_SIZE, stage) for stage in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +348,50 @@ def test_state_is_kept_of_adapters_alone(nvme: Path) -> None:
         } == frozen
         assert set(engine_digests(engine)) >= {f"optimizer/exp_avg/{name}" for name in trainable(model)}
         assert not any(name.partition("/")[2].endswith("base.weight") for name in engine_digests(engine))
+
+
+class Partly(nn.Module):
+    """Uses one layer for each sample, the one that its number names; and never uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, number: int) -> torch.Tensor:
+        return self.layers[number](torch.ones(1, 4)).square().mean()
+
+
+def strictly(rank: int, world_size: int, stage: int) -> list[str]:
+    """Return the errors of two runs of a step of two micro-batches, in the first of which the last rank alone uses
+    layer 1: of the whole model, and without the layer that is never used."""
+    found = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        model = Partly()
+        model.never.requires_grad_(not frozen)
+        mix = Mix(Partly, precision="fp32", accumulation=2)
+        engine, *_ = zstore.initialize(model=model, config=settings(mix, stage, ignore_unused_parameters=False))
+        with engine:
+            before = engine_digests(engine)
+            for micro in range(2):
+                engine.backward(engine(1 if micro == 0 and rank == world_size - 1 else 0))
+                try:
+                    engine.step()
+                except UsageError as error:
+                    found.append(f"frozen {frozen}: {error}")
+                    assert engine_digests(engine) == before
+            assert engine.was_step_applied() == frozen
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_unused_parameters_are_an_error_on_every_rank_where_the_config_says_so(
+    stage: int, on_two_ranks: list[Found]
+) -> None:
+    for found in [strictly(0, 1, 0)] if stage == 0 else [one[f"strictly, stage {stage}"] for one in on_two_ranks]:
+        assert len(found) == 1
+        assert found[0].startswith(
+            "frozen False: step 1: on no rank was there a gradient for 'never.weight', 'never.bias'; nothing was changed"
+        )
+        assert "set zero_optimization.ignore_unused_parameters to true" in found[0]

@@ -230,6 +230,11 @@ class Config:
         return int(self._plain(self.settings.zero_optimization.stage3_param_persistence_threshold))
 
     @property
+    def ignore_unused_parameters(self) -> bool:
+        """Whether a step goes on where a parameter got no gradient on any rank."""
+        return self.settings.zero_optimization.ignore_unused_parameters
+
+    @property
     def io(self) -> IoConfig:
         """How the I/O threads work."""
         aio, threads = self.settings.aio, self.settings.zstore.io_threads

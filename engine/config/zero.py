@@ -129,8 +129,9 @@ class ZeroSection(Section):
     """Reduce gradients while the backward goes on."""
     round_robin_gradients: Bool = not_yet(False, "each rank copies the rows that it owns, all ranks at once")
     """Spread the copies of gradients to the host over the ranks."""
-    ignore_unused_parameters: Bool = not_yet(True, "parameters without a gradient are always left as they are")
-    """Go on where a parameter gets no gradient; false: an error."""
+    ignore_unused_parameters: Bool = built(True)
+    """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
+    parameters."""
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Checkpoints that load at another world size."""
     load_from_fp32_weights: Bool = no_effect(True, "a checkpoint holds the fp32 weights, and they are what is loaded")
