@@ -13,7 +13,7 @@ import typer
 import zstore
 from zstore.tools import cli
 
-COMMANDS = ("train", "consolidate", "reshard", "inspect", "verify", "doctor")
+COMMANDS = ("train", "consolidate", "reshard", "inspect", "verify", "doctor", "plan")
 
 
 def run(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -111,6 +111,20 @@ def test_a_fault_that_was_found_ends_with_1_and_data_on_stdout() -> None:
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert cli.parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("1.3 b", 13 * 10**8), ("150T", 15 * 10**13), ("12", 12)],
+)
+def test_numbers(text: str, number: int) -> None:
+    assert cli.parse_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "seven", "-7e9", "7X", "0", "0.1", "1e999", "nan", "inf"])
+def test_bad_numbers(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a number"):
+        cli.parse_number(text)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5XB", "0", "0.1", "5 GB 3", "5iB"])

@@ -75,6 +75,19 @@ def parse_size(text: str | int) -> int:
     return num_bytes
 
 
+def parse_number(text: str | int) -> int:
+    """Whole number in a text like "7e9", "7B", "1.3 B" or "150T"; `typer.BadParameter` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"expected a number like 7e9, 7B or 150T, got {text!r}")
+    number, suffix = match.groups()
+    power = " kmbt".index(suffix.lower().replace("g", "b")) if suffix else 0
+    value = int(float(number) * float(1000**power))
+    if value < 1:
+        raise typer.BadParameter(f"expected a number of at least one, got {text!r}")
+    return value
+
+
 def _finish(code: int | None) -> None:
     if code:
         raise typer.Exit(code)
@@ -213,3 +226,72 @@ def doctor(
     from .doctor import doctor_command
 
     _finish(doctor_command(path, json))
+
+
+@app.command()
+def plan(  # noqa: PLR0913 - one parameter per option
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf)."),
+    ] = None,
+    params: Annotated[
+        int | None, typer.Option(help="Parameters, as 7e9 or 7B.", metavar="N", parser=parse_number)
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width, with --params.", min=1, metavar="N")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, with --params.", min=1, metavar="N")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary, with --params (default 32000).", min=1)] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Devices; 0: train on the CPU (default: this machine's).", min=0, metavar="N")
+    ] = None,
+    gpu_memory: Annotated[
+        int | None, typer.Option(help="Memory of one device, as 24GB.", metavar="SIZE", parser=parse_size)
+    ] = None,
+    memory: Annotated[
+        int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
+    ] = None,
+    disk: Annotated[int | None, typer.Option(help="Room on the drive.", metavar="SIZE", parser=parse_size)] = None,
+    micro_batch: Annotated[int, typer.Option(help="Samples of one rank and step.", min=1, metavar="N")] = 1,
+    seq_length: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 1024,
+    precision: Annotated[Dtype, typer.Option(help="Type of parameters and gradients.")] = Dtype.BF16,
+    disk_read: Annotated[
+        int | None, typer.Option(help="Bytes a second from the drive, as 3GB.", metavar="SIZE", parser=parse_size)
+    ] = None,
+    disk_write: Annotated[
+        int | None, typer.Option(help="Bytes a second to the drive.", metavar="SIZE", parser=parse_size)
+    ] = None,
+    flops: Annotated[
+        int | None,
+        typer.Option(help="Operations a second that a device reaches, as 150T.", metavar="N", parser=parse_number),
+    ] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Measure the rates that are not given, the drive's in this folder.", metavar="FOLDER"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what of a model's training fits where, how long a step takes, and which config to use."""
+    from .plan import PlanOptions, plan_command
+
+    try:
+        options = PlanOptions(
+            model=model,
+            params=params,
+            hidden=hidden,
+            layers=layers,
+            vocab=vocab,
+            gpus=gpus,
+            gpu_memory=gpu_memory,
+            memory=memory,
+            disk=disk,
+            micro_batch=micro_batch,
+            seq_length=seq_length,
+            precision=precision.value,
+            disk_read=disk_read,
+            disk_write=disk_write,
+            flops=flops,
+            measure=measure,
+        )
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    _finish(plan_command(options, json))

@@ -128,13 +128,13 @@ def _examine_memory() -> MemoryReport:
     return MemoryReport(
         total_bytes=fields.get("MemTotal"),
         available_bytes=fields.get("MemAvailable"),
-        limit_bytes=_memory_limit_bytes(),
+        limit_bytes=memory_limit_bytes(),
         transparent_huge_pages=mode.group(1) if mode else None,
         huge_pages=_gets_huge_pages(),
     )
 
 
-def _memory_limit_bytes() -> int | None:
+def memory_limit_bytes() -> int | None:
     """The smallest `memory.max` from this process's control group (v2) upwards."""
     entry = next((line for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
     if entry is None:

@@ -1,0 +1,221 @@
+"""The choices that `zstore plan` weighs: each is a config, planned by the code that the engine plans with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from zstore.engine.config import Config, ResolveContext, load_config
+from zstore.engine.needs import find_needs, placement_settings
+from zstore.engine.placement import OffloadTier, Plan, make_plan
+from zstore.errors import BudgetError
+from zstore.sizes import format_bytes
+
+from .plan_estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
+from .plan_machine import Machine
+from .plan_model import ModelShape
+
+HEADROOM_PERCENT = 10
+"""Of every memory: left for the process itself, the allocator's gaps, and what an estimate misses."""
+
+_BUDGET_PERCENT = 60
+_ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
+_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    model: ModelShape
+    machine: Machine
+    micro_batch: int
+    """Samples of one rank and step; fewer in one forward make more forwards."""
+    seq_length: int
+    """Tokens in a sample."""
+    precision: str
+    nvme_path: PurePosixPath
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter."""
+        return _ITEMSIZES[self.precision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What can be set."""
+
+    stage: int
+    optimizer: OffloadTier = "none"
+    parameters: OffloadTier = "none"
+    micro_batch: int
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a choice needs. Bytes of the device are one rank's, those of host and disk all ranks'."""
+
+    title: str
+    choice: Choice
+    config: dict[str, Any]
+    """The JSON of the config."""
+    plan: Plan
+    """Rank 0's."""
+    activations_bytes: int
+    """An estimate, as `transit_bytes` is."""
+    transit_bytes: int
+    device_bytes: int
+    """Everything on one device; 0 where the device is the host."""
+    host_bytes: int
+    disk_bytes: int
+    seconds: Seconds
+    lacking: tuple[str, ...]
+    """What does not fit; none where all does."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether this machine can do it."""
+        return not self.lacking
+
+
+def all_choices(job: Job) -> list[Outcome]:
+    """Return stages 0 to 3 with every tier of optimizer state and parameters that the engine offers."""
+    choices = [Choice(stage=stage, micro_batch=job.micro_batch) for stage in (0, 1, 2, 3)]
+    tiers: tuple[OffloadTier, ...] = ("cpu", "nvme")
+    choices += [replace(choices[stage], optimizer=tier) for tier in tiers for stage in (1, 2, 3)]
+    choices += [replace(choices[3], optimizer=one, parameters=other) for one in tiers for other in tiers]
+    return [weigh(job, choice) for choice in choices]
+
+
+def ladder(job: Job) -> list[Outcome]:
+    """Return what to try when memory runs out, each rung on top of those before."""
+    return [weigh(job, choice, title) for title, choice in _rungs(job)]
+
+
+def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
+    choice = Choice(stage=0, micro_batch=job.micro_batch)
+    yield "as asked, stage 0", choice
+    if job.micro_batch > 1:
+        choice = replace(choice, micro_batch=1)
+        yield "micro-batch 1", choice
+    choice = replace(choice, checkpointing=True)
+    yield "activation checkpointing", choice
+    choice = replace(choice, stage=2)
+    yield "ZeRO-2", choice
+    choice = replace(choice, optimizer="cpu")
+    yield "optimizer to CPU", choice
+    choice = replace(choice, stage=3)
+    yield "ZeRO-3", choice
+    choice = replace(choice, parameters="cpu")
+    yield "parameters to CPU", choice
+    yield "both to NVMe", replace(choice, optimizer="nvme", parameters="nvme")
+
+
+def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
+    """Return what `choice` needs, and what of it this machine lacks."""
+    machine = job.machine
+    activations = activation_bytes(
+        job.model,
+        micro_batch=choice.micro_batch,
+        seq_length=job.seq_length,
+        itemsize=job.itemsize,
+        checkpointing=choice.checkpointing,
+    )
+    config = make_config(job, choice)
+    plan = plan_of(job, config)
+    if "nvme" in (choice.optimizer, choice.parameters):
+        # A budget keeps in memory what fits; where it cannot even hold what must be there, the sizes without one say so.
+        with contextlib.suppress(BudgetError):
+            budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
+            config, plan = budgeted, plan_of(job, budgeted)
+    transit = _transit(job, choice, plan)
+    held = plan.held_total
+    on_device = held.device + transit + activations
+    outcome = Outcome(
+        title=title,
+        choice=choice,
+        config=config,
+        plan=plan,
+        activations_bytes=activations,
+        transit_bytes=transit,
+        device_bytes=0 if machine.device_is_host else on_device,
+        host_bytes=machine.num_ranks * (held.host + held.pinned) + (on_device if machine.device_is_host else 0),
+        disk_bytes=machine.num_ranks * plan.file_bytes,
+        seconds=step_seconds(
+            job.model,
+            plan,
+            machine,
+            tokens_per_rank=job.micro_batch * job.seq_length,
+            checkpointing=choice.checkpointing,
+        ),
+        lacking=(),
+    )
+    return replace(outcome, lacking=tuple(_lacking(outcome, machine)))
+
+
+def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
+    """Return the config of a choice; `budget_bytes` is the machine's host budget."""
+    zero: dict[str, Any] = {"stage": choice.stage}
+    if job.machine.num_ranks > 1:
+        zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
+    for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
+        if tier != "none":
+            zero[key] = {"device": tier} | ({"nvme_path": str(job.nvme_path)} if tier == "nvme" else {})
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": choice.micro_batch,
+        "gradient_accumulation_steps": max(1, job.micro_batch // choice.micro_batch),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+    }
+    if job.precision != "fp32":
+        config[job.precision] = {"enabled": True}
+    config["zero_optimization"] = zero
+    if budget_bytes is not None:
+        config["zstore"] = {"host_budget_bytes": budget_bytes}
+    return config
+
+
+def plan_of(job: Job, config: dict[str, Any]) -> Plan:
+    """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
+    machine = job.machine
+    resolved: Config = load_config(config).resolve(
+        ResolveContext(world_size=machine.num_ranks, hidden_size=job.model.hidden, device_supports_bf16=True)
+    )
+    budget = resolved.host_budget_bytes
+    share = budget // machine.num_ranks if isinstance(budget, int) else None
+    settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
+    slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
+    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0)
+    return make_plan(needs, settings, job.model.units)
+
+
+def _transit(job: Job, choice: Choice, plan: Plan) -> int:
+    return transit_bytes(job.model, plan, num_ranks=job.machine.num_ranks, itemsize=job.itemsize, stage=choice.stage)
+
+
+def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
+    """Return a host budget for the machine: what "auto" would take, but on a CPU no more than the model leaves."""
+    memory = job.machine.memory_bytes
+    budget = memory * _BUDGET_PERCENT // 100
+    if job.machine.device_is_host:
+        budget = min(budget, _usable(memory) - plan.held_total.device - _transit(job, choice, plan) - activations)
+    return max(1, budget)
+
+
+def _usable(nbytes: int) -> int:
+    return nbytes * (100 - HEADROOM_PERCENT) // 100
+
+
+def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
+    for name, needed, usable in (
+        ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
+        ("host", outcome.host_bytes, _usable(machine.memory_bytes)),
+        ("disk", outcome.disk_bytes, machine.disk_bytes),
+    ):
+        if usable is not None and needed > usable:
+            yield f"{name}: {format_bytes(needed)} needed, {format_bytes(usable)} usable"

@@ -1,0 +1,84 @@
+"""What `zstore plan` can only estimate: activations, memory in transit, and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zstore.engine.placement import Plan
+
+from .plan_machine import Machine
+from .plan_model import ModelShape
+
+BUCKET_NUMEL = 50_000_000
+"""Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
+
+_BYTES_PER_TOKEN_AND_WIDTH = 34
+"""Of one layer in 16 bits; see `activation_bytes`."""
+_KEPT_PER_TOKEN_AND_WIDTH = 2
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Time of one step. None: a rate is not known."""
+
+    compute: float | None
+    disk: float | None
+    """0 where a step moves nothing."""
+
+    @property
+    def overlapped(self) -> float | None:
+        """With all transfers behind the computation, or the other way round."""
+        return None if self.compute is None or self.disk is None else max(self.compute, self.disk)
+
+    @property
+    def in_turn(self) -> float | None:
+        """With nothing overlapped."""
+        return None if self.compute is None or self.disk is None else self.compute + self.disk
+
+
+def activation_bytes(
+    model: ModelShape, *, micro_batch: int, seq_length: int, itemsize: int, checkpointing: bool
+) -> int:
+    """Return what a forward keeps for its backward on one rank, about.
+
+    34 s b h bytes a layer in 16 bits: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
+    (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, which attention kernels that keep no scores
+    do not have. With checkpointing of every layer 2 s b h, and one layer in full. To it come the logits: once in the
+    compute type, in fp32 for the loss, and the gradient of that.
+    """
+    token_widths = micro_batch * seq_length * model.hidden
+    layer = _BYTES_PER_TOKEN_AND_WIDTH * token_widths * itemsize // 2
+    layers = layer * model.num_layers
+    if checkpointing:
+        layers = _KEPT_PER_TOKEN_AND_WIDTH * token_widths * itemsize // 2 * model.num_layers + layer
+    logits = micro_batch * seq_length * model.vocab_size * (itemsize + 2 * _FP32_BYTES)
+    return layers + logits
+
+
+def transit_bytes(model: ModelShape, plan: Plan, *, num_ranks: int, itemsize: int, stage: int) -> int:
+    """Return what passes through a device's memory beside what rests there, about: gathered parameters of a unit and the
+    next, gradients of a unit, and the buckets of collectives."""
+    unit = model.largest_unit_numel * itemsize
+    whole = stage < 2 or num_ranks == 1
+    in_backward = 0 if whole and plan.held["gradients"].device else unit
+    bucket = min(BUCKET_NUMEL, model.num_parameters if stage < 2 else model.largest_unit_numel) * itemsize
+    return plan.gathered_bytes + in_backward + (2 * bucket if num_ranks > 1 else 0)
+
+
+def step_seconds(
+    model: ModelShape, plan: Plan, machine: Machine, *, tokens_per_rank: int, checkpointing: bool
+) -> Seconds:
+    """Return the time of a step from the machine's rates.
+
+    Six operations a parameter and token, eight where the forward runs twice; reads and writes share the drive's time.
+    Collectives, copies to and from the device and the update itself are not in it.
+    """
+    rates, moved = machine.rates, plan.traffic_total
+    operations = (8 if checkpointing else 6) * model.num_parameters * tokens_per_rank
+    disk: float | None = None
+    if moved.total == 0:
+        disk = 0.0
+    elif rates.disk_read is not None and rates.disk_write is not None:
+        disk = machine.num_ranks * (moved.read / rates.disk_read + moved.written / rates.disk_write)
+    return Seconds(compute=None if rates.flops is None else operations / rates.flops, disk=disk)

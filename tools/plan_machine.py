@@ -1,0 +1,101 @@
+"""The machine that `zstore plan` plans for: its memory, and the rates that were given or measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zstore.engine.tensors import PRECISIONS
+from zstore.errors import ConfigError
+
+from .doctor import memory_limit_bytes
+from .drive import RATE_BYTES, measure_drive, probe_folder
+
+_MATMUL_ROWS = 512
+_MATMUL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a step's time follows from. None: not known."""
+
+    disk_read: float | None = None
+    """Bytes a second, of the machine's drive."""
+    disk_write: float | None = None
+    flops: float | None = None
+    """Floating-point operations a second that one device reaches in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine. Bytes are what there is of each kind, all of it."""
+
+    gpus: int
+    """Devices, one rank each; 0: one rank on the CPU."""
+    gpu_bytes: int
+    """Memory of one device; of the host where there is none."""
+    memory_bytes: int
+    disk_bytes: int | None
+    """Room on the drive; None: not known, and taken to be enough."""
+    rates: Rates
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on this machine."""
+        return max(1, self.gpus)
+
+    @property
+    def device_is_host(self) -> bool:
+        """The CPU computes."""
+        return self.gpus == 0
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes of this machine's memory, or of the control group's limit where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, memory_limit_bytes() or total)
+
+
+def own_gpus() -> tuple[int, int | None]:
+    """Return how many CUDA devices there are, and the bytes of the smallest (None: there is none)."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, min((torch.cuda.get_device_properties(i).total_memory for i in range(count)), default=None)
+
+
+def measured_rates(
+    path: Path, given: Rates, precision: str, hidden: int, *, rate_bytes: int = RATE_BYTES
+) -> tuple[Rates, int]:
+    """Return `given` with what is missing measured, and the bytes free in the folder `path`.
+
+    The drive is measured as `zstore doctor` does, on a file of `rate_bytes`; the device by the model's own widest
+    product. Raises ConfigError where the folder is not there or cannot be written.
+    """
+    folder = probe_folder(path)
+    drive = measure_drive(path, rate_bytes) if folder.writable and None in (given.disk_read, given.disk_write) else None
+    if drive is None and None in (given.disk_read, given.disk_write):
+        raise ConfigError(f"--measure {path}: expected a folder that can be written, with room for a few blocks")
+    read, write = given.disk_read, given.disk_write
+    if drive is not None:
+        read, write = read or drive.read_bytes_per_s, write or drive.write_bytes_per_s
+    flops = given.flops or _matmul_flops(precision, hidden)
+    return Rates(disk_read=read, disk_write=write, flops=flops), folder.free_bytes
+
+
+def _matmul_flops(precision: str, hidden: int) -> float:
+    """Return the operations a second of the product of a block's widest layer, on the first device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wide = 4 * hidden
+    x = torch.ones(_MATMUL_ROWS, hidden, dtype=PRECISIONS[precision], device=device)
+    weight = torch.ones(hidden, wide, dtype=PRECISIONS[precision], device=device)
+    best_s = float("inf")
+    until = time.perf_counter() + _MATMUL_S
+    while time.perf_counter() < until or best_s == float("inf"):
+        started = time.perf_counter()
+        product = x @ weight
+        product[0, 0].item()  # waits for the device
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * _MATMUL_ROWS * hidden * wide / best_s

@@ -1,0 +1,128 @@
+"""What `zstore plan` knows of a model: shapes, units and width. From a model on the meta device, or from four numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zstore.engine.needs import ParameterShape, shapes_of_model, units_of_model
+from zstore.engine.tensors import PRECISIONS, dtype_name
+from zstore.errors import ConfigError
+
+from .models import build_model
+
+DEFAULT_VOCAB = 32_000
+_MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model without memory."""
+
+    name: str
+    shapes: Sequence[ParameterShape]
+    units: Sequence[Sequence[str]]
+    """Names of the parameters that each unit gathers, in the order in which units run."""
+    hidden: int
+    """Width of the residual stream, in elements."""
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(one.shape) for one in self.shapes)
+
+    @property
+    def largest_unit_numel(self) -> int:
+        """Elements of the unit that gathers most."""
+        numel = {one.name: math.prod(one.shape) for one in self.shapes}
+        return max((sum(numel[name] for name in unit) for unit in self.units), default=0)
+
+
+def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelShape:
+    """Return the shape of a shipped model, or of a transformers config; nothing is filled.
+
+    Raises ConfigError as `build_model` does, and where a config does not say how wide its model is.
+    """
+    with torch.device("meta"):
+        model = build_model(name_or_path, seq_length)
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    facts = [_first(config, *names) for names in (("hidden_size", "hidden", "d_model"), _LAYERS, ("vocab_size",))]
+    if None in facts:
+        raise ConfigError(
+            f"{name_or_path}: expected a config with hidden_size, num_hidden_layers and vocab_size, got one without; plan "
+            "by --params, --hidden and --layers"
+        )
+    hidden, num_layers, vocab_size = (int(fact) for fact in facts)
+    return ModelShape(
+        name=name_or_path,
+        shapes=shapes_of_model(model, precision),
+        units=units_of_model(model),
+        hidden=hidden,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+    )
+
+
+def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_size: int, precision: str) -> ModelShape:
+    """Return the shape of a GPT with a head of its own, whose projections are as wide as `num_parameters` asks for.
+
+    Raises ConfigError where no such model is near that size.
+    """
+    fixed = 2 * vocab_size * hidden + 2 * hidden
+    per_layer = (num_parameters - fixed) / num_layers
+    # Attention has 4 h x h and their biases, two norms 4 h, the projections 2 h x f with h + f.
+    wide = (per_layer - 4 * hidden * hidden - 9 * hidden) / (2 * hidden + 1)
+    wide = round(wide / _MULTIPLE) * _MULTIPLE
+    if wide < _MULTIPLE:
+        least = fixed + num_layers * (4 * hidden * hidden + 9 * hidden + _MULTIPLE * (2 * hidden + 1))
+        raise ConfigError(
+            f"{num_layers} layers of width {hidden} with a vocabulary of {vocab_size} have at least {least:,} parameters, "
+            f"got --params {num_parameters:,}: check the numbers"
+        )
+    dtype = dtype_name(PRECISIONS[precision])
+
+    def shaped(prefix: str, shapes: dict[str, tuple[int, ...]]) -> list[ParameterShape]:
+        return [ParameterShape(name=prefix + name, shape=shape, dtype=dtype) for name, shape in shapes.items()]
+
+    units = [shaped("wte.", {"weight": (vocab_size, hidden)})]
+    units += [shaped(f"h.{i}.", dict(_block(hidden, wide))) for i in range(num_layers)]
+    units += [shaped("ln_f.", _norm(hidden)), shaped("lm_head.", {"weight": (vocab_size, hidden)})]
+    return ModelShape(
+        name=f"GPT, {num_layers} layers of width {hidden}, {wide} in between",
+        shapes=[one for unit in units for one in unit],
+        units=[[one.name for one in unit] for unit in units],
+        hidden=hidden,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+    )
+
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _norm(hidden: int) -> dict[str, tuple[int, ...]]:
+    return {"weight": (hidden,), "bias": (hidden,)}
+
+
+def _block(hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for norm in ("ln_1", "ln_2"):
+        yield from ((f"{norm}.{name}", shape) for name, shape in _norm(hidden).items())
+    for name, rows, cols in (
+        ("attn.c_attn", 3 * hidden, hidden),
+        ("attn.c_proj", hidden, hidden),
+        ("mlp.c_fc", wide, hidden),
+        ("mlp.c_proj", hidden, wide),
+    ):
+        yield f"{name}.weight", (rows, cols)
+        yield f"{name}.bias", (rows,)
