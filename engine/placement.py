@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from zstore.arrays import numpy_dtype
@@ -71,11 +71,14 @@ class Need:
 
     def layout(self, dtype: str) -> ShardLayout:
         """Return the layout of the file that would hold this rank's rows in `dtype`."""
-        return layout_of(self.grid, self.shard, dtype)
+        return _layout(self.grid, self.shard, dtype)
 
     def is_small(self, dtype: str) -> bool:
         """Tell whether the store keeps the rows in `dtype` in host memory where the disk was asked for."""
         return self.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
+
+
+_layout = lru_cache(maxsize=4096)(layout_of)
 
 
 @dataclass(frozen=True, kw_only=True)
