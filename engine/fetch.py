@@ -1,0 +1,311 @@
+"""Bringing the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
+
+[Note: a fetch]
+read    rows that rest in the store are read by the thread, behind the caller; alone, straight into `full`.
+send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
+        rank reaches alike. It waits for this rank's rows.
+finish  `full` of every record has its values.
+
+Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
+that nobody waits for it, and all ranks raise. A rank that gathers another unit than the others is an error on all. While
+an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
+the process. On CUDA, where looking at a header would wait for the device, headers are looked at when the iteration ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zstore.buffers import Pool
+from zstore.dist import Work, World
+from zstore.errors import RankError, UsageError
+from zstore.store import TensorStore
+
+from .collectives import Bucket, plan_buckets, unpack
+from .parameters import ParameterRecord
+from .tensors import as_numpy, as_torch
+
+Ready = Callable[[Sequence[ParameterRecord]], None]
+"""Waits until the records' rows are those of the last step; may be called from the reading thread."""
+
+_DIRECT_NUMEL = 64 * 1024
+"""Parameters with fewer elements travel together; a larger one goes straight to its place."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """Rows on their way from the store: pairs of record and 1-D memory for its rows."""
+
+    label: str
+    rows: list[tuple[ParameterRecord, torch.Tensor]]
+    start: torch.cuda.Event | None
+    """When the memory may be written."""
+    end: torch.cuda.Event | None = None
+    error: BaseException | None = None
+    cancelled: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> BaseException | None:
+        """Wait for the end, and return the error."""
+        self.ended.wait()
+        if self.end is not None:
+            torch.cuda.current_stream().wait_event(self.end)
+        return self.error
+
+
+class RowReader:
+    """One thread that reads the rows of records that rest in `store`, in the order in which they are asked for."""
+
+    def __init__(self, store: TensorStore, pool: Pool) -> None:
+        self._store = store
+        self._pool = pool
+        self._waiting: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.ready: Ready = _nothing
+        self.read_bytes = 0
+        """Bytes of rows read so far."""
+
+    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]]) -> Reading:
+        """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
+        start = None
+        if any(memory.device.type == "cuda" for _, memory in rows):
+            start = torch.cuda.Event()
+            start.record()
+        reading = Reading(label, rows, start)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="zstore-prefetch", daemon=True)
+            self._thread.start()
+        self._waiting.put(reading)
+        return reading
+
+    def _serve(self) -> None:
+        while (reading := self._waiting.get()) is not None:
+            try:
+                if not reading.cancelled:
+                    self._carry_out(reading)
+            except BaseException as error:
+                error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
+                reading.error = error
+            reading.ended.set()
+            del reading  # its memory is not this thread's to keep
+
+    def _carry_out(self, reading: Reading) -> None:
+        rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
+        self.ready([record for record, _ in rows])
+        names = [[record.require_rest()] for record, _ in rows]
+        for tile in self._store.stream(names, "read", pool=self._pool):
+            record, memory = rows[tile.group]
+            target = memory[tile.first : tile.stop]
+            if target.device.type == "cuda":
+                self._copy_to_device(target, as_torch(tile.views[0]), reading)
+            else:
+                # One memcpy, without torch's threads, which the computation has.
+                as_numpy(target)[:] = as_numpy(as_torch(tile.views[0]))
+            self.read_bytes += target.nbytes
+            if reading.cancelled:
+                break
+
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor, reading: Reading) -> None:
+        stream = self._streams.setdefault(target.device, torch.cuda.Stream(target.device))
+        with torch.cuda.stream(stream):
+            if reading.end is None and reading.start is not None:
+                stream.wait_event(reading.start)
+            target.copy_(source, non_blocking=True)
+            reading.end = torch.cuda.Event()
+            reading.end.record(stream)
+        # The buffer is given back when the next tile is asked for.
+        reading.end.synchronize()
+
+    def close(self) -> None:
+        """End the thread after what was asked for."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+@dataclass(eq=False)
+class Fetch:
+    """The values of some records on their way. See [Note: a fetch]."""
+
+    name: str
+    number: int
+    """Number of the unit."""
+    records: list[ParameterRecord]
+    rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
+    """This rank's rows with padding, until they are sent."""
+    reading: Reading | None = None
+    sent: bool = False
+    header: torch.Tensor | None = None
+    error: BaseException | None = None
+    works: list[Work] = field(default_factory=list)
+    buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)
+    """Memory that the collectives read."""
+
+
+class Fetcher:
+    """Carries fetches out. `reader` is None where nothing rests in the store."""
+
+    def __init__(self, world: World, reader: RowReader | None, limit_numel: int) -> None:
+        self._world = world
+        self._reader = reader
+        self._limit_numel = limit_numel
+        self._late = world.device.type == "cuda"
+        self._unseen: list[Fetch] = []
+        self.ready: Ready = _nothing
+        """See Ready."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of rows read from the store so far."""
+        return 0 if self._reader is None else self._reader.read_bytes
+
+    def read(self, name: str, number: int, records: Sequence[ParameterRecord]) -> Fetch:
+        """Start to read the rows of `records`, which have no memory, for unit `number`."""
+        fetch = Fetch(name, number, list(records))
+        alone = self._world.world_size == 1
+        resting: list[tuple[ParameterRecord, torch.Tensor]] = []
+        for record in records:
+            if alone:
+                record.make_room()
+            if record.rest is not None:
+                rows = record.full if alone else record.full.new_zeros(record.grid.shard_numel)
+                resting.append((record, rows))
+                fetch.rows[record] = rows
+        if resting and self._reader is not None:
+            self._reader.ready = self.ready
+            fetch.reading = self._reader.read(name, resting)
+        return fetch
+
+    def send(self, fetch: Fetch, *, expected: bool) -> None:
+        """Begin the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
+        if fetch.sent:
+            return
+        fetch.sent = True
+        if self._world.world_size == 1:
+            return
+        if fetch.reading is not None:
+            fetch.error = fetch.reading.wait()
+        try:
+            self.ready([record for record in fetch.records if record.rest is None])
+        except BaseException as error:
+            fetch.error = fetch.error or error
+        works = self._send_header(fetch)
+        if not expected and not self._late:
+            works.wait()
+            self._check(fetch)
+        fetch.works.append(works)
+        self._send_rows(fetch)
+
+    def _send_header(self, fetch: Fetch) -> Work:
+        device = self._world.device
+        mine = torch.tensor([fetch.number, fetch.error is not None], dtype=torch.int32, device=device)
+        fetch.header = torch.empty(2 * self._world.world_size, dtype=torch.int32, device=device)
+        fetch.keep.append(mine)
+        return self._world.start_all_gather(fetch.header, mine, kind="control")
+
+    def _send_rows(self, fetch: Fetch) -> None:
+        world, small = self._world, []
+        for record in fetch.records:
+            record.make_room()
+            padded = record.padded_full()
+            if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
+                small.append(record)
+                continue
+            rows = self._rows(fetch, record)
+            fetch.works.append(world.start_all_gather(padded, rows))
+            fetch.keep.append(rows)
+        for bucket in plan_buckets(small, world.world_size, self._limit_numel):
+            mine = torch.empty(bucket.cols, dtype=bucket.dtype, device=world.device)
+            for segment in bucket.segments:
+                mine[segment.columns] = self._rows(fetch, segment.record)[segment.first : segment.stop]
+            matrix = mine.new_empty(world.world_size, bucket.cols)
+            fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
+            fetch.keep.append(mine)
+            fetch.buckets.append((bucket, matrix))
+        fetch.rows.clear()
+
+    def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
+        return fetch.rows[record] if record in fetch.rows else record.padded_shard()
+
+    def finish(self, fetch: Fetch, *, expected: bool) -> None:
+        """Wait until every record has its values; raises the error of any rank, on every rank."""
+        self.send(fetch, expected=expected)
+        if self._world.world_size == 1:
+            error = None if fetch.reading is None else fetch.reading.wait()
+            if error is not None:
+                raise error
+            return
+        works = iter(fetch.works)
+        next(works).wait()
+        if self._late:
+            self._unseen.append(fetch)
+        else:
+            self._check(fetch)
+        for work in works:
+            work.wait()
+        for bucket, matrix in fetch.buckets:
+            unpack(bucket, matrix, _full)
+        fetch.buckets.clear()
+        fetch.keep.clear()
+        fetch.works.clear()
+
+    def _check(self, fetch: Fetch) -> None:
+        """Look at the headers of all ranks."""
+        if fetch.header is None:
+            return
+        headers = fetch.header.view(-1, 2).tolist()
+        units = [unit for unit, _ in headers]
+        if any(unit != fetch.number for unit in units):
+            raise UsageError(
+                f"rank {self._world.rank} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need units "
+                f"{units}: every rank must run the same modules in the same order where parameters are sharded; let no "
+                "rank skip a module by its data"
+            )
+        if fetch.error is not None:
+            raise fetch.error
+        failed = [rank for rank, (_, bad) in enumerate(headers) if bad]
+        if failed:
+            raise RankError(
+                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to bring the parameters of unit "
+                f"{fetch.name!r}; rank {self._world.rank} stops with it",
+                dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
+            )
+
+    def settle(self) -> None:
+        """Look at the headers that were not looked at yet."""
+        unseen, self._unseen = self._unseen, []
+        for fetch in unseen:
+            self._check(fetch)
+
+    def drop(self, fetch: Fetch) -> None:
+        """Wait until nothing writes to the records' memory any more. What was sent is completed, on every rank."""
+        if fetch.reading is not None:
+            fetch.reading.cancelled = True
+            fetch.reading.wait()
+        for work in fetch.works:
+            work.wait()
+        fetch.works.clear()
+        fetch.keep.clear()
+        fetch.buckets.clear()
+
+    def close(self) -> None:
+        """End the reading thread."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _full(record: ParameterRecord) -> torch.Tensor:
+    return record.full
+
+
+def _nothing(records: Sequence[ParameterRecord]) -> None:
+    """Every update was applied in step()."""

@@ -1,0 +1,180 @@
+"""In which order units are used, and what follows from it: what to gather ahead, and what to keep. Pure.
+
+[Note: the order]
+A use is a unit that a forward or a backward needs while it is not in use. The uses of one iteration (a forward and its
+backward; without gradients one forward of the model) are recorded with the point at which each ended. Iterations repeat
+themselves, so a recorded one gives a schedule for those that follow:
+
+keep   a unit that is used again soon keeps its memory in between, nearest first;
+start  slot 0 is the beginning of the iteration, slot i + 1 the moment when use i begins. A slot starts to gather uses
+       that are still to come, in their order: at least the next one, and more within the bucket.
+
+Both stay within the limit of live elements, which is checked against the recorded uses. Nothing here depends on time or
+on when a rank releases what, so that ranks with the same order start the same collectives in the same order. An
+iteration that leaves the order is recorded, without prefetch, and gives the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchLimits:
+    """How much memory may be spent on not having to wait. All in elements of gathered parameters."""
+
+    prefetch_numel: int = 50_000_000
+    """Gathered ahead of use. At least one unit where this is not 0; 0: nothing is."""
+    live_numel: int = 1_000_000_000
+    """Gathered at one time, prefetched and kept ones included. A unit in use may exceed it."""
+    reuse_numel: int = 0
+    """A unit is kept where at most so many elements of other units are used before it is used again."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A unit in use."""
+
+    unit: int
+    last: int
+    """Number of the last use that had begun when this one ended; its own number where none had."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to do in an iteration that repeats the recorded one. See [Note: the order]."""
+
+    units: tuple[int, ...]
+    """The unit of each use."""
+    start: tuple[tuple[int, ...], ...]
+    """Uses whose gather starts at each slot; one slot more than uses."""
+    keep: tuple[bool, ...]
+    """Whether the unit of each use stays gathered until its next use."""
+    live_numel: int
+    """Most elements gathered at one time."""
+
+
+NO_SCHEDULE = Schedule((), ((),), (), 0)
+
+
+def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits) -> Schedule:
+    """Return the schedule of iterations that repeat `uses`; `numel` are the elements of each unit."""
+    live = [0] * len(uses)
+    for number, use in enumerate(uses):
+        _add(live, number, use.last + 1, numel[use.unit])
+    kept = _plan_keeping(uses, numel, limits, live)
+    start = _plan_starts(uses, numel, limits, live, kept)
+    return Schedule(
+        units=tuple(use.unit for use in uses),
+        start=start,
+        keep=tuple(number in kept for number in range(len(uses))),
+        live_numel=max(live, default=0),
+    )
+
+
+def _add(live: list[int], first: int, stop: int, numel: int) -> None:
+    for number in range(first, min(stop, len(live))):
+        live[number] += numel
+
+
+def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
+    """Return use -> next use of the same unit, of those that are kept between; what they hold is added to `live`."""
+    before = [0]
+    for use in uses:
+        before.append(before[-1] + numel[use.unit])
+    following: dict[int, int] = {}
+    candidates: list[tuple[int, int, int]] = []
+    for number in range(len(uses) - 1, -1, -1):
+        use = uses[number]
+        again = following.get(use.unit)
+        following[use.unit] = number
+        if again is not None:
+            distance = before[again] - before[min(use.last + 1, again)]
+            if distance <= limits.reuse_numel:
+                candidates.append((distance, number, again))
+    # Room for what is brought ahead comes first: it hides the waiting for every unit.
+    room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
+    kept: dict[int, int] = {}
+    for distance, number, again in sorted(candidates):
+        first, size = uses[number].last + 1, numel[uses[number].unit]
+        if distance == 0 or max(live[first:again]) + size <= room:
+            kept[number] = again
+            _add(live, first, again, size)
+    return kept
+
+
+def _plan_starts(
+    uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], kept: dict[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    there = set(kept.values())
+    to_gather = [number for number in range(len(uses)) if number not in there]
+    start: list[tuple[int, ...]] = []
+    position = ahead_from = 0
+    for slot in range(len(uses) + 1):
+        while ahead_from < position and to_gather[ahead_from] < slot:
+            ahead_from += 1
+        ahead = sum(numel[uses[number].unit] for number in to_gather[ahead_from:position])
+        begun: list[int] = []
+        while position < len(to_gather):
+            number = to_gather[position]
+            if number < slot:  # was gathered on demand
+                position += 1
+                ahead_from = max(ahead_from, position)
+                continue
+            size = numel[uses[number].unit]
+            first = max(slot - 1, 0)
+            fits = ahead == 0 or ahead + size <= limits.prefetch_numel
+            room = limits.live_numel - size
+            if not limits.prefetch_numel or not fits or any(value > room for value in live[first:number]):
+                break
+            _add(live, first, number, size)
+            begun.append(number)
+            ahead += size
+            position += 1
+        start.append(tuple(begun))
+    return tuple(start)
+
+
+class Recorder:
+    """Follows an iteration against its schedule, and records it."""
+
+    def __init__(self) -> None:
+        self._schedule = NO_SCHEDULE
+        self._units: list[int] = []
+        self._last: list[int] = []
+        self._open: dict[int, int] = {}
+        self.follows = False
+        """Whether the iteration repeats the recorded one so far."""
+
+    def begin(self, schedule: Schedule) -> None:
+        """Start an iteration."""
+        self._schedule = schedule
+        self._units, self._last, self._open = [], [], {}
+        self.follows = bool(schedule.units)
+
+    def take(self, unit: int) -> int:
+        """Note that a use of `unit` begins; return its number. `follows` says whether it was expected."""
+        number = len(self._units)
+        self._units.append(unit)
+        self._last.append(number)
+        self._open[unit] = number
+        known = self._schedule.units
+        self.follows = self.follows and number < len(known) and known[number] == unit
+        return number
+
+    def give_back(self, unit: int) -> bool:
+        """Note that the use of `unit` ended; return whether it is to be kept for its next use."""
+        number = self._open.pop(unit, None)
+        if number is None:
+            return False
+        self._last[number] = len(self._units) - 1
+        return self.follows and self._schedule.keep[number]
+
+    def end(self) -> tuple[Use, ...] | None:
+        """End the iteration; return its uses where they are not those of the schedule, or None."""
+        for number in self._open.values():
+            self._last[number] = len(self._units) - 1
+        if tuple(self._units) == self._schedule.units:
+            return None
+        return tuple(map(Use, self._units, self._last))
