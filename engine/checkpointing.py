@@ -230,6 +230,8 @@ class Checkpoints:
                 _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
             training.torn = True
+            if training.hooks is not None:
+                training.hooks.residence.forget()
             state: dict[str, Any] = {}
             try:
                 state = self._bring_back(reader)

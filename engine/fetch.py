@@ -14,6 +14,7 @@ the process. On CUDA, where looking at a header would wait for the device, heade
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from zstore.store import TensorStore
 
 from .collectives import Bucket, plan_buckets, unpack
 from .parameters import ParameterRecord
-from .tensors import as_numpy, as_torch
+from .tensors import as_torch
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -76,7 +77,7 @@ class RowReader:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
         start = None
         if any(memory.device.type == "cuda" for _, memory in rows):
-            start = torch.cuda.Event()
+            start = torch.cuda.Event()  # type: ignore[no-untyped-call]
             start.record()
         reading = Reading(label, rows, start)
         if self._thread is None:
@@ -99,26 +100,29 @@ class RowReader:
     def _carry_out(self, reading: Reading) -> None:
         rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
         self.ready([record for record, _ in rows])
-        names = [[record.require_rest()] for record, _ in rows]
+        names = [[record.rest] for record, _ in rows if record.rest is not None]
         for tile in self._store.stream(names, "read", pool=self._pool):
-            record, memory = rows[tile.group]
+            memory = rows[tile.group][1]
             target = memory[tile.first : tile.stop]
             if target.device.type == "cuda":
                 self._copy_to_device(target, as_torch(tile.views[0]), reading)
             else:
-                # One memcpy, without torch's threads, which the computation has.
-                as_numpy(target)[:] = as_numpy(as_torch(tile.views[0]))
+                # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
+                # make its storage one that cannot be resized.
+                ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
             self.read_bytes += target.nbytes
             if reading.cancelled:
                 break
 
     def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor, reading: Reading) -> None:
-        stream = self._streams.setdefault(target.device, torch.cuda.Stream(target.device))
+        if target.device not in self._streams:
+            self._streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[target.device]
         with torch.cuda.stream(stream):
             if reading.end is None and reading.start is not None:
                 stream.wait_event(reading.start)
             target.copy_(source, non_blocking=True)
-            reading.end = torch.cuda.Event()
+            reading.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             reading.end.record(stream)
         # The buffer is given back when the next tile is asked for.
         reading.end.synchronize()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -67,6 +68,7 @@ class WholeGradients:
         world: World,
         sharding: Sharding,
         limit_numel: int,
+        arrived: Callable[[ParameterRecord], None] | None = None,
     ) -> None:
         self._records = records
         self._others = others
@@ -74,6 +76,12 @@ class WholeGradients:
         self._everywhere = not sharding.optimizer_state
         self._limit_numel = limit_numel
         self._held: dict[ParameterRecord, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        if arrived is not None:
+            for record in records:
+                tell = partial(_tell, record, arrived)
+                handle = record.parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def start_backward(self) -> None:
         """See Gradients."""
@@ -119,7 +127,13 @@ class WholeGradients:
 
     def close(self) -> None:
         """See Gradients."""
+        for handle in self._handles:
+            handle.remove()
         self.drop()
+
+
+def _tell(record: ParameterRecord, arrived: Callable[[ParameterRecord], None], _: torch.Tensor) -> None:
+    arrived(record)
 
 
 class ShardedGradients:

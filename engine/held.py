@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .parameters import Residency
-
 if TYPE_CHECKING:
     from .training import Training
 
@@ -16,7 +14,10 @@ class HeldBytes:
     """Bytes held by one rank now."""
 
     parameters: int
-    """Parameters in their own type: own rows, and the gathered copies that exist now."""
+    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
+    resting: int
+    """Rows of offloaded parameters in the store, on whichever tier; an fp32 parameter that is its own master counts as
+    optimizer state."""
     gradients: int
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter."""
@@ -28,12 +29,17 @@ def held_bytes(training: Training) -> HeldBytes:
     for record in training.state.records:
         if record.shard is not None:
             parameters += record.shard.nbytes
-        if record.residency is not Residency.RELEASED:
-            parameters += record.full.nbytes
+        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
+        parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     store = training.state.store
+    resting = sum(
+        store.local(record.rest).nbytes
+        for record in training.state.records
+        if record.rest is not None and (record.group is None or record.rest.startswith("parameter/"))
+    )
     optimizer_state = 0
     for record in training.trained:
         master, *slots = training.state.arrays_of(record)
         names = slots if training.state.is_master(record) else [master, *slots]
         optimizer_state += sum(store.local(name).nbytes for name in names)
-    return HeldBytes(parameters, training.gradients.held_bytes(), optimizer_state)
+    return HeldBytes(parameters, resting, training.gradients.held_bytes(), optimizer_state)

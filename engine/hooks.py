@@ -17,8 +17,7 @@ when none of them is gathered. Gathering is a collective: every rank runs the sa
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +26,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .parameters import ParameterRecord, Residency
+from .residence import Residence
 from .stray import unwatch, watch
 from .units import Unit
-
-Gather = Callable[[Sequence[ParameterRecord]], None]
-"""Fills `full` of the records, which have room, with the values of all ranks."""
 
 _Given = dict[int, Any]
 _NOT_GIVEN = object()
@@ -40,12 +37,10 @@ _NOT_GIVEN = object()
 class UnitHooks:
     """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], gather: Gather) -> None:
-        self._gather = gather
+    def __init__(self, model: nn.Module, units: Sequence[Unit], residence: Residence) -> None:
+        self.residence = residence
         self._holder: dict[Unit, nn.Module | None] = {}
         """Gathered units, and the module whose forward will release each; None: something else will."""
-        self._users: Counter[ParameterRecord] = Counter()
-        """Gathered units that use a parameter."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
         """Units gathered for the backward, and their parameters whose gradients are to come."""
         self._stray: dict[Unit, None] = {}
@@ -57,9 +52,9 @@ class UnitHooks:
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._forwards = 0
         self._in_backward = False
+        self._ends_with_forward = False
+        """Whether the iteration under way has no backward."""
         self._handles: list[RemovableHandle] = []
-        self.gathers = 0
-        """Units gathered so far."""
         for unit in units:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
@@ -93,6 +88,10 @@ class UnitHooks:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._forwards += 1
+        if self._forwards == 1 and not self._in_backward:
+            kind = "training" if torch.is_grad_enabled() else "inference"
+            if self.residence.begin(f"{kind} of {type(module).__name__} {id(module)}"):
+                self._ends_with_forward = not torch.is_grad_enabled()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forwards -= 1
@@ -101,6 +100,10 @@ class UnitHooks:
                 self._release(unit)
             if not torch.is_grad_enabled():
                 self._stray.clear()
+            if self._ends_with_forward:
+                self._ends_with_forward = False
+                # A forward that raised has no output; its order is none to go by, and the other ranks may be elsewhere.
+                self.residence.abandon() if output is None else self.residence.end()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:
@@ -188,7 +191,16 @@ class UnitHooks:
                     self._close(unit)
 
     def end_backward(self) -> None:
-        """Release whatever is still gathered (the engine's call)."""
+        """Release whatever is still gathered (the engine's call, all ranks)."""
+        self._release_all()
+        self.residence.end()
+
+    def abandon(self) -> None:
+        """Release whatever is gathered after a backward that failed (the engine's call)."""
+        self._release_all()
+        self.residence.abandon()
+
+    def _release_all(self) -> None:
         self._in_backward = False
         self._due.clear()
         self._stray.clear()
@@ -198,29 +210,17 @@ class UnitHooks:
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def _gather_unit(self, unit: Unit, holder: nn.Module | None) -> None:
-        missing = [record for record in unit.parameters if record.residency is Residency.RELEASED]
-        for record in missing:
-            record.make_room()
-        self._gather(missing)
-        for record in missing:
-            record.point_at_full()
-        self._users.update(record for record in unit.parameters if record.residency is Residency.GATHERED)
+        self.residence.take(unit)
         self._holder[unit] = holder
-        self.gathers += 1
 
     def _release(self, unit: Unit) -> None:
-        """Release the parameters of `unit` that no other gathered unit uses."""
-        if unit not in self._holder:
-            return
-        del self._holder[unit]
-        for record in unit.parameters:
-            if record.residency is Residency.GATHERED:
-                self._users[record] -= 1
-                if self._users[record] == 0:
-                    record.release()
+        if unit in self._holder:
+            del self._holder[unit]
+            self.residence.give_back(unit)
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
+        """Take the hooks off the modules, and end the residence."""
+        self.residence.close()
         unwatch(self._watched)
         for handle in self._handles:
             handle.remove()

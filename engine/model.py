@@ -34,13 +34,11 @@ def check_model(model: nn.Module, world: World) -> None:
     )
 
 
-def place_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
-    """Move the model to its device, take rank 0's values, and cast floating buffers to `dtype`; parameters keep
-    theirs. What several modules share stays shared; what is expanded gets memory of its own."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(world.device).contiguous()
-        parameter.grad = None
-        world.broadcast(parameter.data)
+def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
+
+    What several modules share stays shared; what is expanded gets memory of its own.
+    """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -49,6 +47,13 @@ def place_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
                 world.broadcast(here)
                 placed[buffer] = here.to(dtype) if here.is_floating_point() else here
             setattr(module, name, placed[buffer])
+
+
+def place_parameter(parameter: nn.Parameter, world: World) -> None:
+    """Move a parameter to its device and take rank 0's values; it keeps its type (all ranks)."""
+    parameter.data = parameter.data.to(world.device).contiguous()
+    parameter.grad = None
+    world.broadcast(parameter.data)
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,10 @@
 parameter, so autograd does not refuse what it saved before. A sharded parameter (stage 3) is RESIDENT never;
 released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
 and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
-alias it; gathering fills that very storage again.
+alias it; gathering fills that very storage again. A parked parameter is released but for its memory, which stays.
+
+Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
+Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from zstore.errors import UsageError
 from zstore.partition import Grid, make_grid
 
 from .sharding import Sharding
-from .tensors import dtype_name
+from .tensors import advise_huge_pages, dtype_name
 
 
 class Residency(Enum):
@@ -34,7 +37,7 @@ class Residency(Enum):
     GATHERED = "gathered"
     """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
     RELEASED = "released"
-    """This rank's rows alone, in `shard`; `full` has no memory."""
+    """This rank's rows alone, in `shard` or `rest`; `full` has no memory, or one that nobody reads."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -52,12 +55,17 @@ class ParameterRecord:
     """How this rank's state is cut: `grid`, or where state is not sharded one shard of everything."""
     state_shard: int
     """Number of this rank's shard on `state_grid`."""
+    world_size: int
+    """Ranks that `grid` cuts for."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor
     """1-D [numel]. See [Note: the memory of a parameter]."""
     shard: torch.Tensor | None = None
-    """1-D, this rank's rows without padding; None while the parameter is resident."""
+    """1-D, this rank's rows without padding; None where the parameter is resident or rests in the store."""
+    rest: str | None = None
+    """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
+    where that has the parameter's type."""
     residency: Residency = Residency.RESIDENT
 
     @property
@@ -76,8 +84,19 @@ class ParameterRecord:
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
 
+    @property
+    def owned_numel(self) -> int:
+        """Elements of this rank's rows."""
+        first, stop = self.owned_range
+        return stop - first
+
     def owned(self) -> torch.Tensor:
-        """Return this rank's rows at rest, 1-D without padding: what an update writes to."""
+        """Return this rank's rows at rest, 1-D without padding: what an update writes to.
+
+        Raises UsageError where they rest in the store.
+        """
+        if self.rest is not None:
+            raise UsageError(f"parameter {self.name!r} rests in the store as {self.rest!r}: read or write it there")
         if self.shard is not None:
             return self.shard
         first, stop = self.owned_range
@@ -97,13 +116,29 @@ class ParameterRecord:
     def shard_memory(self) -> None:
         """Keep this rank's rows in memory of their own and release the rest."""
         first, stop = self.owned_range
-        self.shard = self.full[first:stop].clone()
-        self.residency = Residency.GATHERED
+        memory = self.full.new_zeros(self.grid.shard_numel)
+        self.shard = memory[: stop - first]
+        self.shard.copy_(self.full[first:stop])
         self.release()
+
+    def padded_shard(self) -> torch.Tensor:
+        """Return `shard` with the zeros behind it, 1-D [shard_numel]."""
+        if self.shard is None:
+            raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
+        return self.shard.as_strided((self.grid.shard_numel,), (1,))
 
     def make_room(self) -> None:
         """Give `full` its memory back, with undefined values, before it is gathered."""
-        self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+        self.full.untyped_storage().resize_(self._padded_numel * self.full.element_size())
+        advise_huge_pages(self.full)
+
+    @property
+    def _padded_numel(self) -> int:
+        return self.grid.shard_numel * self.world_size
+
+    def padded_full(self) -> torch.Tensor:
+        """Return `full` with the room behind it, 1-D [world_size x shard_numel]: the rows of all ranks."""
+        return self.full.as_strided((self._padded_numel,), (1,))
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""
@@ -112,13 +147,17 @@ class ParameterRecord:
 
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
+        self.park()
+        self.full.untyped_storage().resize_(0)
+
+    def park(self) -> None:
+        """Let the parameter become a view of one NaN, and keep the gathered memory."""
         hole = torch.full(
             (1,), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.full.device
         )
         self.parameter.data = (
             hole.expand(self.numel).view(self.parameter.shape) if self.numel else hole[:0].view(self.parameter.shape)
         )
-        self.full.untyped_storage().resize_(0)
         self.residency = Residency.RELEASED
 
 
@@ -161,6 +200,7 @@ def make_record(
         grid=grid,
         state_grid=grid if sharding.optimizer_state else make_grid(stored_shape, 1),
         state_shard=rank if sharding.optimizer_state else 0,
+        world_size=sharding.world_size,
         group=group,
         full=parameter.data.view(-1),
     )

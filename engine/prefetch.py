@@ -108,6 +108,7 @@ def _plan_starts(
     uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], kept: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
     there = set(kept.values())
+    free = _first_slots(uses)
     to_gather = [number for number in range(len(uses)) if number not in there]
     start: list[tuple[int, ...]] = []
     position = ahead_from = 0
@@ -126,7 +127,8 @@ def _plan_starts(
             first = max(slot - 1, 0)
             fits = ahead == 0 or ahead + size <= limits.prefetch_numel
             room = limits.live_numel - size
-            if not limits.prefetch_numel or not fits or any(value > room for value in live[first:number]):
+            possible = limits.prefetch_numel > 0 and fits and slot >= free[number]
+            if not possible or any(value > room for value in live[first:number]):
                 break
             _add(live, first, number, size)
             begun.append(number)
@@ -134,6 +136,16 @@ def _plan_starts(
             position += 1
         start.append(tuple(begun))
     return tuple(start)
+
+
+def _first_slots(uses: Sequence[Use]) -> list[int]:
+    """Return for each use the first slot at which the use before of the same unit has ended."""
+    ended: dict[int, int] = {}
+    first: list[int] = []
+    for use in uses:
+        first.append(ended.get(use.unit, 0))
+        ended[use.unit] = use.last + 2
+    return first
 
 
 class Recorder:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from zstore.dist import World
 from zstore.errors import UsageError
 
@@ -71,24 +69,20 @@ class Residence:
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
         self._live_numel = 0
-        self.statistics = UnitStatistics()
+        self._statistics = UnitStatistics()
 
     # -- iterations -------------------------------------------------------------------------------------------------
 
-    def begin(self, kind: str) -> None:
-        """Start an iteration of a kind ("training", "inference") if none is under way (all ranks)."""
+    def begin(self, kind: str) -> bool:
+        """Start an iteration, whose order is that of others of its `kind`; false where one is under way (all ranks)."""
         if self._kind is not None:
-            return
+            return False
         self._kind = kind
         self._recorder.begin(self._schedules.get(kind, NO_SCHEDULE))
         if self._recorder.follows:
             self._read_slots(0)
             self._send_slot(0)
-
-    @property
-    def kind(self) -> str | None:
-        """Kind of the iteration under way."""
-        return self._kind
+        return True
 
     def end(self) -> None:
         """End the iteration; where it had another order than the ones before, agree on the new one (all ranks)."""
@@ -209,8 +203,8 @@ class Residence:
         self._ahead[unit] = fetch
         self._holds.update(records)
         self._live_numel += sum(record.numel for record in missing)
-        peak = max(self.statistics.live_peak_numel, self._live_numel)
-        self.statistics = replace(self.statistics, live_peak_numel=peak)
+        peak = max(self._statistics.live_peak_numel, self._live_numel)
+        self._statistics = replace(self._statistics, live_peak_numel=peak)
         for record in missing:
             self._coming[record] = fetch
         self._ahead[unit] = fetch = self.fetcher.read(unit.name, self._number[unit], missing)
@@ -238,8 +232,12 @@ class Residence:
         self._let_go(self._sharded[unit], self._holds)
 
     def _count(self, **more: int) -> None:
-        values = {name: getattr(self.statistics, name) + number for name, number in more.items()}
-        self.statistics = replace(self.statistics, **values)
+        values = {name: getattr(self._statistics, name) + number for name, number in more.items()}
+        self._statistics = replace(self._statistics, **values)
+
+    def statistics(self) -> UnitStatistics:
+        """Return counters since the start."""
+        return replace(self._statistics, read_bytes=self.fetcher.read_bytes)
 
     def close(self) -> None:
         """Drop everything and end the thread."""
@@ -249,8 +247,3 @@ class Residence:
     def on_ready(self, ready: Ready) -> None:
         """Call `ready` before any rows are read."""
         self.fetcher.ready = ready
-
-
-def current_kind() -> str:
-    """Return the kind of an iteration that begins now."""
-    return "training" if torch.is_grad_enabled() else "inference"

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Which parts of the training state each rank holds only its own rows of. All False at world size 1."""
+    """Which parts of the training state each rank holds only its own rows of.
+
+    At world size 1 only `parameters` may be true: where they are offloaded, "its own rows" are all of them, and they are
+    gathered from where they rest.
+    """
 
     world_size: int
     """Ranks that share the state."""
@@ -19,12 +23,12 @@ class Sharding:
     """Parameters, gathered by unit for forward and backward (stage 3)."""
 
     @staticmethod
-    def of_stage(stage: int, world_size: int) -> Sharding:
+    def of_stage(stage: int, world_size: int, *, offloads_parameters: bool = False) -> Sharding:
         """Return what `stage` (0 to 3) shards over `world_size` ranks."""
         many = world_size > 1
         return Sharding(
             world_size=world_size,
             optimizer_state=many and stage >= 1,
             gradients=many and stage >= 2,
-            parameters=many and stage >= 3,
+            parameters=stage >= 3 and (many or offloads_parameters),
         )

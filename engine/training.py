@@ -101,10 +101,11 @@ class Training:
             self.gradients.end_backward()
         except BaseException:
             self.restart_accumulation()
-            raise
-        finally:
             if self.hooks is not None:
-                self.hooks.end_backward()
+                self.hooks.abandon()
+            raise
+        if self.hooks is not None:
+            self.hooks.end_backward()
         self.backwards += 1
 
     def restart_accumulation(self) -> None:

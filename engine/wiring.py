@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from zstore.dist import World
 from zstore.errors import UsageError
 from zstore.store import StoreOptions, TensorStore
 
-from .collectives import all_gather_rows
 from .config import Config
+from .fetch import Fetcher, RowReader
 from .gradients import Gradients, ShardedGradients, WholeGradients
 from .hooks import UnitHooks
 from .kernel import kernel_for
 from .loader import TrainingLoader
 from .loss_scale import LossScaler
-from .model import check_model, own_memory, place_model
+from .model import check_model, own_memory, place_buffers, place_parameter
 from .optimizer import ZeroOptimizer, group_of_parameters
 from .parameters import ParameterRecord, make_record, named_parameters
+from .placement import Placement
+from .prefetch import PrefetchLimits
+from .residence import Residence
 from .schedules import Schedule
 from .sharding import Sharding
 from .state import OptimizerState, TierName
@@ -47,7 +49,8 @@ def wire(
     loader: TrainingLoader | None,
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place."""
-    sharding = Sharding.of_stage(config.stage, world.world_size)
+    offload_parameters = _TIERS[config.offload_param.device] if config.stage == 3 else "device"
+    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offload_parameters != "device")
     groups = group_of_parameters(optimizer, model)
     kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     names = list(named_parameters(model))
@@ -55,19 +58,14 @@ def wire(
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     store = _open_store(config, world)
     try:
-        place_model(model, world, PRECISIONS[config.precision])
-        state = OptimizerState(store, _TIERS[config.offload_optimizer.device], kernels)
+        place_buffers(model, world, PRECISIONS[config.precision])
+        state = OptimizerState(store, kernels)
         layout = _Layout(model, config, sharding, world)
-        error: BaseException | None = None
-        try:
-            records = [layout.lay_out(*name, groups.get(name[2]), state) for name in names]
-        except Exception as raised:
-            error = raised
-        world.raise_together(error)
+        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         for message in store.resources.files.fallbacks:
             _log.warning("rank %d: %s", world.rank, message)
         units = find_units(model, {record.parameter: record for record in records})
-        hooks = _hooks(model, units, config, sharding, world)
+        hooks = _hooks(model, units, config, store, world) if sharding.parameters else None
         return Training(
             world=world,
             config=config,
@@ -93,35 +91,61 @@ class _Layout:
     """Gives each parameter its type, its memory and its state."""
 
     def __init__(self, model: nn.Module, config: Config, sharding: Sharding, world: World) -> None:
+        self._tier = _TIERS[config.offload_optimizer.device]
+        self._parameter_tier = _TIERS[config.offload_param.device]
         self._called = called_parameters(model)
         self._dtype = PRECISIONS[config.precision]
         self._threshold_numel = config.persistence_threshold_numel
         self._sharding = sharding
-        self._rank = world.rank
+        self._world = world
 
-    def lay_out(
+    def lay_out_all(
+        self, parameters: Sequence[tuple[str, tuple[str, ...], nn.Parameter, int | None]], state: OptimizerState
+    ) -> list[ParameterRecord]:
+        """Return the records of all parameters, in order (all ranks). One at a time is whole in memory."""
+        records: list[ParameterRecord] = []
+        error: BaseException | None = None
+        for name, aliases, parameter, group in parameters:
+            # After an error too: the other ranks are in this, one after the other.
+            place_parameter(parameter, self._world)
+            if error is None:
+                try:
+                    records.append(self._lay_out(name, aliases, parameter, group, state))
+                except Exception as raised:
+                    error = raised
+        self._world.raise_together(error)
+        return records
+
+    def _lay_out(
         self, name: str, aliases: tuple[str, ...], parameter: nn.Parameter, group: int | None, state: OptimizerState
     ) -> ParameterRecord:
         """Return the record of a parameter; its arrays are in the store and its memory is as it will rest."""
         given = parameter.data
         parameter.data = own_memory(given, self._dtype)
-        record = make_record(name, aliases, parameter, group=group, sharding=self._sharding, rank=self._rank)
-        if self._sharding.parameters and record.numel >= self._threshold_numel and parameter in self._called:
+        record = make_record(name, aliases, parameter, group=group, sharding=self._sharding, rank=self._world.rank)
+        released = self._sharding.parameters and record.numel >= self._threshold_numel and parameter in self._called
+        offloaded = released and self._parameter_tier != "device"
+        if released and not offloaded:
             record.shard_memory()
         first, stop = record.owned_range
         # Of the same type, the parameter's memory may be the given one, which may be released by now.
         same = given.dtype == record.dtype
-        state.add(record, record.owned() if same else given.reshape(-1)[first:stop])
+        placement = Placement(
+            state=self._tier, parameter=self._parameter_tier if offloaded else "device", gradient="device"
+        )
+        state.add(record, record.owned() if same else given.reshape(-1)[first:stop], placement)
+        if offloaded:
+            record.release()
         return record
 
 
 def _open_store(config: Config, world: World) -> TensorStore:
-    offload, io = config.offload_optimizer, config.io
+    io = config.io
     budget = config.host_budget_bytes
     if budget == "auto":
         budget = _available_bytes() * _AUTO_PERCENT // 100
     options = StoreOptions(
-        run_path=offload.nvme_path if offload.device == "nvme" else None,
+        run_path=_nvme_path(config),
         host_budget_bytes=None if budget is None else budget // world.local_world_size,
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,
@@ -146,6 +170,13 @@ def _open_store(config: Config, world: World) -> TensorStore:
     return store
 
 
+def _nvme_path(config: Config) -> Path | None:
+    for offload in (config.offload_optimizer, config.offload_param):
+        if offload.device == "nvme":
+            return offload.nvme_path
+    return None
+
+
 def _available_bytes() -> int:
     """Return the bytes of host memory that are available on this machine."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -156,15 +187,12 @@ def _available_bytes() -> int:
     )
 
 
-def _hooks(model: nn.Module, units: list[Unit], config: Config, sharding: Sharding, world: World) -> UnitHooks | None:
-    if not sharding.parameters:
-        return None
-
-    def full(record: ParameterRecord) -> torch.Tensor:
-        return record.full
-
-    limit = config.allgather_bucket_numel
-    return UnitHooks(model, units, lambda records: all_gather_rows(world, records, limit, full))
+def _hooks(model: nn.Module, units: list[Unit], config: Config, store: TensorStore, world: World) -> UnitHooks:
+    reader = None
+    if any(record.rest is not None for unit in units for record in unit.parameters):
+        reader = RowReader(store, store.make_pool(20 << 20))
+    fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
+    return UnitHooks(model, units, Residence(units, world, fetcher, PrefetchLimits()))
 
 
 def _gradients(
@@ -180,7 +208,7 @@ def _gradients(
     others = [record.parameter for record in records if record.group is None]
     limit = config.reduce_bucket_numel
     if not sharding.gradients:
-        return WholeGradients(trained, others, world, sharding, limit)
+        return WholeGradients(trained, others, world, sharding, limit, None if hooks is None else hooks.arrived)
     return ShardedGradients(units, others, world, limit, hooks.arrived if hooks is not None else _nothing)
 
 

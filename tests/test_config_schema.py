@@ -26,8 +26,6 @@ EVERYTHING = {
     "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_optimizer.ratio",
     "zero_optimization.offload_optimizer.buffer_count",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.offload_param.buffer_count",
     "zero_optimization.offload_param.buffer_size",
@@ -45,7 +43,6 @@ EVERYTHING = {
 }
 TYPICAL = {
     "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.device",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.overlap_comm",
     "zero_optimization.sub_group_size",

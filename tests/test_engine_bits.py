@@ -16,6 +16,8 @@ import zstore
 from tests.engine_models import batch, make_net
 from tests.reference import Reference
 from zstore.engine import Engine
+from zstore.engine.parameters import ParameterRecord
+from zstore.engine.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 
 STEPS = 3
@@ -32,6 +34,10 @@ class Case:
     clip: float
     bucket: int = 500_000_000
     threshold: int = 100
+    parameters: str = "none"
+    """Tier of the parameters."""
+    keys: dict[str, Any] | None = None
+    """Further keys of the ZeRO section."""
 
     def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
         zero: dict[str, Any] = {
@@ -44,6 +50,12 @@ class Case:
             zero["offload_optimizer"] = {"device": self.tier}
             if self.tier == "nvme":
                 zero["offload_optimizer"]["nvme_path"] = nvme_path
+        if self.parameters != "none":
+            zero["offload_param"] = {"device": self.parameters}
+            if self.parameters == "nvme":
+                zero["offload_param"]["nvme_path"] = nvme_path
+        for name, value in (self.keys or {}).items():
+            zero[name] = {**zero[name], **value} if isinstance(value, dict) else value
         config: dict[str, Any] = {
             "train_batch_size": 2 * world_size * self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
@@ -84,12 +96,19 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def rows_at_rest(engine: Engine, record: ParameterRecord) -> torch.Tensor:
+    """Return this rank's rows of a parameter, wherever they rest."""
+    if record.rest is None:
+        return record.owned()
+    return as_torch(engine.training_state.state.store.read(record.rest).wait())
+
+
 def engine_digests(engine: Engine) -> dict[str, str]:
     """Return the hash of this rank's rows of every array, and of every parameter's rows."""
     training = engine.training_state
     found: dict[str, str] = {}
     for record in training.state.records:
-        found[record.name] = digest(record.owned())
+        found[record.name] = digest(rows_at_rest(engine, record))
         if record.group is not None:
             for name in training.state.arrays_of(record):
                 found[name] = digest(torch.from_numpy(training.state.store.read(name).wait()))

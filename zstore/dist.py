@@ -188,6 +188,17 @@ class World:
             with self.links.moving(kind, (self.world_size - 1) * mine.nbytes):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
+    def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
+        """Do as `all_gather`, but return at once; the caller must keep both and not touch them until the work is
+        done."""
+        if self.world_size == 1:
+            out.copy_(mine)
+        if self.world_size == 1 or not mine.numel():
+            return Done()
+        self.links.begin(kind, (self.world_size - 1) * mine.nbytes)
+        work: Work = _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True)
+        return CountedWork(work, self.links, kind)
+
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
 

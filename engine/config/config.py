@@ -210,7 +210,7 @@ class Config:
 
     @property
     def offload_param(self) -> OffloadConfig:
-        """Where parameters are asked to rest; not built yet."""
+        """Where parameters rest between their uses (stage 3)."""
         section = self.settings.zero_optimization.offload_param
         return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
 

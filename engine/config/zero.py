@@ -66,9 +66,9 @@ class OffloadParamSection(Section):
 
     switch = "device"
 
-    device: Device = not_yet(..., _PARAMETERS)
+    device: Device
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
-    nvme_path: AbsolutePath = not_yet(None, _PARAMETERS)
+    nvme_path: AbsolutePath = built(None)
     """Folder on the drive; needed with "nvme"."""
     pin_memory: Bool = not_yet(False, _PARAMETERS)
     """Register host memory with the device driver."""
