@@ -59,6 +59,7 @@ def units_of_model(model: nn.Module) -> list[list[str]]:
             grid=grid,
             state_grid=grid,
             state_shard=0,
+            world_size=1,
             group=None,
             full=torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"),
         )
