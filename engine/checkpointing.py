@@ -14,6 +14,7 @@ neither trained nor saved until a load mends it.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
+_END_WELL_S = 10.0
+"""How long a save may go on after a rank failed."""
 _MOST_LISTED = 10
 """Differences of one kind that an error names."""
 
@@ -71,6 +74,10 @@ class SaveTicket:
         """Return whether `wait` would not wait."""
         return self._handle.done()
 
+    def give_up(self) -> None:
+        """Let `wait` fail soon, because a rank will not do its part."""
+        self._handle.cancel()
+
 
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving] and [Note: loading]."""
@@ -80,6 +87,15 @@ class Checkpoints:
         self._pending: SaveTicket | None = None
         self.stall_s = 0.0
         """Time for which saves held training up."""
+        training.world.when_broken.append(self._give_up_later)
+
+    def _give_up_later(self) -> None:
+        """Give the save under way the time to end well, which it may where all ranks did their part before one failed."""
+        ticket = self._pending
+        if ticket is not None:
+            timer = threading.Timer(_END_WELL_S, ticket.give_up)
+            timer.daemon = True
+            timer.start()
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

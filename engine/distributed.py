@@ -7,12 +7,43 @@ import datetime
 import functools
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 
+from zstore.dist import World
+
 _log = logging.getLogger("zstore")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _InAWorld(Protocol):
+    """What has calls that all ranks make."""
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+
+S = TypeVar("S", bound=_InAWorld)
+
+
+def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Mark a method as a phase of the run: what it raises on one rank alone fails the run on every rank."""
+
+    def mark(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with self.world.calling(name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return mark
 
 
 def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
@@ -30,6 +61,8 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """Start torch.distributed from the variables that torchrun sets; nothing to do where it runs, or for a process
     alone.
 
+    A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
+    DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
     `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL where
     there is CUDA.
     `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that pass them.
@@ -48,6 +81,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
     torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     # Before the interpreter takes itself apart: gloo's threads would meet a half-gone process.
     atexit.register(_end)

@@ -16,6 +16,7 @@ from zstore.dist import World
 from zstore.errors import UsageError
 
 from .checkpointing import Checkpoints, SaveTicket
+from .distributed import phase
 from .garbage import CollectorPause
 from .loader import TrainingLoader
 from .monitors import Monitors
@@ -52,11 +53,13 @@ class Engine(nn.Module):
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
+    @phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
         with self.timers.forward():
             return self.module(*args, **kwargs)
 
+    @phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return the loss.
 
@@ -75,6 +78,7 @@ class Engine(nn.Module):
             self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)
         return loss
 
+    @phase("step")
     def step(self) -> None:
         """End a micro-batch; at the last of an accumulation update the parameters and advance the schedule.
 
@@ -104,6 +108,7 @@ class Engine(nn.Module):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    @phase("save")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -136,8 +141,10 @@ class Engine(nn.Module):
             if value is not _LOAD_OPTIONS.get(name):
                 known = ", ".join(f"{key}={default}" for key, default in _LOAD_OPTIONS.items())
                 raise UsageError(f"load_checkpoint({name}={value!r}) is not offered; what is: {known}")
-        return self.checkpoints.load(load_dir, tag)
+        with self.world.calling("load"):
+            return self.checkpoints.load(load_dir, tag)
 
+    @phase("save")
     def wait_for_checkpoint(self) -> None:
         """Return once a save with `wait=False` is committed; raise what went wrong, on every rank (all ranks)."""
         self.checkpoints.wait()
@@ -255,6 +262,8 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if value is not None:
+            self.world.escaped(value)
         self.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -282,6 +291,7 @@ def _close(training: Training, checkpoints: Checkpoints, report: RunReport, paus
     with contextlib.ExitStack() as last_to_first:
         if pause is not None:
             last_to_first.callback(pause.end)
+        last_to_first.callback(training.world.end_watch)
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)
         last_to_first.callback(checkpoints.finish)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,16 +72,29 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if world.rank == 0:
         for notice in resolved.notices():
             _log.warning("config: %s: %s", notice.key, notice.message)
-    facade = _optimizer(resolved, optimizer, model_parameters, model)
-    schedule = _schedule(resolved, lr_scheduler, facade)
-    loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
-    monitors = open_monitors(resolved, world)
+    with _watched(world, resolved.silent_s):
+        facade = _optimizer(resolved, optimizer, model_parameters, model)
+        schedule = _schedule(resolved, lr_scheduler, facade)
+        loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
+        monitors = open_monitors(resolved, world)
+        try:
+            engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader), monitors)
+        except BaseException:
+            monitors.close()
+            raise
+        return engine, facade, loader, schedule.scheduler
+
+
+@contextmanager
+def _watched(world: World, silent_s: float | None) -> Iterator[None]:
+    """Watch over the ranks from here on; not where the block fails."""
+    world.begin_watch(silent_s)
     try:
-        engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader), monitors)
+        with world.calling("initialize"):
+            yield
     except BaseException:
-        monitors.close()
+        world.end_watch()
         raise
-    return engine, facade, loader, schedule.scheduler
 
 
 def _config_source(args: Namespace | None, config: Any, config_params: Any) -> Any:

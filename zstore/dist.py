@@ -6,6 +6,9 @@ None; where all are None it returns. Otherwise a rank that failed raises its own
 and every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the
 same order.
 
+An error that escapes elsewhere on one rank, or a rank that dies, is what `watch` is for: a world that is watched raises
+RankError where its collectives fail.
+
 Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
 """
 
@@ -16,14 +19,23 @@ import os
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
+from .connections import Connections, listed
 from .errors import RankError
+from .incident import Place
 from .links import LinkCounters
+from .watch import Watch, store_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
@@ -45,15 +57,22 @@ class CountedWork:
     On CUDA a wait holds up the stream and not this thread, so what is counted there is the host's time alone.
     """
 
-    def __init__(self, work: Work, links: LinkCounters, kind: Kind) -> None:
+    def __init__(
+        self,
+        work: Work,
+        links: LinkCounters,
+        kind: Kind,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._work = work
+        self._within = within
         self._links = links
         self._kind = kind
         self._started: float | None = time.perf_counter()
 
     def wait(self) -> None:
         """See Work."""
-        with self._links.waiting(self._kind, "begun earlier"):
+        with self._links.waiting(self._kind, "begun earlier"), self._within():
             self._work.wait()
         started, self._started = self._started, None
         if started is not None:
@@ -95,6 +114,14 @@ class World:
     """Process group of the collectives; None is the default one."""
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
+    place: Place = field(default_factory=Place)
+    """Where this rank is; a second world shares it."""
+    watch: Watch | None = None
+    """Fails all ranks where one fails; None alone, and until `begin_watch`."""
+    connections: Connections = field(default_factory=Connections)
+    """To the other ranks, of all groups; a second world shares them."""
+    when_broken: list[Callable[[], None]] = field(default_factory=list)
+    """What else is to be given up where the run is broken; called from the watch's thread."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -128,7 +155,74 @@ class World:
         """
         if self.world_size == 1:
             return self
-        return World(**{**self.__dict__, "group": torch_dist.new_group()})
+        with self._within("new_group"):
+            group = torch_dist.new_group()
+        if self.watch is not None:
+            self._know_connections()
+        return World(**{**self.__dict__, "group": group})
+
+    def begin_watch(self, silent_s: float | None = None) -> None:
+        """Watch over the ranks until `end_watch` (all ranks); see `zstore.watch`."""
+        if self.world_size == 1:
+            return
+        self._know_connections()
+        self.watch = Watch(
+            self.rank, self.world_size, place=self.place, store=_store(), cut=self._cut, silent_s=silent_s
+        )
+
+    def end_watch(self) -> None:
+        """Stop to answer for this rank; a second call does nothing."""
+        if self.watch is not None:
+            self.watch.close()
+
+    @contextmanager
+    def calling(self, phase: str) -> Iterator[None]:
+        """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all."""
+        if self.place.phase or self.watch is None:
+            yield
+            return
+        self.watch.begin_call()
+        self.place.phase, self.place.unit = phase, ""
+        try:
+            yield
+        except BaseException as error:
+            self.watch.escaped(error)
+            raise
+        finally:
+            self.place.phase = ""
+
+    def escaped(self, error: BaseException) -> None:
+        """Tell the other ranks of an error of this rank that was raised outside of a call."""
+        if self.watch is not None:
+            self.watch.escaped(error)
+
+    @contextmanager
+    def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
+        """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
+        if self.watch is not None:
+            self.watch.require_sound()
+        self.place.entered += enters
+        self.place.collective = collective
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is None:
+                raise
+            raise self.watch.lost(error) from error
+        finally:
+            self.place.collective = ""
+
+    def _know_connections(self) -> None:
+        everyone = self.all_gather_object(listed(store_port(_store())))
+        self.connections.learn(everyone, self.rank)
+
+    def _cut(self) -> None:
+        """End every collective that this rank waits in, or that others wait in for this rank."""
+        if self.backend is not None and "nccl" in self.backend:
+            torch_dist.distributed_c10d._abort_process_group()
+        self.connections.cut()
+        for give_up in self.when_broken:
+            give_up()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value` (JSON data) in rank order."""
@@ -161,19 +255,25 @@ class World:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        failures = {rank: text for rank, text in enumerate(self.all_gather_object(text)) if text is not None}
+        told = self.all_gather_object([str(self.place), text])
+        failures = {rank: text for rank, (_, text) in enumerate(told) if text is not None}
+        if failures and self.watch is not None:
+            self.watch.agree()
         if error is not None:
             raise error
         if failures:
             ranks = ", ".join(map(str, failures))
-            raise RankError(f"rank {ranks} of {self.world_size} failed; rank {self.rank} stops with it", failures)
+            where = "".join(f" in {told[rank][0]}" for rank in list(failures)[:1] if self.place.phase)
+            raise RankError(
+                f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
+            )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace the values of `tensor` by rank 0's."""
         if self.world_size > 1 and tensor.numel():
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == 0 else 0
-            with self.links.moving("broadcast", sent_bytes):
+            with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
                 torch_dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
@@ -185,7 +285,7 @@ class World:
             out.copy_(mine)
             return
         if mine.numel():
-            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes):
+            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
@@ -208,8 +308,9 @@ class World:
             return Done()
         self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
-        work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
-        return CountedWork(work, self.links, kind)
+        with self._within(kind):
+            work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
@@ -217,10 +318,17 @@ class World:
         if not send.numel():
             return Done()
         self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
-        work: Work = _reduce_scatter_single(
-            out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
-        )
-        return CountedWork(work, self.links, kind)
+        with self._within(kind):
+            work: Work = _reduce_scatter_single(
+                out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+            )
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+
+def _store() -> Store:
+    """Return the store by which the ranks found each other."""
+    store: Store = torch_dist.distributed_c10d._get_default_store()
+    return store
 
 
 # torch 2.13 gave these two new names and warns at the old ones.

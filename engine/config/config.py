@@ -258,6 +258,11 @@ class Config:
         return self.settings.zstore.verify_reads
 
     @property
+    def silent_s(self) -> float | None:
+        """Seconds without a sign of life after which a rank counts as dead; None: never."""
+        return self.settings.zstore.silent_rank_s or None
+
+    @property
     def keep(self) -> int | None:
         """Checkpoints that stay when a new one is saved; None: all."""
         return self.settings.zstore.keep

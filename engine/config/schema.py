@@ -58,6 +58,10 @@ class ZstoreSection(Section):
     """Checkpoints that stay when a new one is saved, newest first. Unset: all, since deleting is not ours to start."""
     io_threads: MaybePositive = built(None)
     """The same as aio.thread_count; unset: what stands there."""
+    silent_rank_s: Real = built(45.0)
+    """Seconds without a sign of life after which a rank counts as dead and all stop: one that was killed is noticed at
+    once, one that is stopped or whose machine is lost is not. A slow rank gives signs. 0: wait for the timeout of
+    torch.distributed."""
     step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = not_yet(
         "auto", "the update runs in step(), after the backward", quiet=("none",)
     )

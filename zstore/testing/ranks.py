@@ -35,12 +35,15 @@ class _Place:
     name: str
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60, may_die: Iterable[int] = ()
+) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` new processes of one gloo group; return their results in rank order.
 
     `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with
     one thread. Raises RankError with every failed rank's traceback. Where a rank fails, or `timeout_s` passes, all
-    are stopped; after a timeout the error shows where each rank that hung was. No process is left behind.
+    are stopped; after a timeout the error shows where each rank that hung was. No process is left behind. Of a rank in
+    `may_die` that ends without a result, or gives none until all others have, the result is None.
     """
     context = multiprocessing.get_context("forkserver")
     # Ranks are forked from a process that has everything loaded: a start takes a tenth of a second, not three.
@@ -58,7 +61,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
-            return _collect(ranks, Path(folder), time.monotonic() + timeout_s)
+            return _collect(ranks, Path(folder), time.monotonic() + timeout_s, frozenset(may_die))
         finally:
             for process, connection in ranks:
                 process.kill()
@@ -66,11 +69,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 connection.close()
 
 
-def _collect(ranks: _Ranks, folder: Path, deadline: float) -> list[Any]:
+def _collect(ranks: _Ranks, folder: Path, deadline: float, may_die: frozenset[int]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {rank: connection for rank, (_, connection) in enumerate(ranks)}
-    while waiting:
+    while not waiting.keys() <= may_die:
         # Once one rank failed, the others are given a moment to say what they saw of it.
         limit = min(deadline, time.monotonic() + 2) if failures else deadline
         ready = wait(list(waiting.values()), timeout=max(0, limit - time.monotonic()))
@@ -82,6 +85,8 @@ def _collect(ranks: _Ranks, folder: Path, deadline: float) -> list[Any]:
             try:
                 good, value = waiting.pop(rank).recv()
             except EOFError:
+                if rank in may_die:
+                    continue
                 ranks[rank][0].join()
                 good, value = False, f"the process ended with exit code {ranks[rank][0].exitcode}"
             if good:
@@ -90,7 +95,7 @@ def _collect(ranks: _Ranks, folder: Path, deadline: float) -> list[Any]:
                 failures[rank] = str(value)
     if failures:
         raise RankError(f"rank {', '.join(map(str, sorted(failures)))} of {len(ranks)} failed", failures)
-    return [results[rank] for rank in range(len(ranks))]
+    return [results.get(rank) for rank in range(len(ranks))]
 
 
 def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[int, str]:
@@ -139,7 +144,8 @@ def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any
     fn = _load(place)
     torch_dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     value = fn(rank, *args)
-    torch_dist.destroy_process_group()
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
     return value
 
 

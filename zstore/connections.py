@@ -1,0 +1,70 @@
+"""The TCP connections between the ranks' processes, and how to cut them.
+
+[Note: cutting]
+Nothing in torch.distributed takes a gloo collective back: `abort` and `shutdown` leave it blocked, and destroying a
+group waits for it. A connection that is shut down ends it at once, here and on the rank at its other end. Which
+connections lie between two ranks shows when all ranks put theirs side by side: each stands in two lists, with its ends
+swapped. Where the system does not list a process's descriptors (other than Linux), there is nothing to cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+Ends = tuple[str, int, str, int]
+"""Address and port of this end, then of the other."""
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_MAPPED = "::ffff:"
+
+
+class Connections:
+    """This process's connections to the other ranks. See [Note: cutting]."""
+
+    def __init__(self) -> None:
+        self._known: set[Ends] = set()
+
+    def learn(self, everyone: Sequence[Sequence[Sequence[str | int]]], rank: int) -> None:
+        """Note which of this process's connections lead to another rank: `everyone` has what each rank `listed`."""
+        theirs = {tuple(ends) for other, rows in enumerate(everyone) if other != rank for ends in rows}
+        mine = {(str(a), int(p), str(b), int(q)) for a, p, b, q in everyone[rank]}
+        self._known = {ends for ends in mine if ends[2:] + ends[:2] in theirs}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def cut(self) -> None:
+        """Shut them down, whoever waits on them."""
+        for connection, ends in _open_connections():
+            if ends in self._known:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def listed(without_port: int | None) -> list[Ends]:
+    """Return this process's TCP connections, without those of a port (the store's)."""
+    return [ends for _, ends in _open_connections() if without_port not in ends]
+
+
+def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:
+    """Yield each TCP connection as a socket of its own, closed after its turn, and its ends."""
+    if not _DESCRIPTORS.is_dir():
+        return
+    for name in os.listdir(_DESCRIPTORS):
+        # A descriptor may be closed at any moment.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    yield connection, _ends(connection)
+
+
+def _ends(connection: socket.socket) -> Ends:
+    (here, port), (there, other) = connection.getsockname()[:2], connection.getpeername()[:2]
+    return here.removeprefix(_MAPPED), port, there.removeprefix(_MAPPED), other
