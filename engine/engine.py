@@ -23,6 +23,7 @@ from .monitors import Monitors
 from .optimizer import ZeroOptimizer
 from .reporting import RunReport
 from .statistics import EngineStatistics, engine_statistics
+from .tensors import cast_floating
 from .timers import Timers
 from .training import Training
 
@@ -55,7 +56,9 @@ class Engine(nn.Module):
 
     @phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
+        """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
+        if self.training_state.config.casts_inputs:
+            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         with self.timers.forward():
             return self.module(*args, **kwargs)
 
@@ -198,7 +201,7 @@ class Engine(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that overflowed in fp16 and changed nothing."""
+        """Steps whose gradients were not finite, and that changed nothing."""
         return self.training_state.counters.skipped_steps
 
     @property

@@ -20,9 +20,10 @@ from .distributed import init_distributed
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .logs import show_messages
+from .lr_schedules import named_schedule
 from .monitors import open_monitors
 from .optimizer import ZeroOptimizer, optimizer_from_config
-from .schedules import Schedule, WarmupLR
+from .schedules import Schedule
 from .wiring import wire
 
 _log = logging.getLogger("zstore")
@@ -139,7 +140,7 @@ def _optimizer(
 def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> Schedule:
     if client is None:
         section = config.scheduler
-        return Schedule(None if section is None else WarmupLR(optimizer, **section.params))
+        return Schedule(None if section is None else named_schedule(section, optimizer))
     if hasattr(client, "step") and not isinstance(client, type):
         return Schedule(client)
     if callable(client):

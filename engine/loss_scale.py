@@ -14,11 +14,15 @@ from .config import LossScaling
 class LossScaler:
     """Factor of the loss; `update` after every step. `settings` None: the factor is 1 and never changes.
 
-    A dynamic scale doubles after `window` steps without overflow, and halves at an overflow once `hysteresis` of them
-    were forgiven. Source of the rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py).
+    A dynamic scale halves at the `hysteresis`-th overflow; where that was reached, at every one, until the hysteresis
+    is restored: as the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
+    step without overflow that has a multiple of `window` of them before it since the last overflow. Source of the
+    rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
     """
 
     settings: LossScaling | None
+    skips: bool
+    """Whether a step whose gradients are not finite is skipped; else it is an error."""
     scale: float = 1.0
     hysteresis_left: int = 1
     """Overflows until the scale halves, that one included."""
@@ -33,13 +37,8 @@ class LossScaler:
             self.scale = self.settings.init_scale if static is None else static
             self.hysteresis_left = self.settings.hysteresis
 
-    @property
-    def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped; else it is an error."""
-        return self.settings is not None
-
     def update(self, overflow: bool) -> None:
-        """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum."""
+        """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum, if so set."""
         settings = self.settings
         if settings is None or settings.static_scale is not None:
             return
@@ -49,7 +48,8 @@ class LossScaler:
         else:
             if settings.consecutive_hysteresis:
                 self.hysteresis_left = settings.hysteresis
-            if (self.iteration - self.last_overflow) % settings.window == 0:
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % settings.window == 0:
                 self.hysteresis_left = settings.hysteresis
                 self.scale *= 2
         self.iteration += 1
@@ -58,7 +58,7 @@ class LossScaler:
         if settings.hysteresis > 1 and self.hysteresis_left > 1:
             self.hysteresis_left -= 1
             return
-        if self.scale <= settings.min_scale:
+        if self.scale == settings.min_scale and settings.raise_at_min:
             raise NonFiniteError(
                 f"the gradients overflow in fp16 although the loss scale is at its minimum of {settings.min_scale}: the "
                 "training diverged; lower the learning rate, use bf16, or look for a loss that is NaN"

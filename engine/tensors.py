@@ -69,3 +69,16 @@ def _madvise() -> Any:
     found = ctypes.CDLL(None, use_errno=True).madvise
     found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return found
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; the rest as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    return value

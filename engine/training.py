@@ -38,7 +38,7 @@ class Counters:
     global_steps: int = 0
     """Optimizer steps, skipped ones too."""
     skipped_steps: int = 0
-    """Steps that overflowed in fp16 and changed nothing."""
+    """Steps whose gradients were not finite, and that changed nothing."""
     micro_steps: int = 0
 
 
@@ -121,11 +121,11 @@ class Training:
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the gradients accumulated, or skip it at an overflow in fp16.
+        """Take one optimizer step with the gradients accumulated, or skip it where they are not finite in fp16, and in
+        bf16 with `check_grad_overflow`.
 
-        Raises NonFiniteError on every rank for gradients that are not finite in other precisions, and where the config
-        asks for it UsageError for parameters without a gradient, before any state is changed; the gradients are
-        dropped.
+        Else such gradients raise NonFiniteError on every rank, and where the config asks for it parameters without a
+        gradient UsageError, before any state is changed; the gradients are dropped.
         """
         try:
             self.require_whole()
@@ -185,12 +185,8 @@ class Training:
             self.scaler.update(overflow)
         finally:
             if overflow and self.world.rank == 0:
-                _log.info(
-                    "step %d skipped: gradients overflow at loss scale %g; it goes on at %g",
-                    self.counters.global_steps,
-                    before,
-                    self.scaler.scale,
-                )
+                scale = f"; the loss scale was {before:g} and is {self.scaler.scale:g}" if self.scaler.settings else ""
+                _log.info("step %d skipped: its gradients are not finite%s", self.counters.global_steps, scale)
         if not overflow:
             self.optimizer.note_step()
             self.schedule.advance()

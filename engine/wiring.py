@@ -78,7 +78,7 @@ def wire(
             hooks=hooks,
             optimizer=optimizer,
             schedule=schedule,
-            scaler=LossScaler(settings=config.loss_scaling),
+            scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
         )

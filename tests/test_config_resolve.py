@@ -107,8 +107,17 @@ def test_precision(fp16: object, bf16: object, has_bf16: bool, precision: str) -
 def test_loss_scaling() -> None:
     dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
     assert resolved({"fp16": dynamic}).loss_scaling == LossScaling(
-        static_scale=None, init_scale=256.0, window=5, hysteresis=3, min_scale=2.0, consecutive_hysteresis=False
+        static_scale=None,
+        init_scale=256.0,
+        window=5,
+        hysteresis=3,
+        min_scale=2.0,
+        consecutive_hysteresis=False,
+        raise_at_min=True,
     )
+    freely = resolved({"fp16": dynamic | {"raise_error_at_min_scale": False}}).loss_scaling
+    assert freely is not None
+    assert not freely.raise_at_min
     static = resolved({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scaling
     assert static is not None
     assert static.static_scale == 128.0
@@ -134,10 +143,11 @@ def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], 
 
 
 def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
+    """Unset, at that of each group, which may be another."""
     schedule = {"scheduler": {"type": "WarmupLR"}}
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.25}}}
     auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
-    for config, highest in ((schedule, None), (schedule | adam, 0.25), (auto | adam, 0.25)):
+    for config, highest in ((schedule, None), (schedule | adam, None), (auto | adam, 0.25)):
         scheduler = resolved(config).scheduler
         assert scheduler is not None
         assert scheduler.params["warmup_max_lr"] == highest

@@ -126,31 +126,6 @@ def test_a_loss_that_is_nan_changes_nothing(precision: str) -> None:
         assert engine.global_steps == 2
 
 
-def test_an_overflow_in_fp16_is_skipped_and_leaves_every_bit() -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
-    with start(fp16=fp16, scheduler=scheduler) as engine:
-        one_step(engine)
-        one_step(engine)
-        before, lr = engine_digests(engine), engine.get_lr()
-        assert engine.loss_scale == 32
-        one_step(engine, torch.full((2, 8), torch.inf, dtype=torch.float16))
-        assert engine_digests(engine) == before
-        assert engine.get_lr() == lr
-        assert not engine.was_step_applied()
-        assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (3, 1, 16)
-        one_step(engine)
-        assert engine.was_step_applied()
-
-
-def test_fp16_that_diverged_ends_with_an_error() -> None:
-    with start(fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1}) as engine:
-        bad = torch.full((2, 8), torch.nan, dtype=torch.float16)
-        one_step(engine, bad)
-        with pytest.raises(NonFiniteError, match=r"minimum of 1.0"):
-            one_step(engine, bad)
-
-
 def test_a_failed_backward_starts_the_accumulation_anew() -> None:
     with start(gradient_accumulation_steps=2) as engine, start(gradient_accumulation_steps=2) as other:
         one_step(engine)
@@ -293,14 +268,6 @@ def test_client_optimizers_do_what_torch_does(make: Any, device: str, tmp_path: 
             engine.backward(engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean())
             engine.step()
         assert engine_digests(engine) == after
-
-
-def test_an_optimizer_that_is_not_element_wise_is_refused_by_name() -> None:
-    model = linear()
-    with pytest.raises(UsageError, match="Adafactor is not known to update each element by itself"):
-        zstore.initialize(
-            model=model, optimizer=torch.optim.Adafactor(model.parameters()), config={"train_batch_size": 1}
-        )
 
 
 def test_a_scheduler_by_function_and_one_that_needs_a_metric() -> None:

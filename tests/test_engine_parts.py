@@ -1,4 +1,4 @@
-"""The engine's small parts by themselves: schedules, loss scale, loader, random states, norm, buckets, units, records."""
+"""The engine's small parts by themselves: loader, random states, norm, buckets, units, records."""
 
 from __future__ import annotations
 
@@ -21,133 +21,18 @@ from tests.engine_models import make_net
 from zstore.dist import World
 from zstore.engine.client_state import join, split
 from zstore.engine.collectives import mean_of_rows, pack, plan_buckets, unpack
-from zstore.engine.config import BatchSizes, LossScaling
+from zstore.engine.config import BatchSizes
 from zstore.engine.hooks import tensors_in
 from zstore.engine.loader import TrainingLoader
-from zstore.engine.loss_scale import LossScaler
 from zstore.engine.norm import norm_of_sums, scale_factor, sum_of_squares
 from zstore.engine.parameters import ParameterRecord, make_record, named_parameters
 from zstore.engine.record import plain, restored
 from zstore.engine.rng import derive_rng_state, load_rng_state, rng_state
-from zstore.engine.schedules import WarmupLR
 from zstore.engine.sharding import Sharding
 from zstore.engine.tensors import as_numpy, as_torch, dtype_name
 from zstore.engine.units import find_units
-from zstore.errors import NonFiniteError, UsageError
+from zstore.errors import UsageError
 from zstore.files import Files
-
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-
-def rates(steps: int, **settings: Any) -> list[float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule = WarmupLR(optimizer, **settings)
-    found = [optimizer.param_groups[0]["lr"]]
-    for _ in range(steps):
-        schedule.advance()
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
-
-
-def test_warmup_has_deepspeeds_values() -> None:
-    # Worked out by hand from deepspeed/runtime/lr_schedules.py: min + (max - min) * log(s + 1) / log(n).
-    log = rates(6, warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=4)
-    expected = [0.1, 0.1, 0.1 + math.log(2) / math.log(4), 0.1 + math.log(3) / math.log(4), 1.1, 1.1, 1.1]
-    assert log == pytest.approx(expected)
-    linear = rates(6, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
-    assert linear == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
-    assert rates(3, warmup_max_lr=None, warmup_num_steps=1) == pytest.approx([0, 0, 0.5, 0.5])
-
-
-def test_a_loops_own_step_of_our_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule = WarmupLR(optimizer, warmup_num_steps=4)
-    schedule.advance()
-    before = schedule.state_dict(), schedule.get_last_lr()
-    schedule.step()
-    schedule.step(7)
-    assert (schedule.state_dict(), schedule.get_last_lr()) == before
-    assert [record.message for record in caplog.records if "remove scheduler.step()" in record.message] != []
-    assert len(caplog.records) == 1
-
-
-# -- loss scale -------------------------------------------------------------------------------------------------------
-
-
-class DeepSpeedScaler:
-    """DynamicLossScaler's rules, as its update_scale has them."""
-
-    def __init__(self, scale: float, window: int, hysteresis: int, minimum: float, consecutive: bool) -> None:
-        self.cur_scale, self.cur_iter, self.last_overflow_iter = scale, 0, -1
-        self.window, self.delayed_shift, self.cur_hysteresis = window, hysteresis, hysteresis
-        self.min_scale, self.consecutive = minimum, consecutive
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
-                if self.cur_scale == self.min_scale:
-                    raise RuntimeError
-                self.cur_scale = max(self.cur_scale / 2, self.min_scale)
-            else:
-                self.cur_hysteresis -= 1
-            self.last_overflow_iter = self.cur_iter
-        else:
-            if self.consecutive:
-                self.cur_hysteresis = self.delayed_shift
-            if (self.cur_iter - self.last_overflow_iter) % self.window == 0:
-                if not self.consecutive:
-                    self.cur_hysteresis = self.delayed_shift
-                self.cur_scale *= 2
-        self.cur_iter += 1
-
-
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.sampled_from([1.0, 4.0]),
-    st.booleans(),
-    st.lists(st.booleans(), max_size=40),
-    st.integers(0, 40),
-)
-@settings(deadline=None, max_examples=200)
-def test_the_loss_scale_follows_deepspeeds_rules(
-    window: int, hysteresis: int, minimum: float, consecutive: bool, overflows: list[bool], reload_at: int
-) -> None:
-    rules = LossScaling(
-        static_scale=None,
-        init_scale=64.0,
-        window=window,
-        hysteresis=hysteresis,
-        min_scale=minimum,
-        consecutive_hysteresis=consecutive,
-    )
-    mine, theirs = LossScaler(settings=rules), DeepSpeedScaler(64.0, window, hysteresis, minimum, consecutive)
-    for number, overflow in enumerate(overflows):
-        if number == reload_at:
-            state = mine.state()
-            mine = LossScaler(settings=rules)
-            mine.load(state)
-        try:
-            theirs.update(overflow)
-        except RuntimeError:
-            with pytest.raises(NonFiniteError):
-                mine.update(overflow)
-            return
-        mine.update(overflow)
-        assert mine.scale == theirs.cur_scale
-
-
-def test_a_fixed_scale_and_none_never_change() -> None:
-    rules = LossScaling(
-        static_scale=8.0, init_scale=64.0, window=1, hysteresis=1, min_scale=1.0, consecutive_hysteresis=False
-    )
-    for scaler, scale in ((LossScaler(settings=rules), 8.0), (LossScaler(settings=None), 1.0)):
-        scaler.update(True)
-        scaler.update(False)
-        assert scaler.scale == scale
-    assert LossScaler(settings=rules).skips
-    assert not LossScaler(settings=None).skips
-
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

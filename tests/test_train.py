@@ -130,6 +130,14 @@ def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) 
     assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
 
 
+def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    params = {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": "auto"}
+    config = config_file(tmp_path, scheduler={"type": "WarmupDecayLR", "params": params})
+    run_train(options(tmp_path, text, config, steps=6, metrics=metrics))
+    assert [row["lr"] for row in rows(metrics)] == pytest.approx([0, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
 def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -48,11 +48,18 @@ def _default(field: FieldInfo) -> str:
     return "unset" if field.default is None else f"`{show(field.default)}`"
 
 
+def _anchor(path: str, kind: str = "") -> str:
+    """Return the anchor of the heading of a section."""
+    return path.replace(".", "") + (f"-of-{kind.lower()}" if kind else "")
+
+
 def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> str:
-    inner = section_of(field)
+    path, inner = prefix + name, section_of(field)
+    if name in section.variants:
+        links = ", ".join(f"[{kind}](#{_anchor(path, kind)})" for kind in section.variants[name])
+        return f"| `{name}` | an object, by `type`: {links} | | | {_cell((inner and inner.__doc__) or '')} |"
     if inner is not None:
-        path = prefix + name
-        return f"| `{name}` | [an object](#{path.replace('.', '')}) | | | {_cell(inner.__doc__ or '')} |"
+        return f"| `{name}` | [an object](#{_anchor(path)}) | | | {_cell(inner.__doc__ or '')} |"
     status, why, _ = about(field)
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
     text = (field.description or "") + (f" Also written {', '.join(also)}." if also else "")
@@ -60,17 +67,18 @@ def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> st
     return f"| `{name}` | {_cell(str(rule_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
 
 
-def _tables(section: type[Section], path: str = "") -> Iterator[str]:
-    """Yield the lines of the tables of `section` and of the sections in it."""
-    yield from ["", f"## {path or 'Top level'}", "", section.__doc__ or "", ""]
+def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[str]:
+    """Yield the lines of the tables of `section`, used with the type `kind` if given, and of the sections in it."""
+    yield from ["", f"## {path or 'Top level'}{f' of {kind}' if kind else ''}", "", section.__doc__ or "", ""]
     yield from ["| key | value | default | status | what it does |", "|---|---|---|---|---|"]
     prefix = f"{path}." if path else ""
     for name, field in section.model_fields.items():
         yield _row(name, field, section, prefix)
     for name, field in section.model_fields.items():
         inner = section_of(field)
-        if inner is not None:
-            yield from _tables(inner, prefix + name)
+        for variant, one in section.variants.get(name, {"": inner}).items():
+            if one is not None:
+                yield from _tables(one, prefix + name, variant)
 
 
 def document() -> str:

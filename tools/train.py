@@ -197,6 +197,9 @@ def _config(options: TrainOptions) -> dict[str, Any]:
         scheduler = config.get("scheduler", {}).get("params", {})
         if "warmup_max_lr" in scheduler:
             scheduler["warmup_max_lr"] = options.lr
+    schedule = config.get("scheduler") or {}
+    if isinstance(schedule, dict) and (schedule.get("params") or {}).get("total_num_steps") == "auto":
+        schedule["params"]["total_num_steps"] = options.steps
     if options.keep is not None:
         config.setdefault("zstore", {})["keep"] = options.keep
     if options.seed is not None:

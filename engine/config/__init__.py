@@ -13,7 +13,6 @@ from .config import (
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
-    WarmupParams,
     load_config,
 )
 from .parse import Notice
@@ -29,7 +28,6 @@ __all__ = [
     "OptimizerConfig",
     "ResolveContext",
     "SchedulerConfig",
-    "WarmupParams",
     "add_config_arguments",
     "load_config",
 ]

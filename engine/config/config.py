@@ -5,13 +5,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from zstore.errors import ConfigError, UsageError
 
 from .jsonc import load_jsonc
+from .keys import Status, about
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, resolve_settings
+from .scheduler import ScheduleName
 from .schema import Settings
 
 
@@ -29,6 +31,8 @@ class LossScaling:
     min_scale: float
     consecutive_hysteresis: bool
     """Whether a step without overflow restores the hysteresis."""
+    raise_at_min: bool
+    """Whether an overflow at `min_scale` is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +49,13 @@ class OptimizerConfig:
     """Whether weight decay is decoupled (AdamW)."""
 
 
-class WarmupParams(TypedDict):
-    """Arguments of WarmupLR."""
-
-    warmup_min_lr: float
-    warmup_max_lr: float | None
-    """None: the lr of each parameter group."""
-    warmup_num_steps: int
-    warmup_type: Literal["log", "linear"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The learning rate's schedule."""
 
-    type: Literal["WarmupLR"]
-    params: WarmupParams
+    type: ScheduleName
+    params: Mapping[str, Any]
+    """Arguments of the schedule of that name, every one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +150,19 @@ class Config:
             hysteresis=fp16.hysteresis,
             min_scale=fp16.min_loss_scale,
             consecutive_hysteresis=fp16.consecutive_hysteresis,
+            raise_at_min=fp16.raise_error_at_min_scale,
         )
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped; else it is an error."""
+        checked = self.precision == "bf16" and self.settings.bf16.check_grad_overflow
+        return self.precision == "fp16" or checked
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether floating tensors that the model is called with are cast to its precision."""
+        return self.precision == "fp16" and self.settings.fp16.auto_cast
 
     @property
     def optimizer(self) -> OptimizerConfig | None:
@@ -180,16 +187,10 @@ class Config:
         section = self.settings.scheduler
         if section is None:
             return None
-        params, optimizer = section.params, self.optimizer
-        highest = self._plain(params.warmup_max_lr)
+        fields = type(section.params).model_fields
+        acting = [name for name, field in fields.items() if about(field)[0] is Status.BUILT]
         return SchedulerConfig(
-            type=section.type,
-            params={
-                "warmup_min_lr": self._plain(params.warmup_min_lr),
-                "warmup_max_lr": optimizer.lr if highest is None and optimizer is not None else highest,
-                "warmup_num_steps": self._plain(params.warmup_num_steps),
-                "warmup_type": params.warmup_type,
-            },
+            type=section.type, params={name: self._plain(getattr(section.params, name)) for name in acting}
         )
 
     @property

@@ -71,6 +71,8 @@ class Section(BaseModel):
 
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
+    variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
+    """Keys that hold one of several sections, and which it is by the value of the key `type` beside them."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; where it is off, the other keys ask for nothing."""
 
@@ -95,6 +97,16 @@ class Section(BaseModel):
                 raise ValueError(f'"{spelling}" and "{name}" are the same setting, but {values}; keep one')
         return known
 
+    @classmethod
+    def section_at(cls, name: str, raw: object = None) -> "type[Section] | None":
+        """Return the section that the key `name` holds, None for a value; of several, the one that `raw`, this section
+        as written, asks for."""
+        field = cls.model_fields.get(name)
+        if name in cls.variants and isinstance(raw, Mapping):
+            asked = str(raw.get("type")).lower()
+            return next((kind for value, kind in cls.variants[name].items() if value.lower() == asked), None)
+        return section_of(field) if field else None
+
     @property
     def is_off(self) -> bool:
         """Whether the section's switch is off."""
@@ -112,8 +124,9 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
     for name, field in section.model_fields.items():
         yield prefix + name, field
         inner = section_of(field)
-        if inner is not None:
-            yield from known_keys(inner, f"{prefix}{name}.")
+        for one in section.variants.get(name, {"": inner}).values():
+            if one is not None:
+                yield from known_keys(one, f"{prefix}{name}.")
 
 
 def acting(section: Section) -> dict[str, Any]:

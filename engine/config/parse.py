@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .keys import Section, Status, about, known_keys, rule_of, section_of
+from .keys import Section, Status, about, known_keys, rule_of
 from .schema import Settings
 from .values import Anything, is_off, show
 
@@ -47,9 +47,10 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
             break
         except ValidationError as failure:
             # What is wrong is taken out and the rest is read again, so that checks across keys are made too.
+            seen = sound
             for error in failure.errors(include_url=False):
                 path = tuple(map(str, error["loc"]))
-                problems.append(_problem(sound, path, error))
+                problems.append(_problem(seen, path, error))
                 sound = _without(sound, path)
     broken = {key for problem in problems for key in problem.keys}
     for section in ("optimizer", "scheduler"):
@@ -63,16 +64,20 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
 def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
     """Return what pydantic's `error` at `path` means, with the key as it was written."""
     section: type[Section] = Settings
+    variants: Mapping[str, type[Section]] = {}
     written: list[str] = []
     for name in path:
         spelled = _spelled(raw, section, name)
         written.append(spelled)
+        inner = section.section_at(name, raw)
+        if inner is not None:
+            variants, section = section.variants.get(name, {}), inner
         raw = raw.get(spelled) if isinstance(raw, Mapping) else None
-        field = section.model_fields.get(name)
-        section = (section_of(field) if field else None) or section
     key = ".".join(written)
     if error["type"] == "extra_forbidden":
-        return Problem(keys=(key,), message=f"{key}: unknown key{_nearest(section, path)}")
+        others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
+        here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
+        return Problem(keys=(key,), message=f"{key}: unknown key{here}{_nearest(section, path)}")
     if error["type"] == "missing":
         rule = rule_of(section.model_fields[path[-1]])
         return Problem(keys=(key,), message=f"{key}: the key is missing; expected {rule}")
@@ -84,7 +89,7 @@ def _nearest(section: type[Section], path: tuple[str, ...]) -> str:
     """Return the end of a sentence that names the known key nearest to an unknown one."""
     prefix = "".join(f"{part}." for part in path[:-1])
     here = [*section.model_fields, *section.renames]
-    elsewhere = [key for key in _EVERY_KEY if key.rpartition(".")[2] == path[-1]]
+    elsewhere = [key for key in _EVERY_KEY if key.rpartition(".")[2] == path[-1] and key != prefix + path[-1]]
     if elsewhere:
         return f"; it belongs {_home(elsewhere[0])}"
     close = difflib.get_close_matches(path[-1], here, n=1)
@@ -116,13 +121,23 @@ def _without(raw: Any, path: tuple[str, ...], section: type[Section] = Settings)
         return {}
     names = {path[0], *(other for other, target in section.renames.items() if target == path[0])}
     copy = {name: value for name, value in raw.items() if str(name) not in names}
-    field = section.model_fields.get(path[0])
-    inner = section_of(field) if field else None
+    inner = section.section_at(path[0], raw)
     if inner is not None and len(path) > 1:
-        spelled, last = _spelled(raw, section, path[0]), inner.model_fields.get(path[1])
-        if spelled in raw and (len(path) > 2 or last is None or not last.is_required()):
+        spelled = _spelled(raw, section, path[0])
+        if spelled in raw and not _needs(inner, path[1:], raw[spelled]):
             copy[spelled] = _without(raw[spelled], path[1:], inner)
     return copy
+
+
+def _needs(section: type[Section], path: tuple[str, ...], raw: Any) -> bool:
+    """Return whether `section`, written as `raw`, cannot be without the key at `path`."""
+    field = section.model_fields.get(path[0])
+    if field is None or not field.is_required():
+        return False
+    inner = section.section_at(path[0], raw)
+    if inner is None or len(path) == 1:
+        return True
+    return _needs(inner, path[1:], raw.get(_spelled(raw, section, path[0])) if isinstance(raw, Mapping) else None)
 
 
 def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:

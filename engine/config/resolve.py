@@ -31,6 +31,8 @@ class ResolveContext:
     warmup_min_lr: float | None = None
     warmup_max_lr: float | None = None
     warmup_num_steps: int | None = None
+    total_num_steps: int | None = None
+    """Optimizer steps of the whole run, for schedules that end with it."""
     gradient_clipping: float | None = None
     train_batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -121,6 +123,7 @@ def _answers(context: ResolveContext) -> dict[str, Any]:
         "scheduler.params.warmup_min_lr": context.warmup_min_lr or 0.0,
         _WARMUP_MAX: context.lr if context.warmup_max_lr is None else context.warmup_max_lr,
         "scheduler.params.warmup_num_steps": context.warmup_num_steps,
+        "scheduler.params.total_num_steps": context.total_num_steps,
     }
     params = {f"optimizer.params.{name}": getattr(context, name) for name in ("lr", "betas", "eps", "weight_decay")}
     sizes = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_prefetch_bucket_size": 90}

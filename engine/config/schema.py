@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import PlainValidator
 
 from .keys import Section, built, no_effect, not_yet, refused
+from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
     ActivationCheckpointingSection,
@@ -24,7 +25,6 @@ from .sections import (
     FlopsProfilerSection,
     Fp16Section,
     OptimizerSection,
-    SchedulerSection,
     TensorboardSection,
     WandbSection,
 )

@@ -1,15 +1,14 @@
-"""The sections of a config but `zero_optimization`: precision, optimizer, schedule, I/O, monitors, checkpoints."""
+"""The sections of a config but `zero_optimization` and `scheduler`: precision, optimizer, I/O, monitors, checkpoints."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import PlainValidator
 
-from .keys import Section, built, no_effect, not_yet, refused
+from .keys import Section, built, no_effect, refused
 from .values import (
     Auto,
     AutoBool,
-    AutoPositive,
     AutoReal,
     Bool,
     Leftover,
@@ -51,15 +50,17 @@ class Fp16Section(Section):
     initial_scale_power: Annotated[int, PlainValidator(Whole(maximum=127))] = built(16)
     """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low small gradients."""
     loss_scale_window: Positive = built(1000)
-    """Steps without overflow after which the scale doubles."""
+    """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
     """Overflows after which the scale halves; 2 forgives a single one."""
     consecutive_hysteresis: Bool = built(False)
     """Count only overflows in a row."""
     min_loss_scale: Real = built(1.0)
     """The dynamic scale never falls below this."""
-    auto_cast: Bool = not_yet(False, "batches are passed to the model as they are")
-    """Cast floating inputs to fp16."""
+    raise_error_at_min_scale: Bool = built(True)
+    """End with an error at an overflow with the scale at its least; false: skip that step too."""
+    auto_cast: Bool = built(False)
+    """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
     fp16_master_weights_and_grads: Bool = no_effect(False, _FP32)
     """Keep masters in fp16."""
 
@@ -73,8 +74,8 @@ class Bf16Section(Section):
     """Train in bf16. "auto": where the device has it and fp16 is not on."""
     immediate_grad_update: Bool = no_effect(False, "gradients are always taken as they come")
     """Accumulate a gradient as soon as it exists."""
-    check_grad_overflow: Bool = not_yet(False, "overflow is looked for with fp16 only")
-    """Skip steps whose gradients are not finite."""
+    check_grad_overflow: Bool = built(False)
+    """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_master_weights_and_grads: Bool = no_effect(False, _FP32)
     """Keep masters in bf16."""
     bf16_optimizer_states: Bool = no_effect(False, _FP32)
@@ -142,10 +143,6 @@ _OPTIMIZERS = OneOf(
     options=("Adam", "AdamW"),
     hint=", or pass any other element-wise torch optimizer to initialize(optimizer=...) and leave this section out",
 )
-_SCHEDULERS = OneOf(
-    options=("WarmupLR",),
-    hint=", or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
-)
 
 
 class OptimizerSection(Section):
@@ -156,31 +153,6 @@ class OptimizerSection(Section):
     params: OptimizerParams = OptimizerParams()
     legacy_fusion: Bool = no_effect(False, KERNEL)
     """An older fused kernel."""
-
-
-class SchedulerParams(Section):
-    """Arguments of WarmupLR. The rate climbs from the least to the most and stays there."""
-
-    warmup_min_lr: AutoReal = built(0.0)
-    """Learning rate at the first step. "auto": what the caller gives, else 0."""
-    warmup_max_lr: MaybeAutoReal = built(None)
-    """Learning rate after the warm-up. Unset or "auto": the optimizer's lr."""
-    warmup_num_steps: AutoPositive = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed."""
-    warmup_type: Annotated[Literal["log", "linear"], PlainValidator(OneOf(options=("log", "linear")))] = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Annotated[int, PlainValidator(Whole(minimum=-1))] = no_effect(
-        -1, "a resumed run takes its position from the checkpoint"
-    )
-    """Step to go on from."""
-
-
-class SchedulerSection(Section):
-    """The learning rate's schedule, stepped by `engine.step()`."""
-
-    type: Annotated[Literal["WarmupLR"], PlainValidator(_SCHEDULERS)]
-    """Name of the schedule."""
-    params: SchedulerParams = SchedulerParams()
 
 
 class AioSection(Section):

@@ -188,6 +188,24 @@ class Pair(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerGroup(Rule):
+    """A number by `item`, or a list of them, one for each parameter group of the optimizer."""
+
+    item: Number = field(default_factory=Number)
+
+    def _convert(self, value: object) -> float | tuple[float, ...]:
+        try:
+            if isinstance(value, list | tuple) and value:
+                return tuple(map(self.item._convert, value))
+            return self.item._convert(value)
+        except ValueError:
+            raise self._refuse(value) from None
+
+    def _expected(self) -> str:
+        return f"{self.item._expected()}, or a list with one for each parameter group"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Anything(Rule):
     """Any JSON value; for keys whose content is not read."""
 

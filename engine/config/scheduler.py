@@ -1,0 +1,164 @@
+"""The section `scheduler` of a config: one section of arguments for each schedule, with DeepSpeed's keys and defaults."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import PlainValidator
+from pydantic_core.core_schema import ValidationInfo
+
+from .keys import Section, built, no_effect
+from .values import (
+    Auto,
+    AutoPositive,
+    Bool,
+    Count,
+    Number,
+    OneOf,
+    PerGroup,
+    Positive,
+    Real,
+    Whole,
+)
+
+ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+
+Rates = Annotated[float | tuple[float, ...], PlainValidator(PerGroup())]
+AutoRates = Annotated[float | tuple[float, ...] | Auto, PlainValidator(PerGroup(auto=True))]
+MaybeAutoRates = Annotated[float | tuple[float, ...] | Auto | None, PlainValidator(PerGroup(auto=True))]
+Momenta = Annotated[float | tuple[float, ...], PlainValidator(PerGroup(item=Number(maximum=1.0, open_end=True)))]
+WarmupType = Annotated[Literal["log", "linear"], PlainValidator(OneOf(options=("log", "linear")))]
+Position = Annotated[int, PlainValidator(Whole(minimum=-1))]
+Stairs = Annotated[int, PlainValidator(Whole(minimum=-1))]
+MaybeStairs = Annotated[int | None, PlainValidator(Whole(minimum=-1))]
+MaybeCount = Annotated[int | None, PlainValidator(Whole())]
+
+_RESUMED = "a resumed run takes its position from the checkpoint"
+
+
+class SchedulerParams(Section):
+    """Arguments of a schedule."""
+
+
+class WarmupLRParams(SchedulerParams):
+    """The rate climbs from the least to the most and stays there."""
+
+    warmup_min_lr: AutoRates = built(0.0)
+    """Learning rate at the first step. "auto": what the caller gives, else 0."""
+    warmup_max_lr: MaybeAutoRates = built(None)
+    """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
+    warmup_num_steps: AutoPositive = built(1000)
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller gives."""
+    warmup_type: WarmupType = built("log")
+    """Shape of the climb, by default DeepSpeed's."""
+    last_batch_iteration: Position = no_effect(-1, _RESUMED)
+    """Step to go on from."""
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """The rate climbs from the least to the most, then falls back in a line."""
+
+    total_num_steps: AutoPositive
+    """Step at which the rate is the least again, and stays so. "auto": what the caller gives, as `zstore train` does."""
+    warmup_max_lr: MaybeAutoRates = built(0.001)
+    """Learning rate after the warm-up. "auto": the optimizer's lr."""
+
+
+class WarmupCosineLRParams(SchedulerParams):
+    """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
+
+    total_num_steps: AutoPositive
+    """Step at which the rate is least. "auto": what the caller gives, as `zstore train` does."""
+    warmup_min_ratio: Real = built(0.0)
+    """Part of the group's lr at the second step, where the warm-up begins."""
+    warmup_num_steps: AutoPositive = built(1000)
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller gives."""
+    cos_min_ratio: Real = built(0.0001)
+    """Part of the group's lr at the end, and from there on."""
+    warmup_type: WarmupType = built("log")
+    """Shape of the climb, by default DeepSpeed's."""
+    last_batch_iteration: Position = no_effect(-1, _RESUMED)
+    """Step to go on from."""
+
+
+class OneCycleParams(SchedulerParams):
+    """The rate climbs from the least to the most and falls back, once; then it decays. Momentum goes the other way."""
+
+    cycle_min_lr: Rates
+    """Learning rate at the beginning and at the end of the cycle."""
+    cycle_max_lr: Rates
+    """Learning rate in its middle."""
+    decay_lr_rate: Real = built(0.0)
+    """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
+    cycle_first_step_size: Positive = built(2000)
+    """Steps of the climb."""
+    cycle_second_step_size: MaybeCount = built(None)
+    """Steps of the fall. Unset: as many as the climb has."""
+    cycle_first_stair_count: Stairs = built(0)
+    """Stairs of the climb; 0: a line."""
+    cycle_second_stair_count: MaybeStairs = built(None)
+    """Stairs of the fall; 0: a line. Unset: as many as the climb has."""
+    decay_step_size: Count = built(0)
+    """Steps of an interval of decay after the cycle; 0: no decay."""
+    cycle_momentum: Bool = built(True)
+    """Cycle the optimizer's first beta, or its momentum where it has no betas. The second beta becomes 0.99, as in
+    DeepSpeed."""
+    cycle_min_mom: Momenta = built(0.8)
+    """Momentum in the middle of the cycle, and at the first step."""
+    cycle_max_mom: Momenta = built(0.9)
+    """Momentum at the end of the cycle."""
+    decay_mom_rate: Real = built(0.0)
+    """After the cycle momentum is cycle_max_mom x (1 + decay_mom_rate x intervals of decay_step_size)."""
+    last_batch_iteration: Position = no_effect(-1, _RESUMED)
+    """Step to go on from."""
+
+
+class LRRangeTestParams(SchedulerParams):
+    """The rate grows without end, to find the largest that trains."""
+
+    lr_range_test_min_lr: Rates = built(0.001)
+    """Learning rate at the first step."""
+    lr_range_test_step_size: Positive = built(2000)
+    """Steps of an interval."""
+    lr_range_test_step_rate: Real = built(1.0)
+    """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
+    lr_range_test_staircase: Bool = built(False)
+    """Count whole intervals only."""
+    last_batch_iteration: Position = no_effect(-1, _RESUMED)
+    """Step to go on from."""
+
+
+SCHEDULES: Mapping[str, type[SchedulerParams]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+}
+_NAMES = OneOf(
+    options=tuple(SCHEDULES),
+    hint=", or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
+)
+
+
+def _by_type(value: object, info: ValidationInfo) -> object:
+    """Read the arguments as the schedule's own; where its name is wrong, that alone is told."""
+    kind = SCHEDULES.get(info.data.get("type", ""))
+    return SchedulerParams() if kind is None else kind.model_validate(value)
+
+
+class SchedulerSection(Section):
+    """The learning rate's schedule, stepped by `engine.step()`."""
+
+    variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": SCHEDULES}
+
+    type: Annotated[ScheduleName, PlainValidator(_NAMES)]
+    """Name of the schedule."""
+    params: Annotated[SchedulerParams, PlainValidator(_by_type)]
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take missing arguments for none, so that those without a default are named."""
+        if isinstance(data, Mapping) and data.get("params") is None:
+            known: dict[Any, Any] = dict(data)
+            return known | {"params": {}}
+        return data
