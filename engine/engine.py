@@ -18,6 +18,7 @@ from zstore.errors import UsageError
 from .checkpointing import Checkpoints, SaveTicket
 from .distributed import phase
 from .garbage import CollectorPause
+from .generation import in_step
 from .loader import TrainingLoader
 from .monitors import Monitors
 from .optimizer import ZeroOptimizer
@@ -270,19 +271,20 @@ class Engine(nn.Module):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute where the engine has none of that name, as `engine.generate` or
-        `engine.config`."""
+        """Return the model's attribute where the engine has none of that name, as `engine.config`; `generate` of a
+        sharded model keeps the ranks in step."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "module":
                 raise
             try:
-                return getattr(self.module, name)
+                value = getattr(self.module, name)
             except AttributeError as error:
                 raise AttributeError(
                     f"the engine has no attribute {name!r}; of its model: {error}", name=name
                 ) from error
+        return in_step(value) if name == "generate" and self.training_state.hooks is not None else value
 
 
 def _wait_for(device: torch.device) -> Callable[[], None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import zstore
 from tests.reference import DTYPES, Reference
 from tests.test_engine_bits import ADAM, engine_digests, reference_digests
 from tests.test_engine_models import all_released
-from tests.transformers_models import ARCHITECTURES, batch_for, build, checkpoint_layers, loss_of
+from tests.transformers_models import ARCHITECTURES, PAD, VOCAB, batch_for, build, checkpoint_layers, loss_of
+from zstore.engine.generation import in_step
 from zstore.testing.ranks import run_ranks
 
 WORLD_SIZE, STEPS = 2, 3
 
 # How their layers are checkpointed by transformers itself: whether reentrant.
 REENTRANT = {"Llama": False, "T5": False, "Whisper": True, "GPT-Neo": True, "Mixtral": False}
+
+WRITERS = ("GPT-Neo", "Llama", "Mixtral", "T5")
 
 
 def settings(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
@@ -72,8 +76,45 @@ def train(name: str, rank: int, world_size: int, config: dict[str, Any]) -> list
     return found
 
 
+def write(name: str, rank: int, world_size: int) -> list[str]:
+    """Return what differs from the plain model's text, before and after a step; ranks stop at different lengths."""
+    model, plain = build(name), build(name)
+    engine, *_ = zstore.initialize(model=model, config=settings(3, "fp32"))
+    reference = Reference(plain, world_size, stage=3, clip=0.5, adam=ADAM, loss=loss_of)
+    prompts = torch.randint(2, VOCAB, (1, 4), generator=torch.Generator().manual_seed(rank))
+    always: dict[str, Any] = {"do_sample": False, "pad_token_id": PAD}
+    found: list[str] = []
+    lengths = set()
+    with engine:
+        for step in range(2):
+            engine.eval()
+            plain.eval()
+            # The first rank's text ends where it first writes this token, the others' go on.
+            free = plain.generate(prompts, max_new_tokens=9, eos_token_id=None, **always)
+            ends: dict[str, Any] = {"eos_token_id": int(free[0, -6]) if rank == 0 else None}
+            for options in ({"max_new_tokens": 9 - 2 * rank}, {"max_new_tokens": 9, **ends}, {"num_beams": 2, **ends}):
+                expected = plain.generate(prompts, **{"max_new_tokens": 8} | options, **always)
+                for call in (engine.generate, partial(model.generate, synced_gpus=world_size > 1)):
+                    text = call(prompts, **{"max_new_tokens": 8} | options, **always)
+                    lengths.add(text.shape[1])
+                    if text.tolist() != expected.tolist():
+                        found.append(f"step {step}, {options}: {text.tolist()} != {expected.tolist()}")
+                if world_size > 1 and not all_released(engine):
+                    found.append(f"step {step}: still gathered after generate")
+            engine.train()
+            plain.train()
+            reference.step([[batch_for(name, step, r, torch.float32) for r in range(world_size)]])
+            engine.backward(loss_of(engine, batch_for(name, step, rank, torch.float32)))
+            engine.step()
+    everywhere = engine.world.all_gather_object(sorted(lengths)) if world_size > 1 else []
+    if world_size > 1 and everywhere[0] == everywhere[1]:
+        found.append(f"all ranks wrote texts of the same lengths: {everywhere}")
+    return found
+
+
 def _on_two_ranks(rank: int) -> dict[str, list[str]]:
-    return {name: train(name, rank, WORLD_SIZE, settings(3, "bf16")) for name in ARCHITECTURES}
+    found = {name: train(name, rank, WORLD_SIZE, settings(3, "bf16")) for name in ARCHITECTURES}
+    return found | {f"{name} writes": write(name, rank, WORLD_SIZE) for name in WRITERS}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +126,28 @@ def on_two_ranks() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_trains_sharded_to_the_bit(name: str, on_two_ranks: list[dict[str, list[str]]]) -> None:
     assert [found[name] for found in on_two_ranks] == [[], []]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [found[f"{name} writes"] for found in on_two_ranks] == [[], []]
+    assert write(name, 0, 1) == []
+
+
+def test_generate_is_told_to_keep_step_unless_the_call_says_otherwise() -> None:
+    def generate(inputs: int, config: Any = None, synced_gpus: bool | None = None, **others: Any) -> Any:
+        return inputs, config, synced_gpus, others
+
+    together = in_step(generate)
+    assert together(1, top_k=5) == (1, None, True, {"top_k": 5})
+    assert together(inputs=1, synced_gpus=False) == (1, None, False, {})
+    assert together(1, 2, None) == (1, 2, True, {})
+    assert together(1, 2, False) == (1, 2, False, {})
+
+    def own(inputs: int, tokens: int) -> int:
+        return inputs + tokens
+
+    assert in_step(own) is own
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
