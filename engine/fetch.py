@@ -101,6 +101,13 @@ class RowReader:
         rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
         self.ready([record for record, _ in rows])
         names = [[record.rest] for record, _ in rows if record.rest is not None]
+        nbytes = sum(record.owned_numel * memory.element_size() for record, memory in rows)
+        with self._store.links.moving("parameter_read", nbytes, None):
+            self._read_rows(rows, names, reading)
+
+    def _read_rows(
+        self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: Reading
+    ) -> None:
         for tile in self._store.stream(names, "read", pool=self._pool):
             memory = rows[tile.group][1]
             target = memory[tile.first : tile.stop]
@@ -121,11 +128,12 @@ class RowReader:
         with torch.cuda.stream(stream):
             if reading.end is None and reading.start is not None:
                 stream.wait_event(reading.start)
-            target.copy_(source, non_blocking=True)
-            reading.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            reading.end.record(stream)
-        # The buffer is given back when the next tile is asked for.
-        reading.end.synchronize()
+            with self._store.links.moving("host_to_device", target.nbytes, None):
+                target.copy_(source, non_blocking=True)
+                reading.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                reading.end.record(stream)
+                # The buffer is given back when the next tile is asked for.
+                reading.end.synchronize()
 
     def close(self) -> None:
         """End the thread after what was asked for."""
@@ -197,7 +205,7 @@ class Fetcher:
         if self._world.world_size == 1:
             return
         if fetch.reading is not None:
-            fetch.error = fetch.reading.wait()
+            fetch.error = self._wait_for(fetch.reading)
         try:
             self.ready([record for record in fetch.records if record.rest is None])
         except BaseException as error:
@@ -208,6 +216,11 @@ class Fetcher:
             self._check(fetch)
         fetch.works.append(works)
         self._send_rows(fetch)
+
+    def _wait_for(self, reading: Reading) -> BaseException | None:
+        """Wait for rows, and count that; returns the error."""
+        with self._world.links.waiting("parameter_read", "not read yet"):
+            return reading.wait()
 
     def _send_header(self, fetch: Fetch) -> Work:
         device = self._world.device
@@ -244,7 +257,7 @@ class Fetcher:
         """Wait until every record has its values; raises the error of any rank, on every rank."""
         self.send(fetch, expected=expected)
         if self._world.world_size == 1:
-            error = None if fetch.reading is None else fetch.reading.wait()
+            error = None if fetch.reading is None else self._wait_for(fetch.reading)
             if error is not None:
                 raise error
             return

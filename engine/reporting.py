@@ -114,7 +114,7 @@ def state_text(training: Training) -> str:
 
 def _record_line(training: Training, record: ParameterRecord) -> str:
     state = training.state
-    arrays = state.arrays_of(record)
+    arrays = dict.fromkeys([*state.arrays_of(record), *([] if record.rest is None else [record.rest])])
     tiers: dict[str, list[str]] = {}
     for array in arrays:
         tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))

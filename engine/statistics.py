@@ -8,9 +8,10 @@
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
   ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots;
+- `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
-What is counted with `World.links` under other names stands there too. A link that was never used is missing.
-Busy time is summed over operations under way at once, so it may exceed the time that passed.
+What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
+is missing. Busy time is summed over operations under way at once, so it may exceed the time that passed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zstore.store import StoreStatistics
 
 from .held import HeldBytes, held_bytes
 from .memory import MemoryStatistics, memory_statistics
+from .residence import UnitStatistics
 
 if TYPE_CHECKING:
     from .timers import Timers
@@ -47,6 +49,8 @@ class EngineStatistics:
     memory: MemoryStatistics
     held: HeldBytes
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+    units: UnitStatistics | None
+    """Of sharded or offloaded parameters: what was gathered, ahead or on demand; None where there are none."""
     store: StoreStatistics
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +68,8 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -
     """Return the counters now; `save_stall_s` is the time for which saves held training up."""
     times = timers.times()
     store = training.state.store.statistics()
-    counted = training.world.links.statistics()
+    both = training.world.links.statistics(), training.state.store.links.statistics()
+    counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -73,6 +78,7 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -
         sent_bytes=dict(training.world.sent_bytes),
         memory=memory_statistics(training),
         held=held_bytes(training),
+        units=None if training.hooks is None else training.hooks.residence.statistics(),
         store=store,
     )
 

@@ -215,12 +215,12 @@ who = sys.argv[1]
 if who == "own":
     run = wandb.init(project="mine")
     run.log({"theirs": 1.0})
-wandb_keys = {"enabled": True, "project": "p", "group": "g"}
+wandb_keys = {"enabled": True, "project": "p", "group": "g", "team": "t"}
 csv_keys = {"enabled": True, "output_path": "metrics", "job_name": "job"}
 engine = start(make_config(wandb=wandb_keys, csv_monitor=csv_keys))
 step(engine)
 step(engine)
-print("project", wandb.run.project, "group", wandb.run.group, "bf16", wandb.run.config.get("bf16", {}).get("enabled"))
+print(wandb.run.entity, wandb.run.project, wandb.run.group, wandb.run.config.get("bf16", {}).get("enabled"))
 if who != "unclosed":
     engine.close()
 print("open", wandb.run is not None)
@@ -239,7 +239,7 @@ def test_wandb_offline(who: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
-    named = "project mine group  bf16 None" if who == "own" else "project p group g bf16 True"
+    named = " mine  None" if who == "own" else "t p g True"
     assert named in done.stdout
     assert f"open {who != 'ours'}" in done.stdout
     rows = offline_history(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.engine_runs import make_config, start, step
 from zstore.engine import Engine
+from zstore.engine.reporting import state_text
 from zstore.links import LinkStatistics
 from zstore.testing.ranks import run_ranks
 
@@ -71,6 +72,24 @@ def test_it_is_data(tmp_path: Path) -> None:
         assert data["forward_s"] == found.forward_s
         step(engine)
         assert found.to_dict() == data
+
+
+def test_parameters_that_rest_on_disk_are_read_for_each_use(tmp_path: Path) -> None:
+    config = make_config(3, "nvme", tmp_path)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with start(config) as engine:
+        step(engine)
+        before = engine.statistics()
+        step(engine)
+        now = engine.statistics()
+        moved = now.links["parameter_read"].since(before.links["parameter_read"])
+        assert before.units is not None
+        assert now.units is not None
+        assert moved.bytes == now.units.read_bytes - before.units.read_bytes > 0
+        assert moved.operations > 0
+        assert moved.busy_s > 0
+        assert moved.stall_s["not read yet"] > 0
+        assert "parameter" in state_text(engine.training_state)
 
 
 def _links(rank: int, stage: int) -> dict[str, Any]:

@@ -33,13 +33,16 @@ def test_moving_counts_the_whole_block_as_busy_and_as_a_stall(clock: Clock) -> N
     for seconds in (2.0, 3.0):
         with links.moving("host_to_device", 10):
             clock.now += seconds
+    with links.moving("ahead", 1, None):
+        clock.now += 4.0
     with contextlib.suppress(OSError), links.moving("host_to_device", 5, "retry"):
         clock.now += 1.0
         raise OSError("gone")
     assert links.statistics() == {
+        "ahead": LinkStatistics(operations=1, bytes=1, busy_s=4.0),
         "host_to_device": LinkStatistics(
             operations=3, bytes=25, busy_s=6.0, stall_s={"blocking call": 5.0, "retry": 1.0}
-        )
+        ),
     }
 
 

@@ -102,8 +102,9 @@ class LinkCounters:
             self.stalled(link, cause, time.perf_counter() - started)
 
     @contextmanager
-    def moving(self, link: str, nbytes: int, cause: str = "blocking call") -> Iterator[None]:
-        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits."""
+    def moving(self, link: str, nbytes: int, cause: str | None = "blocking call") -> Iterator[None]:
+        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits; a caller for whom that
+        is no loss, as a thread that works ahead, gives None as the cause."""
         self.begin(link, nbytes)
         started = time.perf_counter()
         try:
@@ -111,7 +112,8 @@ class LinkCounters:
         finally:
             seconds = time.perf_counter() - started
             self.busy(link, seconds)
-            self.stalled(link, cause, seconds)
+            if cause is not None:
+                self.stalled(link, cause, seconds)
 
     def statistics(self) -> dict[str, LinkStatistics]:
         """Return the counters of every link that was used."""

@@ -19,6 +19,7 @@ from .buffers import Pool
 from .errors import UsageError
 from .files import Files
 from .io import IoQueue, Priority, QueueStatistics, Ticket
+from .links import LinkCounters
 from .partition import Grid
 from .runfolder import RunFolder
 from .shardio import IoResources
@@ -138,6 +139,8 @@ class TensorStore:
         self._lock = threading.Lock()
         self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
         self._counters = StreamCounters()
+        self.links = LinkCounters()
+        """For whoever moves what the store holds over a link of its own, as to a device."""
         self._version = 0
         self._closed = False
 
