@@ -1,13 +1,14 @@
 """A compact ZeRO training engine on top of the tensor store.
 
 Read in this order: sharding, parameters, units, hooks, collectives, gradients, norm, kernel, state, training, engine;
-then wiring and initialize, and checkpointing with record.
+then wiring and initialize, and checkpointing with record; and whole, access, gathered, export, calls.
 """
 
 from .config import add_config_arguments
 from .distributed import init_distributed
 from .engine import Engine
+from .gathered import gather
 from .initialize import initialize
 from .statistics import EngineStatistics
 
-__all__ = ["Engine", "EngineStatistics", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "EngineStatistics", "add_config_arguments", "gather", "init_distributed", "initialize"]

@@ -15,6 +15,8 @@ from torch import nn
 from zstore.dist import World
 from zstore.errors import UsageError
 
+from .access import Access
+from .calls import StateCalls
 from .checkpointing import Checkpoints, SaveTicket
 from .distributed import phase
 from .garbage import CollectorPause
@@ -36,7 +38,7 @@ _LOAD_OPTIONS = {
 }
 
 
-class Engine(nn.Module):
+class Engine(StateCalls, nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
@@ -50,8 +52,9 @@ class Engine(nn.Module):
         self.checkpoints = Checkpoints(training)
         self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
         self.report = RunReport(training, self.timers, monitors)
+        self.access = Access(training, self.checkpoints.wait)
         pause = CollectorPause() if settings.disable_python_gc else None
-        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints, self.report, pause)
+        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints, self.report, self.access, pause)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -60,7 +63,7 @@ class Engine(nn.Module):
         """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        with self.timers.forward():
+        with self.timers.forward(), self.access.during("forward"):
             return self.module(*args, **kwargs)
 
     @phase("backward")
@@ -78,7 +81,7 @@ class Engine(nn.Module):
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
         self.report.add_loss(loss)
-        with self.timers.backward():
+        with self.timers.backward(), self.access.during("backward"):
             self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)
         return loss
 
@@ -89,6 +92,7 @@ class Engine(nn.Module):
         Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
+        self.access.require_no_block("engine.step()")
         if training.backwards == 0:
             raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
         training.backwards = 0
@@ -145,6 +149,7 @@ class Engine(nn.Module):
             if value is not _LOAD_OPTIONS.get(name):
                 known = ", ".join(f"{key}={default}" for key, default in _LOAD_OPTIONS.items())
                 raise UsageError(f"load_checkpoint({name}={value!r}) is not offered; what is: {known}")
+        self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):
             return self.checkpoints.load(load_dir, tag)
 
@@ -292,7 +297,9 @@ def _wait_for(device: torch.device) -> Callable[[], None] | None:
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
-def _close(training: Training, checkpoints: Checkpoints, report: RunReport, pause: CollectorPause | None) -> None:
+def _close(
+    training: Training, checkpoints: Checkpoints, report: RunReport, access: Access, pause: CollectorPause | None
+) -> None:
     with contextlib.ExitStack() as last_to_first:
         if pause is not None:
             last_to_first.callback(pause.end)
@@ -300,3 +307,4 @@ def _close(training: Training, checkpoints: Checkpoints, report: RunReport, paus
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)
         last_to_first.callback(checkpoints.finish)
+        last_to_first.callback(access.close)

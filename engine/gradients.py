@@ -116,6 +116,10 @@ class WholeGradients:
         first, stop = record.owned_range
         return self._flat(record)[first:stop]
 
+    def whole(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return this rank's own gradient, as accumulated so far and not averaged; None where it has none."""
+        return self._held.get(record)
+
     def drop(self) -> None:
         """See Gradients."""
         self._held.clear()

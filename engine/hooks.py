@@ -176,6 +176,7 @@ class UnitHooks:
     def start_backward(self) -> None:
         """Gather what was read from elsewhere; forwards from here on are recomputation (the engine's call)."""
         self._in_backward = True
+        self.residence.fill_lent()
         for unit in self._stray:
             if unit not in self._holder:
                 self._gather_unit(unit, None)
@@ -206,6 +207,7 @@ class UnitHooks:
         self._stray.clear()
         for unit in list(self._holder):
             self._release(unit)
+        self.residence.empty_lent()
 
     # -- gathering --------------------------------------------------------------------------------------------------
 

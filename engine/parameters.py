@@ -145,6 +145,21 @@ class ParameterRecord:
         self.parameter.data = self.full.view(self.parameter.shape)
         self.residency = Residency.GATHERED
 
+    def lend(self) -> torch.Tensor:
+        """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` wants."""
+        former, self.full = self.full, torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
+        return former
+
+    def take_back(self, former: torch.Tensor, *, keep: bool) -> None:
+        """Undo `lend`: the parameter is released, or with `keep` its values move to its own memory."""
+        lent, self.full = self.full, former
+        if not keep:
+            self.release()
+            return
+        self.make_room()
+        self.full.copy_(lent)
+        self.point_at_full()
+
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
         self.park()

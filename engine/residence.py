@@ -1,10 +1,18 @@
-"""Which units are gathered, kept and brought ahead. The hooks say when a unit is needed; this says how it is there."""
+"""Which units are gathered, kept and brought ahead. The hooks say when a unit is needed; this says how it is there.
+
+[Note: held by a caller]
+`hold` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `let_go`. They lie in
+memory of their own meanwhile: whatever keeps a view of them, a graph or the caller, keeps that memory. To units they
+are there. The parameter's own memory is what graphs made before saved; it is filled for a backward that runs meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from zstore.dist import World
 from zstore.errors import UsageError
@@ -13,6 +21,9 @@ from .fetch import Fetch, Fetcher, Ready
 from .parameters import ParameterRecord, Residency
 from .prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .units import Unit
+
+Fill = Callable[[Sequence[ParameterRecord]], None]
+"""Sets `full` of the records, which has room, to the values of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,10 @@ class Residence:
         """Units in use, by parameter."""
         self._holds: Counter[ParameterRecord] = Counter()
         """Units kept or brought ahead, by parameter."""
+        self._callers: Counter[ParameterRecord] = Counter()
+        """Callers that hold a parameter, by parameter. See [Note: held by a caller]."""
+        self._lent: dict[ParameterRecord, torch.Tensor] = {}
+        """The own memory of parameters whose values lie in a caller's."""
         self._there: set[ParameterRecord] = set()
         self._coming: dict[ParameterRecord, Fetch] = {}
         self._ahead: dict[Unit, Fetch] = {}
@@ -172,6 +187,49 @@ class Residence:
         self._there.discard(record)
         self._coming.pop(record, None)
         self._live_numel -= record.numel
+
+    # -- callers ----------------------------------------------------------------------------------------------------
+
+    def hold(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
+        """Let parameters have all their values until `let_go`; `fill` brings those that are released (all ranks)."""
+        self.forget()
+        sharded = [record for record in records if record.residency is not Residency.RESIDENT]
+        missing = [record for record in sharded if record.residency is Residency.RELEASED]
+        own = {record: record.lend() for record in missing}
+        try:
+            fill(missing)
+        except BaseException:
+            for record in missing:
+                record.take_back(own[record], keep=False)
+            raise
+        self._lent |= own
+        for record in missing:
+            record.point_at_full()
+            self._there.add(record)
+            self._live_numel += record.numel
+        self._callers.update(sharded)
+        self._users.update(sharded)
+
+    def let_go(self, records: Sequence[ParameterRecord]) -> None:
+        """End a `hold` of the same parameters."""
+        sharded = [record for record in records if record.residency is not Residency.RESIDENT]
+        self._callers.subtract(sharded)
+        for record in sharded:
+            if self._callers[record] == 0 and record in self._lent:
+                needed = self._users[record] > 1 or self._holds[record] > 0
+                record.take_back(self._lent.pop(record), keep=needed)
+        self._let_go(sharded, self._users)
+
+    def fill_lent(self) -> None:
+        """Give the own memory of parameters that callers hold their values, for graphs that saved it."""
+        for record, own in self._lent.items():
+            own.untyped_storage().resize_(own.numel() * own.element_size())
+            own.copy_(record.full)
+
+    def empty_lent(self) -> None:
+        """Free what `fill_lent` filled."""
+        for own in self._lent.values():
+            own.untyped_storage().resize_(0)
 
     # -- fetches ----------------------------------------------------------------------------------------------------
 

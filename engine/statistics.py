@@ -2,8 +2,8 @@
 
 [Note: links]
 `EngineStatistics.links` has, by name:
-- `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `control`: collectives, in bytes sent to other ranks. On CUDA
-  the times are the host's, which seldom waits there;
+- `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
+  On CUDA the times are the host's, which seldom waits there;
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read

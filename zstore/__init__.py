@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore.engine import add_config_arguments, init_distributed, initialize
+    from zstore.engine import add_config_arguments, gather, init_distributed, initialize
 
     from .errors import ZstoreError
     from .store import TensorStore
@@ -21,6 +21,7 @@ __all__ = [
     "ZstoreError",
     "__version__",
     "add_config_arguments",
+    "gather",
     "init_distributed",
     "initialize",
 ]
@@ -29,6 +30,7 @@ _HOMES = {
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
+    "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
     "initialize": "zstore.engine",
 }

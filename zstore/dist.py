@@ -37,7 +37,7 @@ from .watch import Watch, store_port
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "control"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
@@ -268,15 +268,27 @@ class World:
                 f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
             )
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace the values of `tensor` by rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
             whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-            sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == 0 else 0
+            sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
+
+    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Replace the values of rank `target`'s `tensor`, contiguous, by rank `source`'s; those two call it."""
+        if source == target or not tensor.numel():
+            return
+        flat = tensor.view(-1).view(torch.uint8)
+        sent_bytes = tensor.nbytes if self.rank == source else 0
+        with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
+            if self.rank == source:
+                torch_dist.send(flat, target, group=self.group)
+            else:
+                torch_dist.recv(flat, source, group=self.group)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not

@@ -7,7 +7,7 @@ reshard, retention.
 
 from .ahead import ReadAhead
 from .catalog import Refusal, TagInfo
-from .commit import new_folder
+from .commit import new_folder, temporary_folder
 from .format import Manifest, Record, ShardEntry
 from .names import new_save_id, step_tag, tag_text
 from .read import CheckpointReader, StoredArray, open_checkpoint, refused, tags
@@ -40,5 +40,6 @@ __all__ = [
     "step_tag",
     "tag_text",
     "tags",
+    "temporary_folder",
     "verify_checkpoint",
 ]

@@ -163,6 +163,27 @@ def discard(files: Files, path: Path) -> None:
 
 
 @contextlib.contextmanager
+def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder in `parent`, where it has a name that belongs to `name`, and remove what is left of it at the
+    end.
+
+    First sweeps what a dead process left there for the same name.
+    """
+    files.make_folder(parent)
+    sweep(files, parent, only=name)
+    save_id = new_save_id()
+    temporary = parent / own_name(name, TEMPORARY, save_id)
+    lock = SaveLock(parent / own_name(name, LOCK, save_id))
+    try:
+        files.make_folder(temporary)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            files.remove_tree(temporary)
+        lock.release()
+
+
+@contextlib.contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` when the block ends, and is removed where it raises.
 
@@ -170,23 +191,11 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
     """
     if target.exists() or target.is_symlink():
         raise CheckpointExistsError(f"{target} exists: remove it, or name another folder to write")
-    files.make_folder(target.parent)
-    sweep(files, target.parent, only=target.name)
-    save_id = new_save_id()
-    temporary = target.with_name(own_name(target.name, TEMPORARY, save_id))
-    lock = SaveLock(target.with_name(own_name(target.name, LOCK, save_id)))
-    try:
-        files.make_folder(temporary)
+    with temporary_folder(files, target.parent, target.name) as temporary:
         yield temporary
         files.sync_folder(temporary)
         files.rename(temporary, target)
         files.sync_folder(target.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            files.remove_tree(temporary)
-        raise
-    finally:
-        lock.release()
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:

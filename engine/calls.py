@@ -1,0 +1,104 @@
+"""What a training script may ask of the run's state: the engine's calls that reach whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zstore.dist import World
+
+from .access import Access
+from .distributed import phase
+from .export import MAX_FILE_BYTES, module_state_dict, save_weights
+
+
+class StateCalls:
+    """The part of the engine that reads and changes state by name.
+
+    All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's in
+    the model, as in `model.named_parameters()`; of tied parameters any name will do. A wrong one is a UsageError, on every
+    rank, that names the nearest.
+    """
+
+    access: Access
+
+    @property
+    def world(self) -> World:
+        """The ranks of the run."""
+        return self.access.training.world
+
+    @phase("access")
+    def get_full_parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return a parameter in the best precision there is: a copy on the CPU, in its shape (all ranks).
+
+        That is the fp32 master; of a parameter that is not trained, itself. None on other ranks with `rank0_only`.
+        """
+        return self.access.parameter(name, rank0_only=rank0_only)
+
+    @phase("access")
+    def get_optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return what the optimizer keeps of a parameter, as "exp_avg": a copy on the CPU, fp32 (all ranks).
+
+        In the parameter's shape; a scalar, as "step", without extents. None on other ranks with `rank0_only`. Raises
+        UsageError for a slot that the optimizer does not keep.
+        """
+        return self.access.optimizer_state(name, slot, rank0_only=rank0_only)
+
+    @phase("access")
+    def get_gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return a parameter's gradient, as the step under way has it so far: a copy on the CPU, fp32 (all ranks).
+
+        It is the mean over ranks, summed over the micro-batches since the last step, without the loss scale, before
+        clipping. None after `step()`, for a parameter that no backward reached or that is not trained, and on other ranks
+        with `rank0_only`.
+        """
+        return self.access.gradient(name, rank0_only=rank0_only)
+
+    @phase("access")
+    def set_full_parameter(self, name: str, values: Any) -> None:
+        """Replace a parameter by rank 0's `values`: its fp32 master takes them as they are, the parameter rounded.
+
+        `values` is anything that torch.as_tensor takes, of the parameter's shape; other ranks may pass None (all ranks).
+        Raises UsageError for another shape, and within a forward or backward.
+        """
+        self.access.set_parameter(name, values)
+
+    @phase("access")
+    def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
+        """Replace what the optimizer keeps of a parameter by rank 0's `values`; see `get_optimizer_state` (all ranks).
+
+        Other ranks may pass None.
+        """
+        self.access.set_optimizer_state(name, slot, values)
+
+    @phase("access")
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        filename: str | None = None,
+        *,
+        dtype: str | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> list[Path]:
+        """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
+
+        Numbered files of at most `max_file_bytes` of weights, with an index, where one does not hold them; named after
+        `filename`, by default as `from_pretrained` finds them. A transformers model's config is written beside them.
+        Floating values are rounded from the fp32 masters to `dtype` ("bf16", "fp16", "fp32"; by default what the model
+        computes in). Tied weights are written once. Memory: a few tens of MiB on every rank, whatever the model's size.
+
+        The files have their names when they are whole and durable. Raises CheckpointExistsError where `save_dir` has
+        weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
+        """
+        return save_weights(self.access, Path(save_dir), filename=filename, dtype=dtype, max_file_bytes=max_file_bytes)
+
+    @phase("access")
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state dict (all ranks).
+
+        Where parameters are sharded (stage 3): copies on the CPU with whole values on rank 0, which need memory for the
+        whole model there, and an empty dict on other ranks. Else the model's own `state_dict()`, on every rank.
+        """
+        return module_state_dict(self.access)
