@@ -289,7 +289,8 @@ class Engine(StateCalls, nn.Module):
                 raise AttributeError(
                     f"the engine has no attribute {name!r}; of its model: {error}", name=name
                 ) from error
-        return in_step(value) if name == "generate" and self.training_state.hooks is not None else value
+        gathers = self.world_size > 1 and self.training_state.hooks is not None
+        return in_step(value) if name == "generate" and gathers else value
 
 
 def _wait_for(device: torch.device) -> Callable[[], None] | None:

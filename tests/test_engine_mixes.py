@@ -21,7 +21,7 @@ from tests.test_engine_bits import Case as BitsCase
 from tests.test_engine_models import Base, all_released, ids_of, loss_of
 from tests.transformers_models import build as build_transformers
 from tests.transformers_models import checkpoint_layers
-from zstore.errors import UsageError
+from zstore.errors import NonFiniteError, UsageError
 from zstore.testing.ranks import run_ranks
 
 WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 3
@@ -160,6 +160,19 @@ class InParts(nn.Module):
         return loss_of(self.encoder(ids), ids)
 
 
+class Routed(nn.Module):
+    """One of its experts, by what comes in: ranks use different ones, and none uses all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = int(x.detach().float().sum().abs() * 1000) % len(self.experts)
+        routed: torch.Tensor = x + self.experts[number](x)
+        return routed
+
+
 class Telling(Block):
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return {"x": [super().forward(state["x"][0])], "before": state}
@@ -205,6 +218,7 @@ MIXES = {
     "buffers in fp32": Mix(lambda: Base([Counting(), Counting()]), precision="fp32"),
     "shared buffer": Mix(lambda: SharedBuffer([Counting(), Counting()])),
     "recurrent": Mix(Recurrent, precision="fp32"),
+    "experts": Mix(lambda: Base([Routed(), Routed()])),
     "a part is called": Mix(InParts, call=lambda model, ids: model.loss(ids)),
     "dictionaries": Mix(lambda: Told([Telling(WIDTH), Telling(WIDTH)])),
 }
@@ -308,7 +322,9 @@ def _on_two_ranks(rank: int) -> Found:
     # At stage 2 what differs is the way of gradients alone.
     found = {name: train(name, rank, WORLD_SIZE, 3) for name in MIXES}
     found |= {f"{name}, stage 2": train(name, rank, WORLD_SIZE, 2) for name in MIXES if "adapters" in name}
-    return found | {f"strictly, stage {stage}": strictly(rank, WORLD_SIZE, stage) for stage in (1, 2)}
+    found |= {f"strictly, stage {stage}": strictly(rank, WORLD_SIZE, stage) for stage in (1, 2)}
+    # Last: ranks that part end the process group's use.
+    return found | {"read outside": read_outside(), "parted": parted(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +340,9 @@ def test_mixes_train_sharded_to_the_bit(name: str, on_two_ranks: list[Found]) ->
 
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes_train_from_disk_to_the_bit(name: str, nvme: Path) -> None:
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(nvme)}}
-    assert train(name, 0, 1, 3, **offload) == []
+    disk = {"device": "nvme", "nvme_path": str(nvme)}
+    assert train(name, 0, 1, 3, offload_optimizer=disk) == []
+    assert train(name, 0, 1, 3, offload_optimizer=disk, offload_param=disk) == []
 
 
 def test_state_is_kept_of_adapters_alone(nvme: Path) -> None:
@@ -395,3 +412,46 @@ def test_unused_parameters_are_an_error_on_every_rank_where_the_config_says_so(
             "frozen False: step 1: on no rank was there a gradient for 'never.weight', 'never.bias'; nothing was changed"
         )
         assert "set zero_optimization.ignore_unused_parameters to true" in found[0]
+
+
+def read_outside() -> list[str]:
+    """Return the error of a step on a loss for which a sharded weight was read outside of every forward."""
+    model = build("groups")
+    engine, *_ = zstore.initialize(model=model, config=settings(MIXES["groups"], 3))
+    found = []
+    with engine:
+        before = engine_digests(engine)
+        engine.backward(engine(ids_of(0, 0)) + model.get_parameter("embed.weight").square().mean())
+        try:
+            engine.step()
+        except NonFiniteError as error:
+            found.append(str(error))
+        assert engine_digests(engine) == before
+    return found
+
+
+def test_a_sharded_weight_is_nan_outside_of_every_forward(on_two_ranks: list[Found]) -> None:
+    for found in on_two_ranks:
+        assert len(found["read outside"]) == 1
+        assert (
+            "the norm of the gradients is nan; no parameter and no optimizer state was changed"
+            in found["read outside"][0]
+        )
+
+
+def parted(rank: int) -> list[str]:
+    """Return the error of a forward in which each rank calls another layer, both of one shape."""
+    engine, *_ = zstore.initialize(model=Partly(), config=settings(Mix(Partly, precision="fp32"), 3))
+    with engine:
+        try:
+            engine(rank)
+        except UsageError as error:
+            return [str(error)]
+    return []
+
+
+def test_ranks_that_call_other_modules_are_told_so_and_get_no_mixture(on_two_ranks: list[Found]) -> None:
+    for rank, found in enumerate(on_two_ranks):
+        assert len(found["parted"]) == 1
+        assert f"rank {rank} needs unit 'layers.{rank}'" in found["parted"][0]
+        assert "every rank must run the same modules in the same order" in found["parted"][0]

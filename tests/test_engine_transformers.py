@@ -76,10 +76,10 @@ def train(name: str, rank: int, world_size: int, config: dict[str, Any]) -> list
     return found
 
 
-def write(name: str, rank: int, world_size: int) -> list[str]:
+def write(name: str, rank: int, world_size: int, **zero: Any) -> list[str]:
     """Return what differs from the plain model's text, before and after a step; ranks stop at different lengths."""
     model, plain = build(name), build(name)
-    engine, *_ = zstore.initialize(model=model, config=settings(3, "fp32"))
+    engine, *_ = zstore.initialize(model=model, config=settings(3, "fp32", **zero))
     reference = Reference(plain, world_size, stage=3, clip=0.5, adam=ADAM, loss=loss_of)
     prompts = torch.randint(2, VOCAB, (1, 4), generator=torch.Generator().manual_seed(rank))
     always: dict[str, Any] = {"do_sample": False, "pad_token_id": PAD}
@@ -129,9 +129,10 @@ def test_trains_sharded_to_the_bit(name: str, on_two_ranks: list[dict[str, list[
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dict[str, list[str]]]) -> None:
+def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dict[str, list[str]]], nvme: Path) -> None:
     assert [found[f"{name} writes"] for found in on_two_ranks] == [[], []]
     assert write(name, 0, 1) == []
+    assert write(name, 0, 1, offload_param={"device": "nvme", "nvme_path": str(nvme)}) == []
 
 
 def test_generate_is_told_to_keep_step_unless_the_call_says_otherwise() -> None:
@@ -152,5 +153,6 @@ def test_generate_is_told_to_keep_step_unless_the_call_says_otherwise() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_trains_from_disk_to_the_bit(name: str, nvme: Path) -> None:
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(nvme)}}
-    assert train(name, 0, 1, settings(3, "bf16", **offload)) == []
+    disk = {"device": "nvme", "nvme_path": str(nvme)}
+    assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk)) == []
+    assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk, offload_param=disk)) == []
