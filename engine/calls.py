@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from zstore.dist import World
+from zstore.weights import MAX_FILE_BYTES
 
 from .access import Access
 from .distributed import phase
-from .export import MAX_FILE_BYTES, module_state_dict, save_weights
+from .export import module_state_dict, save_weights
 
 
 class StateCalls:

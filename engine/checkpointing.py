@@ -40,9 +40,11 @@ from zstore.checkpoint import (
 )
 from zstore.checkpoint.ahead import ReadAhead
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
 from .interrupts import interrupts_wait
+from .model import save_config
 from .record import apply_record, check_record, engine_record
 from .rng import derive_rng_state, load_rng_state, rng_state
 from .tensors import as_numpy, as_torch, dtype_name
@@ -194,11 +196,20 @@ class Checkpoints:
                 keep=training.config.keep,
                 overwrite=overwrite,
                 disk_folder=store.options.run_path,
+                before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
             )
             return save_checkpoint(request)
         except BaseException:
             snapshot.release()
             raise
+
+    def _write_weights(self, reader: CheckpointReader) -> list[str]:
+        """Write the weights, as the model computes with them, beside the arrays of a checkpoint (rank 0)."""
+        precision = self._training.config.precision
+        layouts = plan_files(list_weights(reader, DTYPES[precision]), MAX_FILE_BYTES)
+        lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
+        save_config(self._training.model, reader.path)
+        return [f"{each.name}: {each.count} values do not fit {precision}: infinite in the weights" for each in lost]
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""

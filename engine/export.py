@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from zstore.weights import DTYPES, FileLayout, Weight, WeightsWriter, lost_text,
 from zstore.weights.layout import STEM, SUFFIX, index_file
 
 from .checkpointing import stored_buffers
+from .model import save_config
 from .parameters import Residency
 from .tensors import as_numpy, dtype_name
 from .whole import Piece
@@ -28,9 +28,6 @@ from .whole import Piece
 if TYPE_CHECKING:
     from .access import Access
     from .training import Training
-
-MAX_FILE_BYTES = 5 * 1000**3
-"""Bytes of weights in one file, as transformers has it."""
 
 
 def save_weights(
@@ -144,7 +141,7 @@ class _Export:
         names = writer.finish()
         if writer.lost():
             raise CheckpointError(lost_text(writer.lost(), precision, 'Pass dtype="bf16"'))
-        _save_config(self._model, self._folder)
+        save_config(self._model, self._folder)
         if self._is_new:
             return
         # Weights go last, and the index after them: until then nobody takes the folder for a whole model.
@@ -152,17 +149,6 @@ class _Export:
         for name in [name for name in others if not (self._target / name).exists()] + names:
             self._files.rename(self._folder / name, self._target / name)
         self._files.sync_folder(self._target)
-
-
-def _save_config(model: nn.Module, folder: Path) -> None:
-    """Write the config of a transformers model beside its weights, as `from_pretrained` wants it."""
-    for name in ("config", "generation_config"):
-        config: Any = getattr(model, name, None)
-        if config is not None and callable(getattr(config, "save_pretrained", None)):
-            if name == "config" and not getattr(config, "architectures", None):
-                config = copy.deepcopy(config)
-                config.architectures = [type(model).__name__]
-            config.save_pretrained(folder)
 
 
 def module_state_dict(access: Access) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,3 +66,14 @@ def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
     # A slice of a file that was mapped, or of a larger tensor, cannot be released by itself.
     return cast if alone and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write the config of a transformers model beside its weights, as `from_pretrained` wants it."""
+    for name in ("config", "generation_config"):
+        config: Any = getattr(model, name, None)
+        if config is not None and callable(getattr(config, "save_pretrained", None)):
+            if name == "config" and not getattr(config, "architectures", None):
+                config = copy.deepcopy(config)
+                config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)

@@ -36,7 +36,6 @@ EVERYTHING = {
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.sub_group_size",
     "zero_optimization.elastic_checkpoint",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.round_robin_gradients",
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
@@ -49,7 +48,6 @@ TYPICAL = {
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 
 

@@ -131,6 +131,11 @@ class Config:
         )
 
     @property
+    def gathers_16bit_weights(self) -> bool:
+        """Whether every checkpoint has the weights as safetensors, too."""
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of parameters and gradients; masters are fp32 always."""
         if self._plain(self.settings.bf16.enabled):

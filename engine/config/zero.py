@@ -117,8 +117,9 @@ class ZeroSection(Section):
     """Keep a parameter that is used again within so many elements; DeepSpeed's default is 1e9."""
     sub_group_size: MaybePositive = not_yet(None, "the update's tiles follow from the shards and the cache")
     """Elements updated at a time; DeepSpeed's default is 1e9."""
-    stage3_gather_16bit_weights_on_model_save: Bool = not_yet(False, "run `zstore consolidate` on the checkpoint")
-    """Write 16-bit weights beside every checkpoint."""
+    stage3_gather_16bit_weights_on_model_save: Bool = built(False)
+    """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
+    loads from there. At every stage; in the background, before the checkpoint is committed."""
     contiguous_gradients: Bool = not_yet(True, "gradients are always copied into flat buffers")
     """Copy gradients into one buffer as they come, against fragmentation."""
     reduce_scatter: Bool = not_yet(True, "sharded gradients are always reduced by reduce-scatter")

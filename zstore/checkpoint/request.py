@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -17,6 +17,9 @@ from ..shardfile import layout_of
 from ..shardio import IoResources
 from ..tiers import PinnedShard
 from .names import array_path, check_save_id, shard_file, tag_text
+
+if TYPE_CHECKING:
+    from .read import CheckpointReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,9 @@ class SaveRequest:
     """Replace a committed checkpoint of the same tag."""
     disk_folder: Path | None = None
     """The disk tier's folder: where it is on another file system, room for copies is asked for beforehand."""
+    before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
+    """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. What it writes at the top
+    of the folder, durably, is committed too; it returns what the user should know."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 4

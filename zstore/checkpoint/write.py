@@ -4,8 +4,8 @@
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
 On rank 0 besides: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
-manifest of every rank; commit. The others wait for the commit, so that `wait()` tells the same on every rank. A rank
-that fails writes a manifest that says so; rank 0 then gives up and leaves `abort.json` for all to see.
+manifest of every rank; call `before_commit`; commit. The others wait for the commit, so that `wait()` tells the same on
+every rank. A rank that fails writes a manifest that says so; rank 0 then gives up and leaves `abort.json` for all to see.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import CheckpointError
 from ..shardio import ShardSummary
-from .catalog import read_record
+from .catalog import TagInfo, read_record
 from .commit import Committer, sweep
 from .crew import Crew
 from .format import COMPLETE, decode_state, encode_state
@@ -27,6 +27,7 @@ from .gather import Gatherer
 from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
 from .publish import Publisher
+from .read import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import keep_newest
 
@@ -160,9 +161,13 @@ class _Job:
         gatherer.write_metadata(crew)
         self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
         gatherer.check_complete()
+        record = gatherer.record(self._state)
+        if request.before_commit is not None:
+            with CheckpointReader(TagInfo(path=self._folder, record=record)) as reader:
+                self._messages += request.before_commit(reader)
         gatherer.sync_folders(crew)
         self._check_alive()
-        self._messages += self._committer.commit(gatherer.record(self._state))
+        self._messages += self._committer.commit(record)
         if request.keep is not None:
             self._messages += keep_newest(self._files, request.folder, keep=request.keep, run=request.run_id)
 

@@ -5,11 +5,12 @@ Read in this order: layout, cast, file, writer; then from_checkpoint.
 
 from .cast import Overflow, cast_into
 from .from_checkpoint import DTYPES, list_weights, write_weights
-from .layout import FileLayout, Weight, index_document, natural_key, plan_files
+from .layout import MAX_FILE_BYTES, FileLayout, Weight, index_document, natural_key, plan_files
 from .writer import Lost, WeightsWriter, lost_text
 
 __all__ = [
     "DTYPES",
+    "MAX_FILE_BYTES",
     "FileLayout",
     "Lost",
     "Overflow",

@@ -19,6 +19,9 @@ SUFFIX = ".safetensors"
 STEM = "model"
 """What the files of a model are called, as `from_pretrained` looks for them."""
 
+MAX_FILE_BYTES = 5 * 1000**3
+"""Bytes of weights in one file unless asked otherwise, as transformers has it."""
+
 _ALIGN_BYTES = 4096
 _DTYPES = {
     "bool": "BOOL",
