@@ -41,6 +41,8 @@ from zstore.checkpoint import (
 from zstore.checkpoint.ahead import ReadAhead
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
+from zstore.store import Snapshot
+from zstore.tiers import PinnedShard
 
 from . import client_state as client
 from .interrupts import interrupts_wait
@@ -176,8 +178,10 @@ class Checkpoints:
         training = self._training
         store = training.state.store
         grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
-        snapshot = store.snapshot(list(grids))
+        pins: dict[str, PinnedShard] = {}
         try:
+            for one in training.state.records:
+                pins |= training.updater.pin(one, training.state.arrays_of(one))
             request = SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -188,7 +192,7 @@ class Checkpoints:
                 save_id=save_id,
                 specs={name: store.spec(name) for name in grids} | small.specs,
                 grids=grids,
-                pins=snapshot.pins,
+                pins=pins,
                 small=small.arrays,
                 rank_state=rng_state(),
                 record=small.state,
@@ -200,7 +204,7 @@ class Checkpoints:
             )
             return save_checkpoint(request)
         except BaseException:
-            snapshot.release()
+            Snapshot(0, pins).release()
             raise
 
     def _write_weights(self, reader: CheckpointReader) -> list[str]:
@@ -256,6 +260,7 @@ class Checkpoints:
             if reader is None:
                 _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
+            training.updater.forget()
             training.torn = True
             if training.hooks is not None:
                 training.hooks.residence.forget()

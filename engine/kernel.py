@@ -43,7 +43,7 @@ class ParameterStep(Protocol):
         """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
 
     def scalars(self) -> Scalars:
-        """Return the parameter's scalars after the step; at least one tile came before."""
+        """Return the parameter's scalars after the step; no tile need have come before."""
 
 
 class Kernel(Protocol):
@@ -158,6 +158,11 @@ class TorchKernel:
         found = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
         return found | {"updates": scalars["updates"] + 1}
 
+    def probe(self, scalars: Scalars) -> Scalars:
+        """Return the scalars after a step of a parameter that has `scalars` before it."""
+        master, gradient, *slots = torch.zeros(2 + len(self.slots), 1, device=self._proxy.device)
+        return self.tile(scalars, master, gradient, slots)
+
     def _state(self, scalars: Scalars, views: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the state before the step; a first step starts from what the class itself makes."""
         if scalars["updates"] > 0:
@@ -190,6 +195,8 @@ class _TorchStep:
 
     def scalars(self) -> Scalars:
         """See ParameterStep."""
+        if self._after is self._before:  # no tile came yet, or this rank has no rows: every element counts alike
+            self._after = self._kernel.probe(self._before)
         return self._after
 
 

@@ -54,21 +54,34 @@ def global_norm(
     records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, state_is_sharded: bool
 ) -> float:
     """Return the norm of the averaged gradients over all parameters and ranks, as they are scaled (all ranks)."""
-    here = [(record, rows) for record in records if (rows := gradients.owned(record)) is not None]
+    here = [record for record in records if gradients.has(record)]
     if not here:
         return 0.0
     if not state_is_sharded:  # every rank has all rows
-        return norm_of_sums([(record.name, _sums_of_shards(record, rows)) for record, rows in here])
-    mine = torch.tensor([sum_of_squares(rows) for _, rows in here], dtype=torch.float64, device=world.device)
+        return norm_of_sums([(record.name, _sums_of_shards(record, gradients)) for record in here])
+    mine = torch.tensor([_sum(record, gradients) for record in here], dtype=torch.float64, device=world.device)
     everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
     world.all_gather(everyone, mine, kind="control")
     columns = everyone.view(world.world_size, -1).t().tolist()
-    return norm_of_sums([(record.name, shards) for (record, _), shards in zip(here, columns, strict=True)])
+    return norm_of_sums([(record.name, shards) for record, shards in zip(here, columns, strict=True)])
 
 
-def _sums_of_shards(record: ParameterRecord, gradient: torch.Tensor) -> list[float]:
-    step = record.grid.shard_numel
-    return [sum_of_squares(gradient[first : first + step]) for first in range(0, record.numel, max(step, 1))]
+def _sum(record: ParameterRecord, gradients: Gradients) -> float:
+    known = gradients.squares(record)
+    if known is not None:
+        return known
+    rows = gradients.owned(record)
+    return 0.0 if rows is None else sum_of_squares(rows)
+
+
+def _sums_of_shards(record: ParameterRecord, gradients: Gradients) -> list[float]:
+    step = max(record.grid.shard_numel, 1)
+    if record.numel <= step:
+        return [_sum(record, gradients)]
+    rows = gradients.owned(record)
+    return (
+        [] if rows is None else [sum_of_squares(rows[first : first + step]) for first in range(0, record.numel, step)]
+    )
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:

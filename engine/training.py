@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,11 +25,15 @@ from .parameters import ParameterRecord, Residency
 from .schedules import Schedule
 from .sharding import Sharding
 from .state import OptimizerState
+from .unit_gradients import UnitGradients
+from .update import Settings, Update
+from .updater import StepMode, Updater
+from .within import WithinBackward
 
 _log = logging.getLogger("zstore")
 
-_NAMED = 10
-"""Most parameters that an error names."""
+_NAMED = 5
+"""Parameters that an error names."""
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Counters:
     global_steps: int = 0
     """Optimizer steps, skipped ones too."""
     skipped_steps: int = 0
-    """Steps whose gradients were not finite, and that changed nothing."""
+    """Steps that overflowed in fp16 and changed nothing."""
     micro_steps: int = 0
 
 
@@ -55,6 +60,8 @@ class Training:
     model: nn.Module
     device: torch.device
     state: OptimizerState
+    updater: Updater
+    step_mode: StepMode
     gradients: Gradients
     hooks: UnitHooks | None
     """None where parameters are not sharded."""
@@ -73,6 +80,8 @@ class Training:
     """Whether the last step changed parameters."""
     torn: bool = False
     """Whether a step or a load stopped half way: the state is a mixture until a load mends it."""
+    within: WithinBackward | None = None
+    """The update that goes on within the backward under way, and until `step()`."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -93,13 +102,18 @@ class Training:
 
     def backward(self, scaled_loss: torch.Tensor, *, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch. Where that fails, the accumulation starts anew."""
-        self.gradients.start_backward()
+        self.complete()
+        last = self.is_boundary
+        if last and self.step_mode is StepMode.BACKWARD:
+            self._start_within()
+        self.gradients.start_backward(last=last)
         if self.hooks is not None:
             self.hooks.start_backward()
         try:
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.gradients.end_backward()
         except BaseException:
+            self._end_within()
             self.restart_accumulation()
             if self.hooks is not None:
                 self.hooks.abandon()
@@ -108,6 +122,39 @@ class Training:
             self.hooks.end_backward()
         self.backwards += 1
 
+    def _settings(self, factor: float) -> Settings:
+        return Settings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
+
+    def _start_within(self) -> None:
+        """Begin the update of step mode `backward`. See [Note: step modes]."""
+        self.require_whole()
+        if self.within is not None:
+            raise UsageError(
+                'a second backward before step(), but with "step_overlap": "backward" the first one has updated the '
+                'parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+            )
+        if not isinstance(self.gradients, UnitGradients):
+            raise UsageError("an update within the backward needs gradients by unit")
+        self.within = WithinBackward(self.gradients)
+        settings = self._settings(scale_factor(0.0, 0.0, self.scaler.scale))
+        update = Update(self.state, self.gradients.order, settings, self.gradients.take)
+        self.within.start(self.updater, update)
+
+    def _end_within(self) -> None:
+        """Give an update within a failed backward up; what it changed is torn."""
+        within, self.within = self.within, None
+        if within is not None:
+            self.torn = within.give_up(self.updater)
+
+    def complete(self) -> None:
+        """Return when no update is under way but one within a backward; raise what ended it."""
+        if self.within is None:
+            try:
+                self.updater.complete()
+            except BaseException:
+                self.torn = True
+                raise
+
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
         self.gradients.drop()
@@ -115,7 +162,7 @@ class Training:
 
     def require_whole(self) -> None:
         """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""
-        if self.torn:
+        if self.torn or self.updater.error is not None:
             raise UsageError(
                 "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
             )
@@ -136,19 +183,19 @@ class Training:
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
             if overflow and not self.scaler.skips:
-                raise NonFiniteError(
-                    f"step {self.counters.global_steps + 1}: the norm of the gradients is {norm}; no parameter and no "
-                    "optimizer state was changed. Look for a loss that is NaN or infinite, or lower the learning rate"
-                )
-            if not overflow:
+                raise NonFiniteError(self._non_finite(norm))
+            if self.within is not None:
+                self._finish_within(self.within)
+            elif not overflow:
                 self._update(scale_factor(self.norm, self.config.gradient_clipping, self.scaler.scale))
         finally:
+            self._end_within()
             self.gradients.drop()
         self._note(overflow)
 
     def _require_gradients(self) -> None:
         """Raise UsageError, on every rank, that names the parameters to which no rank's loss led."""
-        unused = [record.name for record in self.trained if self.gradients.owned(record) is None]
+        unused = [record.name for record in self.trained if not self.gradients.has(record)]
         if unused:
             more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             raise UsageError(
@@ -157,11 +204,47 @@ class Training:
                 "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
             )
 
+    def _non_finite(self, norm: float) -> str:
+        step = self.counters.global_steps + 1
+        changed = "no parameter and no optimizer state was changed"
+        if self.within is not None:
+            changed = 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
+        return (
+            f"step {step}: the norm of the gradients is {norm}; {changed}. Look for a loss that is NaN or infinite, or "
+            "lower the learning rate"
+        )
+
+    def _finish_within(self, within: WithinBackward) -> None:
+        self._change(lambda: within.finish(self.updater))
+        self.within = None
+
     def _update(self, factor: float) -> None:
+        """Update everything that had a gradient, or in step mode `forward` all that nobody reads before gathering it."""
+        records = [record for record in self.trained if self.gradients.has(record)]
+        settings = self._settings(factor)
+        behind: list[ParameterRecord] = []
+        if self.step_mode is StepMode.FORWARD:
+            behind = [record for record in records if record.residency is not Residency.RESIDENT]
+            records = [record for record in records if record.residency is Residency.RESIDENT]
+
+        def at_once() -> None:
+            update = Update(self.state, records, settings, self.gradients.take)
+            update.run()
+            update.note_scalars(records)
+
+        self._change(at_once)
+        if behind:
+            held = {record: self.gradients.take(record) for record in behind}
+            later = Update(self.state, behind, settings, held.pop)
+            later.note_scalars(behind)
+            self.updater.start(later)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Change the state, on every rank or with an error on every rank; resident parameters follow."""
         error: Exception | None = None
         self.torn = True
         try:
-            self.state.step(self.gradients, self.optimizer.param_groups, factor)
+            change()
         except Exception as raised:
             raised.add_note("The step was applied in part: load a checkpoint before going on.")
             error = raised
@@ -193,6 +276,7 @@ class Training:
 
     def close(self) -> None:
         """Give hooks, memory, threads and the run folder back."""
+        self.updater.close()
         self.gradients.close()
         if self.hooks is not None:
             self.hooks.remove()

@@ -15,7 +15,7 @@ from zstore.store import StoreOptions, TensorStore
 
 from .config import Config
 from .fetch import Fetcher, RowReader
-from .gradients import Gradients, ShardedGradients, WholeGradients
+from .gradients import Gradients, WholeGradients
 from .hooks import UnitHooks
 from .kernel import kernel_for
 from .loader import TrainingLoader
@@ -31,7 +31,9 @@ from .sharding import Sharding
 from .state import OptimizerState, TierName
 from .tensors import PRECISIONS
 from .training import Training
+from .unit_gradients import GradientRules, UnitGradients
 from .units import Unit, called_parameters, find_units
+from .updater import StepMode, Updater
 
 _TIERS: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 _AUTO_PERCENT = 60
@@ -66,6 +68,9 @@ def wire(
             _log.warning("rank %d: %s", world.rank, message)
         units = find_units(model, {record.parameter: record for record in records})
         hooks = _hooks(model, units, config, store, world) if sharding.parameters else None
+        updater, mode = Updater(store), StepMode(config.step_overlap)
+        if hooks is not None:
+            hooks.residence.on_ready(updater.wait_for)
         return Training(
             world=world,
             config=config,
@@ -74,6 +79,8 @@ def wire(
             model=model,
             device=world.device,
             state=state,
+            updater=updater,
+            step_mode=mode,
             gradients=_gradients(records, units, hooks, config, sharding, world),
             hooks=hooks,
             optimizer=optimizer,
@@ -206,10 +213,15 @@ def _gradients(
     trained = [record for record in records if record.group is not None]
     # These get gradients that nobody asked for.
     others = [record.parameter for record in records if record.group is None]
-    limit = config.reduce_bucket_numel
-    if not sharding.gradients:
-        return WholeGradients(trained, others, world, sharding, limit, None if hooks is None else hooks.arrived)
-    return ShardedGradients(units, others, world, limit, hooks.arrived if hooks is not None else _nothing)
+    within = config.step_overlap == "backward"
+    if not sharding.gradients and (world.world_size > 1 or not (within or sharding.parameters)):
+        return WholeGradients(trained, others, world, sharding, config.reduce_bucket_numel)
+    rules = GradientRules(
+        bucket_numel=config.reduce_bucket_numel,
+        keeps_rows=config.offload_optimizer.device == "none",
+        squares_at_once=within,
+    )
+    return UnitGradients(units, others, world, rules, hooks.arrived if hooks is not None else _nothing)
 
 
 def _nothing(record: ParameterRecord) -> None:

@@ -10,13 +10,16 @@ import pytest
 from tests.test_engine_bits import Case, compare
 from zstore.testing.ranks import run_ranks
 
-# (optimizer's tier, parameters' tier, precision, accumulation, clip, bucket, threshold)
+# (optimizer's tier, parameters' tier, precision, accumulation, clip, bucket, threshold, step mode)
 CASES = [
-    ("none", "cpu", "bf16", 3, 0.0, 500_000_000, 100),
-    ("nvme", "nvme", "bf16", 1, 0.25, 500_000_000, 0),
-    ("cpu", "nvme", "fp32", 1, 0.25, 40_000, 100),
-    ("nvme", "cpu", "fp16", 3, 0.0, 500_000_000, 1000),
-    ("none", "nvme", "fp32", 1, 0.0, 500_000_000, 0),
+    ("none", "cpu", "bf16", 3, 0.0, 500_000_000, 100, "backward"),
+    ("nvme", "nvme", "bf16", 1, 0.25, 500_000_000, 0, "forward"),
+    ("cpu", "nvme", "fp32", 1, 0.25, 40_000, 100, "backward"),
+    ("nvme", "cpu", "fp16", 3, 0.0, 500_000_000, 1000, "forward"),
+    ("nvme", "nvme", "bf16", 3, 0.0, 500_000_000, 100, "backward"),
+    ("nvme", "nvme", "fp32", 1, 0.0, 500_000_000, 100, "backward"),
+    ("cpu", "cpu", "bf16", 3, 0.25, 40_000, 100, "forward"),
+    ("none", "nvme", "fp32", 1, 0.0, 500_000_000, 0, "none"),
 ]
 
 
@@ -27,8 +30,8 @@ def _compare(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tu
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [
-        asdict(Case(3, optimizer, precision, accumulation, clip, bucket, threshold, parameters))
-        for optimizer, parameters, precision, accumulation, clip, bucket, threshold in CASES
+        asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
+        for optimizer, parameters, *rest, overlap in CASES
     ]
     for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
         assert failed == []

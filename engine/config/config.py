@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from zstore.errors import ConfigError, UsageError
 
@@ -219,6 +219,16 @@ class Config:
         """Where parameters rest between their uses (stage 3)."""
         section = self.settings.zero_optimization.offload_param
         return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
+
+    @property
+    def step_overlap(self) -> Literal["none", "backward", "forward"]:
+        """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state is offloaded."""
+        chosen = self.settings.zstore.step_overlap
+        if chosen == "auto":
+            chosen = "none" if self.offload_optimizer.device == "none" else "forward"
+        if chosen == "backward" and (self.gradient_clipping > 0 or self.skips_overflow):
+            chosen = "forward"
+        return cast("Literal['none', 'backward', 'forward']", chosen)
 
     @property
     def reduce_bucket_numel(self) -> int:

@@ -62,10 +62,10 @@ class ZstoreSection(Section):
     """Seconds without a sign of life after which a rank counts as dead and all stop: one that was killed is noticed at
     once, one that is stopped or whose machine is lost is not. A slow rank gives signs. 0: wait for the timeout of
     torch.distributed."""
-    step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = not_yet(
-        "auto", "the update runs in step(), after the backward", quiet=("none",)
-    )
-    """When the update runs: after the backward, within it, or before the next forward; the same bits in all."""
+    step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = built("auto")
+    """When the update runs; the same bits in all. "none": in step(). "forward": behind it, each unit before the next
+    forward needs it. "backward": each unit as its gradients arrive, which cannot take back a step that is not finite;
+    with clipping or loss scaling it acts as "forward". "auto": "forward" where state is offloaded."""
     split_master: Bool = not_yet(False, "the fp32 master is stored whole")
     """Keep the master as the bf16 weight and its low 16 bits: less traffic, the same bits. Needs bf16."""
     durability: Annotated[str, PlainValidator(OneOf(options=("checkpoint", "step")))] = not_yet(

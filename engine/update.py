@@ -1,0 +1,139 @@
+"""One optimizer step over the state: what changes each parameter, and the pass that carries it out.
+
+[Note: the update]
+Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
+the same on every tier and in every step mode. Phases, for each parameter that had a gradient on any rank, in order:
+1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
+2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
+   scalar (1 / loss scale, and the clip);
+3. the kernel changes master and slots in place; the store takes them back (written behind);
+4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
+In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kernel import ParameterStep
+from .parameters import ParameterRecord
+from .state import OptimizerState
+from .tensors import as_torch
+
+Rows = Callable[[ParameterRecord], torch.Tensor | None]
+"""Gives this rank's rows of an averaged gradient, 1-D; None where they are on disk (`OptimizerState.spilled`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one step is taken with, fixed when the step is decided: what changes afterwards is the next step's."""
+
+    step: int
+    """Number of the step, from 1; errors name it."""
+    factor: float
+    """What the gradients are multiplied with, once, in fp32."""
+    groups: Sequence[Mapping[str, Any]]
+    """Settings of each parameter group: lr, betas, weight decay and so on."""
+
+    @staticmethod
+    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> Settings:
+        """Return a copy of the groups' present settings; their parameters are left out."""
+        copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        return Settings(step=step, factor=float(np.float32(factor)), groups=copies)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class Update:
+    """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
+
+    def __init__(
+        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: Settings, rows: Rows
+    ) -> None:
+        self.records = list(records)
+        self.settings = settings
+        self._state = state
+        self._rows = rows
+        self._steps: dict[ParameterRecord, ParameterStep] = {}
+
+    def run(
+        self,
+        *,
+        admit: Callable[[ParameterRecord, bool], bool] | None = None,
+        done: Callable[[ParameterRecord], None] | None = None,
+    ) -> None:
+        """Carry the changes out, in order. See [Note: the update].
+
+        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is told when its new state,
+        and its new rows, are the present ones.
+        """
+        mine = [record for record in self.records if record.owned_numel]
+
+        def ended(group: int) -> None:
+            if done is not None:
+                done(mine[group])
+
+        with self._state.passing(
+            [self._arrays(record) for record in mine],
+            "update",
+            modes=self._modes(mine),
+            admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
+            on_end=None if done is None else ended,
+        ) as tiles:
+            gradients: dict[int, torch.Tensor | None] = {}
+            for tile in tiles:
+                record = mine[tile.group]
+                if tile.group not in gradients:
+                    # One at a time: the rows of what is done are free.
+                    gradients = {tile.group: self._rows(record)}
+                self._change(record, gradients[tile.group], tile.first, tile.stop, [as_torch(v) for v in tile.views])
+
+    def _arrays(self, record: ParameterRecord) -> list[str]:
+        names = self._state.arrays_of(record)
+        if record in self._state.spilled:
+            names.append(self._state.spilled[record])
+        if record.rest is not None and record.rest not in names:
+            names.append(record.rest)
+        return names
+
+    def _modes(self, records: Sequence[ParameterRecord]) -> dict[str, Any]:
+        modes: dict[str, Any] = {self._state.spilled[r]: "read" for r in records if r in self._state.spilled}
+        for record in records:
+            if record.rest is not None and record.rest not in self._state.arrays_of(record):
+                modes[record.rest] = "fill"
+        return modes
+
+    def _change(
+        self, record: ParameterRecord, rows: torch.Tensor | None, first: int, stop: int, views: list[torch.Tensor]
+    ) -> None:
+        """Carry phases 2 to 4 out on one tile."""
+        num_state = len(self._state.arrays_of(record))
+        (master, *slots), others = views[:num_state], views[num_state:]
+        part = rows[first:stop] if rows is not None else others.pop(0)
+        gradient = part.to(device=master.device, dtype=torch.float32)
+        if self.settings.factor != 1.0:
+            gradient.mul_(self.settings.factor)
+        self._step_of(record).tile(master, gradient, slots)
+        if others:
+            others[0].copy_(master)
+        elif record.rest is None and not self._state.is_master(record):
+            record.owned()[first:stop] = master
+
+    def _step_of(self, record: ParameterRecord) -> ParameterStep:
+        found = self._steps.get(record)
+        if found is None:
+            kernel, group = self._state.kernel_of(record)
+            found = self._steps[record] = kernel.start(self.settings.groups[group], self._state.scalars[record])
+        return found
+
+    def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
+        """Count the step in the scalars of `records`, those without rows here too."""
+        for record in records:
+            self._state.scalars[record] = self._step_of(record).scalars()

@@ -1,0 +1,201 @@
+"""Updates that run behind the training loop, on one thread, and whoever has to wait for them.
+
+[Note: step modes]
+none      `step()` takes the norm and updates everything before it returns.
+backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
+          `step()` waits for the rest. Nothing can be taken back: so it is for runs without clipping and loss scaling,
+          and a gradient that is not finite leaves a state that has to be loaded anew.
+forward   `step()` takes the norm and fixes what the step is: skipped or not, learning rates, step counts. Resident
+          parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
+          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
+          is left, and so does every call that reads the state. A save takes each array as its update is done.
+All give the same bits. An error is raised, with the number of its step, in whatever waits for the update, and the state
+is torn from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+
+from zstore.errors import UsageError
+from zstore.io import Priority
+from zstore.partition import Grid
+from zstore.shardio import IoResources, ShardSummary
+from zstore.store import TensorStore
+from zstore.tiers import LocalShard, PinnedShard
+
+from .parameters import ParameterRecord
+from .update import Update
+
+
+class StepMode(Enum):
+    """When the update runs. See [Note: step modes]."""
+
+    NONE = "none"
+    """In `step()`."""
+    BACKWARD = "backward"
+    """Within the backward, as gradients arrive."""
+    FORWARD = "forward"
+    """Behind `step()`, before the next forward needs it."""
+
+
+class Updater:
+    """Runs one update at a time on a thread of its own. Safe to use from several threads."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._thread: ThreadPoolExecutor | None = None
+        self._changed = threading.Condition()
+        self._pending: dict[ParameterRecord, list[LatePin]] = {}
+        """Records whose update is not done, and the pins that wait for it."""
+        self._held_back: set[ParameterRecord] = set()
+        """Those of them that may be read meanwhile, since their update was not admitted yet."""
+        self._error: BaseException | None = None
+        self._running: Future[None] | None = None
+        self.waits = 0
+        """Times that somebody had to wait for an update."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended an update before its end."""
+        return self._error
+
+    def start(self, update: Update, admit: Callable[[ParameterRecord, bool], bool] | None = None) -> None:
+        """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was."""
+        self.complete()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zstore-update")
+        with self._changed:
+            self._pending = {record: [] for record in update.records if record.owned_numel}
+            self._held_back = set() if admit is None else set(self._pending)
+        self._running = self._thread.submit(self._run, update, admit)
+
+    def _run(self, update: Update, admit: Callable[[ParameterRecord, bool], bool] | None) -> None:
+        def admitted(record: ParameterRecord, wait: bool) -> bool:
+            if admit is None or not admit(record, wait):
+                return admit is None
+            with self._changed:
+                self._held_back.discard(record)
+            return True
+
+        try:
+            update.run(admit=admitted, done=self._done)
+        except BaseException as error:
+            error.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
+            with self._changed:
+                self._error = error
+        finally:
+            with self._changed:
+                left, self._pending = self._pending, {}
+                self._changed.notify_all()
+            for pins in left.values():
+                for pin in pins:
+                    pin.resolve(self._store, self._error)
+
+    def _done(self, record: ParameterRecord) -> None:
+        with self._changed:
+            for pin in self._pending.pop(record, []):
+                pin.resolve(self._store, None)
+            self._changed.notify_all()
+
+    def wait_for(self, records: Iterable[ParameterRecord]) -> None:
+        """Return when none of `records` waits for its update; raise what ended the update.
+
+        Before an update within the backward is admitted, the backward may still read what it will change.
+        """
+        if not self._pending and self._error is None:
+            return
+        with self._changed:
+            wanted = set(records) - self._held_back
+            if not wanted.isdisjoint(self._pending):
+                self.waits += 1
+                self._changed.wait_for(lambda: wanted.isdisjoint(self._pending))
+            if self._error is not None:
+                raise self._error
+
+    def complete(self) -> None:
+        """Return when the update under way is done; raise what ended it."""
+        self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+
+    def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
+        """Return pins of arrays of `record`: of the present version, or of the one that its update will make."""
+        with self._changed:
+            waiting = self._pending.get(record)
+            if waiting is None:
+                return dict(self._store.snapshot(names).pins)
+            late = {name: LatePin(self._store, name) for name in names}
+            waiting += late.values()
+            return dict(late)
+
+    def forget(self) -> None:
+        """Wait for the end of an update and forget its error (before a load, which mends what it left)."""
+        self._wait()
+        self._error = None
+
+    def close(self) -> None:
+        """Complete what is under way and end the thread."""
+        self.forget()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+class LatePin:
+    """A pin of the version that an update under way will make. See `PinnedShard`."""
+
+    def __init__(self, store: TensorStore, name: str) -> None:
+        self._name = name
+        self._local = store.local(name)
+        self._tier = store.tier_of(name)
+        self._found: Future[PinnedShard] = Future()
+        self._lock = threading.Lock()
+        self._released = False
+
+    def resolve(self, store: TensorStore, error: BaseException | None) -> None:
+        """Pin the present version, or carry the error that kept it from being made (the updater's call)."""
+        with self._lock:
+            if error is None:
+                try:
+                    pin = store.snapshot([self._name]).pins[self._name]
+                except BaseException as raised:
+                    error = raised
+                else:
+                    self._found.set_result(pin)
+                    if self._released:
+                        pin.release()
+                    return
+            self._found.set_exception(error)
+
+    @property
+    def local(self) -> LocalShard:
+        """See `PinnedShard`."""
+        return self._local
+
+    @property
+    def tier(self) -> str:
+        """See `PinnedShard`."""
+        return self._tier
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError where the update failed."""
+        error = self._found.exception()
+        if error is not None:
+            raise UsageError(f"array {self._name!r}: its update failed, so there is nothing to save") from error
+        return self._found.result().publish(res, path, grid, shard, priority)
+
+    def release(self) -> None:
+        """See `PinnedShard.release`."""
+        with self._lock:
+            self._released = True
+            if self._found.done() and self._found.exception() is None:
+                self._found.result().release()
