@@ -40,9 +40,9 @@ from zstore.checkpoint import (
 )
 from zstore.checkpoint.ahead import ReadAhead
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
+from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
 from .interrupts import interrupts_wait
