@@ -19,6 +19,7 @@ from zstore.store import TensorStore
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
 from .tensors import as_torch
+from .transfers import copy_into
 
 POOL_BYTES = 16 * 1024 * 1024
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
@@ -56,13 +57,13 @@ class GradientSpill:
     def _write(self, name: str, rows: torch.Tensor) -> None:
         with closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
             for tile in tiles:
-                as_torch(tile.views[0]).copy_(rows[tile.first : tile.stop])
+                copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop], self._store.links)
 
     def _read(self, record: ParameterRecord, device: torch.device) -> torch.Tensor:
         rows = torch.empty(record.owned_numel, dtype=record.dtype, device=device)
         with closing(self._store.stream([[self._arrays[record]]], "read", pool=self._pool)) as tiles:
             for tile in tiles:
-                rows[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
+                copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]), self._store.links)
         return rows
 
     def settle(self) -> None:

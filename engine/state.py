@@ -19,6 +19,7 @@ from .kernel import Kernel, Scalars
 from .parameters import ParameterRecord
 from .placement import Placement
 from .tensors import as_torch
+from .transfers import copy_into
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
@@ -85,7 +86,7 @@ class OptimizerState:
         if fill is not None:
             with self.passing([[spec.name]], "fill") as tiles:
                 for tile in tiles:
-                    as_torch(tile.views[0]).copy_(fill[tile.first : tile.stop])
+                    copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop], self.store.links)
         return spec.name
 
     def is_master(self, record: ParameterRecord) -> bool:
@@ -136,4 +137,4 @@ class OptimizerState:
             for tile in tiles:
                 record = records[tile.group]
                 rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
-                rows.copy_(as_torch(tile.views[0]))
+                copy_into(rows, as_torch(tile.views[0]), self.store.links)

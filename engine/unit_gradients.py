@@ -32,6 +32,7 @@ from .gradients import agree_any, forget_gradients, take_gradient
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
 from .spill import GradientSpill
+from .transfers import copy_to
 from .units import Unit
 
 Told = Callable[[ParameterRecord], None]
@@ -185,7 +186,8 @@ class UnitGradients:
                 device = "cpu" if record in self._rules.to_host else row.device
                 held = self._rows[record] = torch.empty(record.owned_numel, dtype=record.dtype, device=device)
             rows = held[segment.first : segment.stop]
-            part = row[segment.offset : segment.offset + rows.numel()].to(held.device)
+            part = row[segment.offset : segment.offset + rows.numel()]
+            part = copy_to(part, held.device, part.dtype, self._world.links)
             if record in fresh:
                 rows.copy_(part)
             else:

@@ -24,6 +24,7 @@ from .kernel import ParameterStep
 from .parameters import ParameterRecord
 from .state import OptimizerState
 from .tensors import as_torch
+from .transfers import copy_into, copy_to
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None where they are on disk (`OptimizerState.spilled`)."""
@@ -117,14 +118,15 @@ class Update:
         num_state = len(self._state.arrays_of(record))
         (master, *slots), others = views[:num_state], views[num_state:]
         part = rows[first:stop] if rows is not None else others.pop(0)
-        gradient = part.to(device=master.device, dtype=torch.float32)
+        links = self._state.store.links
+        gradient = copy_to(part, master.device, torch.float32, links)
         if self.settings.factor != 1.0:
             gradient.mul_(self.settings.factor)
         self._step_of(record).tile(master, gradient, slots)
         if others:
             others[0].copy_(master)
         elif record.rest is None and not self._state.is_master(record):
-            record.owned()[first:stop] = master
+            copy_into(record.owned()[first:stop], master, links)
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

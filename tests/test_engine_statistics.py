@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from tests.engine_models import batch
 from tests.engine_runs import make_config, start, step
 from zstore.engine import Engine
 from zstore.engine.reporting import state_text
-from zstore.links import LinkStatistics
+from zstore.engine.transfers import copy_into, copy_to, link_between
+from zstore.links import LinkCounters, LinkStatistics
 from zstore.testing.ranks import run_ranks
 
 
@@ -120,3 +125,41 @@ def test_what_others_count_with_the_worlds_counters_stands_there_too() -> None:
     with start(make_config(1)) as engine:
         engine.world.links.begin("somewhere", 12)
         assert engine.statistics().links["somewhere"] == LinkStatistics(operations=1, bytes=12)
+
+
+def test_copies_are_counted_where_the_two_memories_differ() -> None:
+    cpu, cuda, fake = torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")
+    assert link_between(cuda, cpu) == "device_to_host"
+    assert link_between(cpu, cuda) == "host_to_device"
+    assert link_between(cpu, cpu) is None
+    assert link_between(cuda, torch.device("cuda", 0)) is None
+    links = LinkCounters()
+    source = torch.ones(6, dtype=torch.bfloat16)
+    copy_into(torch.empty(6, dtype=torch.float16, device=fake), source.float(), links)
+    assert copy_to(source, fake, torch.float32, links).device == fake
+    found = links.statistics()["host_to_device"]
+    # In the type of the device's side.
+    assert (found.operations, found.bytes) == (2, 12 + 24)
+    target = torch.empty(6)
+    copy_into(target, source, links)
+    assert target.tolist() == [1.0] * 6
+    assert copy_to(target, cpu, torch.float32, links) is target
+    assert list(links.statistics()) == ["host_to_device"]
+
+
+@pytest.mark.cuda
+def test_offloaded_state_crosses_to_the_device_and_back() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with start(make_config(1, "cpu")) as engine:
+        for _ in range(2):
+            before = dict(engine.statistics().links)
+            for micro in range(2):
+                (ids,) = batch(engine.global_steps, micro, 0)
+                engine.backward(engine(ids.to(engine.device)))
+                engine.step()
+        moved = changes(engine, before)
+        numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
+    # Gradients down and parameters up, in 16 bits.
+    assert moved["device_to_host"].bytes == 2 * numel
+    assert moved["host_to_device"].bytes == 2 * numel
