@@ -159,7 +159,7 @@ class Access:
                 return lambda: mine[first:stop]
 
             source = Source(record=record, name=f"gradient/{record.name}", dtype=record.dtype, begin=begin)
-            found = self._whole(source, rank0_only, sharded=training.sharding.optimizer_state)
+            found = self._whole(source, rank0_only)
         if found is None or (rank0_only and training.world.rank > 0):
             return None
         return found.float().div_(training.scaler.scale)
@@ -211,7 +211,7 @@ class Access:
             take, rank0_only=rank0_only
         )
 
-    def _whole(self, source: Source, rank0_only: bool, *, sharded: bool = True) -> torch.Tensor | None:
+    def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
         wanted = self.training.world.rank == 0 or not rank0_only
         out = torch.empty(source.record.numel if wanted else 0, dtype=source.dtype)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from zstore.arrays import ArraySpec, numpy_dtype
 from zstore.checkpoint import (
@@ -46,7 +45,8 @@ from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, wri
 
 from . import client_state as client
 from .interrupts import interrupts_wait
-from .model import save_config
+from .loading import LoadOptions, LoadPlan, plan_load
+from .model import save_config, stored_buffers
 from .record import apply_record, check_record, engine_record
 from .rng import derive_rng_state, load_rng_state, rng_state
 from .tensors import as_numpy, as_torch, dtype_name
@@ -58,8 +58,6 @@ _log = logging.getLogger("zstore")
 
 _END_WELL_S = 10.0
 """How long a save may go on after a rank failed."""
-_MOST_LISTED = 10
-"""Differences of one kind that an error names."""
 
 
 class SaveTicket:
@@ -238,17 +236,18 @@ class Checkpoints:
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, folder: str, tag: str | float | None) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint; return its path and the client's state (all ranks)."""
+    def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+        """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
         self.wait()
         training = self._training
         error: Exception | None = None
         reader: CheckpointReader | None = None
+        plan: LoadPlan | None = None
         with ExitStack() as opened:
             try:
                 reader = opened.enter_context(open_checkpoint(folder, tag, resources=training.state.store.resources))
-                check_arrays(training, reader)
-                check_record(training, _engine_of(reader), saved_world_size=reader.record.training_world_size)
+                plan = plan_load(training, reader, options)
+                check_record(training, _engine_of(reader), plan, reader.record.training_world_size)
             except CheckpointNotFoundError as missing:
                 if tag is not None:
                     error = missing
@@ -257,16 +256,18 @@ class Checkpoints:
             # Until here nothing was changed, on any rank.
             training.world.raise_together(error)
             self._check_all_found(reader is not None)
-            if reader is None:
+            if reader is None or plan is None:
                 _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
             training.updater.forget()
+            if plan.left_out and training.world.rank == 0:
+                _log.warning("%s is loaded in part:%s", reader.path, "".join(f"\n  {line}" for line in plan.left_out))
             training.torn = True
             if training.hooks is not None:
                 training.hooks.residence.forget()
             state: dict[str, Any] = {}
             try:
-                state = self._bring_back(reader)
+                state = self._bring_back(reader, plan)
             except Exception as raised:
                 raised.add_note(
                     "The engine now holds a mixture of two states: load another checkpoint before going on."
@@ -279,13 +280,15 @@ class Checkpoints:
         training.torn = False
         return str(reader.path), state
 
-    def _bring_back(self, reader: CheckpointReader) -> dict[str, Any]:
+    def _bring_back(self, reader: CheckpointReader, plan: LoadPlan) -> dict[str, Any]:
         """Load what this rank owns; return the client's state."""
         training = self._training
-        self._load_arrays(reader)
-        apply_record(training, _engine_of(reader), saved_world_size=reader.record.training_world_size)
-        training.run_id = reader.record.run or training.run_id
-        self._load_rng(reader)
+        self._load_arrays(reader, plan)
+        apply_record(training, _engine_of(reader), plan, reader.record.training_world_size)
+        if plan.options.everything:
+            training.run_id = reader.record.run or training.run_id
+        if plan.options.progress:
+            self._load_rng(reader)
         state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)
         return state
 
@@ -297,9 +300,8 @@ class Checkpoints:
                 "loaded: the folder is local to a machine; give one that all ranks share"
             )
 
-    def _load_arrays(self, reader: CheckpointReader) -> None:
-        state = self._training.state
-        arrays = [(name, *record.owned_range) for record in state.records for name in state.arrays_of(record)]
+    def _load_arrays(self, reader: CheckpointReader, plan: LoadPlan) -> None:
+        state, arrays = self._training.state, plan.arrays
         with (
             ReadAhead(reader, arrays) as ahead,
             state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
@@ -309,7 +311,8 @@ class Checkpoints:
                 stored = reader.array(name).spec.dtype
                 read_into(ahead, stored, name, first + tile.first, as_torch(tile.views[0]))
         for name, buffer in stored_buffers(self._training.model):
-            buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
+            if name in plan.buffers:
+                buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
         state.refresh_parameters()
 
     def _load_rng(self, reader: CheckpointReader) -> None:
@@ -358,50 +361,6 @@ def _engine_of(reader: CheckpointReader) -> dict[str, Any]:
             f"checkpoint {reader.path} was not saved by an engine, so it has no counters to go on from"
         )
     return engine
-
-
-def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (fully qualified name, buffer) of each buffer that a state_dict of the model has, once."""
-    seen: set[torch.Tensor] = set()
-    for path, module in model.named_modules():
-        left_out = module._non_persistent_buffers_set
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in left_out and buffer not in seen:
-                seen.add(buffer)
-                yield (f"{path}.{name}" if path else name), buffer
-
-
-def check_arrays(training: Training, reader: CheckpointReader) -> None:
-    """Raise CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer."""
-    wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
-    frozen = set()
-    for record in training.state.records:
-        wanted |= dict.fromkeys(training.state.arrays_of(record), tuple(record.parameter.shape))
-        if record.group is None:
-            frozen.add(record.name)
-    stored = {
-        name: array.spec.shape
-        for name, array in reader.arrays.items()
-        # Slots of a parameter that is frozen now are left alone.
-        if not name.startswith("client/") and not (name.startswith("optimizer/") and name.split("/", 2)[2] in frozen)
-    }
-    kinds = (
-        [f"missing: {name}" for name in wanted if name not in stored],
-        [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted],
-        [
-            f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
-            for name, shape in wanted.items()
-            if name in stored and stored[name] != shape
-        ],
-    )
-    if any(kinds):
-        lines: list[str] = []
-        for problems in kinds:
-            lines += problems[:_MOST_LISTED]
-            lines += [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
-        raise CheckpointMismatchError(
-            f"checkpoint {reader.path} is of another model or optimizer:" + "".join(f"\n  {line}" for line in lines)
-        )
 
 
 def read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:

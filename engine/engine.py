@@ -22,6 +22,7 @@ from .distributed import phase
 from .garbage import CollectorPause
 from .generation import in_step
 from .loader import TrainingLoader
+from .loading import LoadOptions
 from .monitors import Monitors
 from .optimizer import ZeroOptimizer
 from .reporting import RunReport
@@ -29,13 +30,6 @@ from .statistics import EngineStatistics, engine_statistics
 from .tensors import cast_floating
 from .timers import Timers
 from .training import Training
-
-_LOAD_OPTIONS = {
-    "load_module_strict": True,
-    "load_optimizer_states": True,
-    "load_lr_scheduler_states": True,
-    "load_module_only": False,
-}
 
 
 class Engine(StateCalls, nn.Module):
@@ -141,17 +135,15 @@ class Engine(StateCalls, nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
-        `options` are DeepSpeed's; only their defaults are offered, which load everything and accept no other model.
+        `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
+        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. What is not loaded stays as it is.
         (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
-        for name, value in options.items():
-            if value is not _LOAD_OPTIONS.get(name):
-                known = ", ".join(f"{key}={default}" for key, default in _LOAD_OPTIONS.items())
-                raise UsageError(f"load_checkpoint({name}={value!r}) is not offered; what is: {known}")
+        chosen = LoadOptions.of(options)
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):
-            return self.checkpoints.load(load_dir, tag)
+            return self.checkpoints.load(load_dir, tag, chosen)
 
     @phase("save")
     def wait_for_checkpoint(self) -> None:

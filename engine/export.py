@@ -19,8 +19,7 @@ from zstore.files import Files
 from zstore.weights import DTYPES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
 from zstore.weights.layout import STEM, SUFFIX, index_file
 
-from .checkpointing import stored_buffers
-from .model import save_config
+from .model import save_config, stored_buffers
 from .parameters import Residency
 from .tensors import as_numpy, dtype_name
 from .whole import Piece

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,14 @@ def save_config(model: nn.Module, folder: Path) -> None:
                 config = copy.deepcopy(config)
                 config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (fully qualified name, buffer) of each buffer that a state_dict of the model has, once."""
+    seen: set[torch.Tensor] = set()
+    for path, module in model.named_modules():
+        left_out = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in left_out and buffer not in seen:
+                seen.add(buffer)
+                yield (f"{path}.{name}" if path else name), buffer

@@ -3,7 +3,7 @@ data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from .config import BatchSizes
 from .training import Counters
 
 if TYPE_CHECKING:
+    from .loading import LoadPlan
     from .training import Training
 
 _ITEMS = "$items"
@@ -42,31 +43,43 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def apply_record(training: Training, record: Mapping[str, Any], *, saved_world_size: int) -> None:
-    """Bring counters, scalars, schedule and settings back. Everything was checked by `check_record`."""
-    training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
-    training.counters = Counters(**record["counters"])
-    training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
-    for parameter in training.state.scalars:
+def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
+    """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
+    options = plan.options
+    if options.progress:
+        training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        training.counters = Counters(**record["counters"])
+        training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
+        if training.loader is not None and record["data_position"] is not None:
+            training.loader.position = int(record["data_position"])
+    for parameter in plan.updated:
         training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
-    for group, saved in zip(training.optimizer.param_groups, record["groups"], strict=True):
-        for name, value in saved.items():
-            group[name] = tuple(value) if isinstance(value, list) else restored(value)
-    training.scaler.load(record["loss_scale"])
-    if record["schedule"] is not None:
+    if options.schedule:
+        _apply_groups(training, record["groups"], whole=options.optimizer)
+    if options.optimizer:
+        training.scaler.load(record["loss_scale"])
+    if options.schedule and record["schedule"] is not None:
         training.schedule.load(restored(record["schedule"]))
-    if training.loader is not None and record["data_position"] is not None:
-        training.loader.position = int(record["data_position"])
 
 
-def check_record(training: Training, record: Mapping[str, Any], *, saved_world_size: int) -> None:
-    """Raise CheckpointMismatchError where the record is of another optimizer or batch."""
+def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
+    """Bring the groups' settings back, or without the optimizer's state those that a schedule sets."""
+    defaults = training.optimizer.defaults
+    for group, settings in zip(training.optimizer.param_groups, saved, strict=True):
+        for name, value in settings.items():
+            if whole or name == "lr" or name not in defaults:
+                group[name] = tuple(value) if isinstance(value, list) else restored(value)
+
+
+def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
+    """Raise CheckpointMismatchError where the record is of another optimizer or batch, as far as it is loaded."""
     groups, saved = training.optimizer.param_groups, record["groups"]
-    if len(groups) != len(saved):
+    if plan.options.schedule and len(groups) != len(saved):
         raise CheckpointMismatchError(
-            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups"
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups, or "
+            "pass load_lr_scheduler_states=False"
         )
-    for parameter in training.state.scalars:
+    for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]
         # Before its first step an optimizer has fewer.
@@ -75,7 +88,8 @@ def check_record(training: Training, record: Mapping[str, Any], *, saved_world_s
                 f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
                 f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
             )
-    batch_for(training, record["batch"], saved_world_size=saved_world_size)
+    if plan.options.progress:
+        batch_for(training, record["batch"], saved_world_size=saved_world_size)
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:

@@ -218,8 +218,10 @@ def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert "training starts from the beginning" in caplog.text
         with pytest.raises(CheckpointNotFoundError, match="absent"):
             engine.load_checkpoint(str(tmp_path), "absent")
-        with pytest.raises(UsageError, match="load_module_only=True"):
-            engine.load_checkpoint(str(tmp_path), load_module_only=True)
+        with pytest.raises(UsageError, match="no option 'load_module'; it has load_module_strict"):
+            engine.load_checkpoint(str(tmp_path), load_module=True)
+        with pytest.raises(UsageError, match="load_module_only='yes'\\): expected True or False"):
+            engine.load_checkpoint(str(tmp_path), load_module_only="yes")
         with pytest.raises(UsageError, match="cannot be a tag"):
             engine.save_checkpoint(str(tmp_path), "../x")
         engine.save_checkpoint(str(tmp_path), 0.5)

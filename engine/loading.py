@@ -1,0 +1,143 @@
+"""What of a checkpoint is loaded: the choices of a call, and what they mean for this model and that checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from zstore.checkpoint import CheckpointReader
+from zstore.errors import CheckpointMismatchError, UsageError
+
+from .model import stored_buffers
+from .parameters import ParameterRecord
+
+if TYPE_CHECKING:
+    from .training import Training
+
+_MOST_LISTED = 10
+"""Differences of one kind that an error names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """DeepSpeed's choices of `load_checkpoint`. What is not loaded stays as it is in the engine."""
+
+    load_module_strict: bool = True
+    """Refuse a checkpoint with other parameters or buffers; else what both have is loaded, and the rest named in a
+    warning. Shapes must agree in any case."""
+    load_optimizer_states: bool = True
+    """Load the optimizer's slots and step counts, and the loss scale."""
+    load_lr_scheduler_states: bool = True
+    """Load the schedule and the learning rates."""
+    load_module_only: bool = False
+    """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> LoadOptions:
+        """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
+        known = [field.name for field in fields(LoadOptions)]
+        for name, value in options.items():
+            if name not in known:
+                raise UsageError(f"load_checkpoint() has no option {name!r}; it has {', '.join(known)}")
+            if not isinstance(value, bool):
+                raise UsageError(f"load_checkpoint({name}={value!r}): expected True or False")
+        return LoadOptions(**options)
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether slots, step counts and the loss scale are loaded."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def schedule(self) -> bool:
+        """Whether schedule and learning rates are loaded."""
+        return self.load_lr_scheduler_states and not self.load_module_only
+
+    @property
+    def progress(self) -> bool:
+        """Whether counters, batch sizes, position in the data and random number generators are loaded."""
+        return not self.load_module_only
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is left out."""
+        return self.optimizer and self.schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """What is loaded from a checkpoint that was compared with the model."""
+
+    options: LoadOptions
+    arrays: list[tuple[str, int, int]]
+    """Name, and this rank's global flat elements `[first, stop)`, of each array to load."""
+    buffers: list[str]
+    updated: list[ParameterRecord]
+    """Parameters whose optimizer state is loaded."""
+    left_out: list[str]
+    """Differences that are accepted, for a warning."""
+
+
+def plan_load(training: Training, reader: CheckpointReader, options: LoadOptions) -> LoadPlan:
+    """Return what to load.
+
+    Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer, and
+    UsageError where it would leave a state that is a mixture as one.
+    """
+    if not options.everything:
+        training.complete()
+    if training.torn and not options.everything:
+        raise UsageError(
+            "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
+            "options"
+        )
+    state = training.state
+    names = {r: state.arrays_of(r) if options.optimizer else [f"model/{r.name}"] for r in state.records}
+    wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
+    for record, arrays in names.items():
+        wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
+    left_out = _differences(training, reader, options, wanted)
+    found = {name for name in wanted if name in reader.arrays}
+    return LoadPlan(
+        options=options,
+        arrays=[(name, *record.owned_range) for record, arrays in names.items() for name in arrays if name in found],
+        buffers=[name for name, _ in stored_buffers(training.model) if f"buffer/{name}" in found],
+        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
+        left_out=left_out,
+    )
+
+
+def _differences(
+    training: Training, reader: CheckpointReader, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return the differences that `options` accept. Raises CheckpointMismatchError for others."""
+    frozen = {record.name for record in training.state.records if record.group is None}
+
+    def counts(name: str) -> bool:
+        if name.startswith("client/"):
+            return False
+        # Slots of a parameter that is frozen now are left alone.
+        return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
+
+    stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
+    missing = [f"missing: {name}" for name in wanted if name not in stored]
+    strange = [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted]
+    unequal = [
+        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    accepted = [] if options.load_module_strict else [*_short(missing), *_short(strange)]
+    refused = [*_short(missing), *_short(strange)] if options.load_module_strict else []
+    refused += _short(unequal)
+    if refused:
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.path} is of another model or optimizer:" + "".join(f"\n  {line}" for line in refused)
+        )
+    return accepted
+
+
+def _short(problems: list[str]) -> list[str]:
+    more = len(problems) - _MOST_LISTED
+    return problems[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
