@@ -149,10 +149,11 @@ class IoQueue:
                 future.set_exception(error)
 
         with self._changed:
-            started = time.perf_counter()
-            while len(self._heap) >= self._depth and not self._closed:
-                self._changed.wait()
-            self._blocked_s += time.perf_counter() - started
+            if len(self._heap) >= self._depth and not self._closed:
+                started = time.perf_counter()
+                while len(self._heap) >= self._depth and not self._closed:
+                    self._changed.wait()
+                self._blocked_s += time.perf_counter() - started
             if self._closed:
                 raise UsageError("the I/O threads are closed: no operation can be queued")
             heapq.heappush(self._heap, (priority, next(self._order), run))
