@@ -16,14 +16,10 @@ from zstore.dist import World
 from zstore.errors import UsageError
 
 
-def check_model(model: nn.Module, world: World) -> None:
-    """Raise UsageError for parameters without values, and where the ranks have different models (all ranks)."""
-    error: UsageError | None = None
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty:
-        error = UsageError(
-            f"parameter {empty[0]!r} is on the meta device and has no values: build the model on a real device"
-        )
+def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
+    """Raise UsageError for a model that cannot be trained, where its parameters are gathered (`gathers`) or anywhere,
+    and where the ranks have different models (all ranks)."""
+    error = _fault(model, gathers)
     world.raise_together(error)
     mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
@@ -36,6 +32,30 @@ def check_model(model: nn.Module, world: World) -> None:
         f"ranks {ranks} have another model than rank 0; parameters differ, on rank {world.rank} first: "
         f"{'none' if mine == theirs else odd}. Build the same model on every rank"
     )
+
+
+def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
+    """Return what is wrong with the model on this rank."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            return UsageError(
+                f"parameter {name!r} is on the meta device and has no values: build the model on a real device"
+            )
+        if parameter.is_complex():
+            return UsageError(
+                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: hold its "
+                "view_as_real() as the parameter, and take view_as_complex() in forward"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
+        # What torch.compile(module) and module.compile() leave behind.
+        if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
+            return UsageError(
+                f"module {name!r} is compiled, which cannot be traced while parameters come and go: leave torch.compile "
+                "out, or use a stage below 3 without offload_param"
+            )
+    return None
 
 
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:

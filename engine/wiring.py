@@ -56,7 +56,7 @@ def wire(
     groups = group_of_parameters(optimizer, model)
     kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     names = list(named_parameters(model))
-    check_model(model, world)
+    check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     store = _open_store(config, world)
     try:

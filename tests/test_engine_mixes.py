@@ -92,6 +92,7 @@ class Counting(nn.Module):
         self.register_buffer("mask", torch.arange(WIDTH) % 3 > 0)
         self.register_buffer("average", torch.zeros(WIDTH), persistent=False)
         self.register_buffer("spread", torch.tensor([0.5]).expand(WIDTH))
+        self.register_buffer("turn", torch.full((WIDTH,), 0.6 + 0.8j), persistent=False)
         self.register_buffer("nothing", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,7 @@ class Counting(nn.Module):
         if self.training:
             self.calls += 1
             self.average.lerp_(y.detach().mean((0, 1)), 0.1)
-        return x + y + 0.01 * self.spread * self.average.clone() * self.calls
+        return x + y + 0.01 * self.spread * self.average.clone() * self.turn.real.to(x.dtype) * self.calls
 
 
 class SharedBuffer(Base):

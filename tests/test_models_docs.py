@@ -1,11 +1,20 @@
-"""The tables of `docs/models.md` name what the tests do."""
+"""The tables of `docs/models.md` name what the tests do; and what it refuses is refused."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from tests.test_engine_api import one_step, start
 from tests.test_engine_transformers import REENTRANT, WRITERS
 from tests.transformers_models import ARCHITECTURES, build
+from zstore.errors import UsageError
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 KINDS = {True: "reentrant", False: "non-reentrant", None: "no"}
@@ -36,3 +45,53 @@ def test_the_files_that_it_names_are_there() -> None:
     named = [word for word in words if word.startswith("tests/")]
     assert len(named) == 3
     assert all((PAGE.parent.parent / name).exists() for name in named)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        module: nn.Module = torch.jit.script(nn.Linear(8, 8))
+    return module
+
+
+def turning() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+    return model
+
+
+def compiled(in_place: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    if not in_place:
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    model[0].compile(backend="eager")
+    return model
+
+
+OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "zero", "message"),
+    [
+        (lambda: nn.Sequential(scripted()), {"stage": 0}, "module '0' is scripted"),
+        (turning, {"stage": 0}, "parameter 'turn' is torch.complex64"),
+        (lambda: compiled(in_place=True), OFFLOADED, "module '0' is compiled"),
+        (lambda: compiled(in_place=False), OFFLOADED, "module '' is compiled"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(make: Callable[[], nn.Module], zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        start(make(), zero_optimization=zero)
+
+
+def test_compiled_modules_train_where_parameters_stay() -> None:
+    losses = []
+    for make in (lambda: compiled(in_place=True), lambda: compiled(in_place=False)):
+        with start(make(), zero_optimization={"stage": 3}) as engine:
+            losses.append([one_step(engine) for _ in range(3)])
+    plain = compiled(in_place=True)
+    plain[0]._compiled_call_impl = None  # type: ignore[index, union-attr]
+    with start(plain, zero_optimization={"stage": 3}) as engine:
+        assert losses == 2 * [[one_step(engine) for _ in range(3)]]
