@@ -45,6 +45,8 @@ class Reading:
 
     label: str
     rows: list[tuple[ParameterRecord, torch.Tensor]]
+    ahead: bool
+    """Whether nothing waits for it yet."""
     start: torch.cuda.Event | None
     """When the memory may be written."""
     end: torch.cuda.Event | None = None
@@ -73,13 +75,13 @@ class RowReader:
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
-    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]]) -> Reading:
+    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> Reading:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
         start = None
         if any(memory.device.type == "cuda" for _, memory in rows):
             start = torch.cuda.Event()  # type: ignore[no-untyped-call]
             start.record()
-        reading = Reading(label, rows, start)
+        reading = Reading(label, rows, ahead, start)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="zstore-prefetch", daemon=True)
             self._thread.start()
@@ -108,7 +110,7 @@ class RowReader:
     def _read_rows(
         self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: Reading
     ) -> None:
-        for tile in self._store.stream(names, "read", pool=self._pool):
+        for tile in self._store.stream(names, "read", pool=self._pool, ahead=reading.ahead):
             memory = rows[tile.group][1]
             target = memory[tile.first : tile.stop]
             if target.device.type == "cuda":
@@ -172,6 +174,8 @@ class Fetcher:
         self._limit_numel = limit_numel
         self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
+        self._apart = False
+        """Whether the ranks were found to gather different units: what was sent may never be answered."""
         self.ready: Ready = _nothing
         """See Ready."""
 
@@ -180,8 +184,8 @@ class Fetcher:
         """Bytes of rows read from the store so far."""
         return 0 if self._reader is None else self._reader.read_bytes
 
-    def read(self, name: str, number: int, records: Sequence[ParameterRecord]) -> Fetch:
-        """Start to read the rows of `records`, which have no memory, for unit `number`."""
+    def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
+        """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
         fetch = Fetch(name, number, list(records))
         alone = self._world.world_size == 1
         resting: list[tuple[ParameterRecord, torch.Tensor]] = []
@@ -194,13 +198,15 @@ class Fetcher:
                 fetch.rows[record] = rows
         if resting and self._reader is not None:
             self._reader.ready = self.ready
-            fetch.reading = self._reader.read(name, resting)
+            fetch.reading = self._reader.read(name, resting, ahead=ahead)
         return fetch
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
         """Begin the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
         if fetch.sent:
             return
+        if self._apart:
+            raise UsageError("the ranks ran different modules, so they cannot go on together: start the run again")
         fetch.sent = True
         if self._world.world_size == 1:
             return
@@ -282,6 +288,7 @@ class Fetcher:
         headers = fetch.header.view(-1, 2).tolist()
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
+            self._apart = True
             raise UsageError(
                 f"rank {self._world.rank} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need units "
                 f"{units}: every rank must run the same modules in the same order where parameters are sharded; let no "
@@ -303,16 +310,22 @@ class Fetcher:
         for fetch in unseen:
             self._check(fetch)
 
-    def drop(self, fetch: Fetch) -> None:
-        """Wait until nothing writes to the records' memory any more. What was sent is completed, on every rank."""
+    def drop(self, fetch: Fetch) -> bool:
+        """Wait until nothing writes to the records' memory any more. What was sent is completed, on every rank.
+
+        False where that may never be, so that the memory must stay.
+        """
         if fetch.reading is not None:
             fetch.reading.cancelled = True
             fetch.reading.wait()
+        if self._apart and not all(work.is_completed() for work in fetch.works):
+            return False
         for work in fetch.works:
             work.wait()
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()
+        return True
 
     def close(self) -> None:
         """End the reading thread."""

@@ -15,7 +15,7 @@ from zstore.store import StoreOptions
 from .config import Config
 from .parameters import ParameterRecord, named_parameters
 from .placement import Need, OffloadTier, PlacementSettings
-from .sharding import Sharding
+from .sharding import Persistence, Sharding
 from .tensors import PRECISIONS, dtype_name
 from .units import called_parameters, find_units
 
@@ -77,7 +77,7 @@ def find_needs(
     """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name."""
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or _parameter_tier(config) != "none"
-    threshold_numel = config.persistence_threshold_numel
+    persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
     needs: list[Need] = []
     for one in shapes:
         spec = ArraySpec(name=f"model/{one.name}", shape=one.shape, dtype=one.dtype)
@@ -88,7 +88,7 @@ def find_needs(
                 shard=rank if sharding.optimizer_state else 0,
                 dtype=one.dtype,
                 slots=slots.get(one.name),
-                stays_gathered=not (rests_apart and one.is_called and spec.numel >= threshold_numel),
+                stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,
             )
         )

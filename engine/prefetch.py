@@ -96,9 +96,9 @@ def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
     # Room for what is brought ahead comes first: it hides the waiting for every unit.
     room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
     kept: dict[int, int] = {}
-    for distance, number, again in sorted(candidates):
+    for _, number, again in sorted(candidates):
         first, size = uses[number].last + 1, numel[uses[number].unit]
-        if distance == 0 or max(live[first:again]) + size <= room:
+        if first >= again or max(live[first:again]) + size <= room:
             kept[number] = again
             _add(live, first, again, size)
     return kept

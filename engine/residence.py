@@ -16,8 +16,10 @@ import torch
 
 from zstore.dist import World
 from zstore.errors import UsageError
+from zstore.store import TensorStore
 
-from .fetch import Fetch, Fetcher, Ready
+from .config import Config
+from .fetch import Fetch, Fetcher, Ready, RowReader
 from .parameters import ParameterRecord, Residency
 from .prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .units import Unit
@@ -80,6 +82,8 @@ class Residence:
         self._coming: dict[ParameterRecord, Fetch] = {}
         self._ahead: dict[Unit, Fetch] = {}
         self._kept: set[Unit] = set()
+        self._stuck: list[Fetch] = []
+        """Fetches that never end, with the memory that they write to."""
         self._recorder = Recorder()
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
@@ -144,7 +148,7 @@ class Residence:
         follows = self._recorder.follows
         ahead, kept = unit in self._ahead, unit in self._kept
         if not ahead and not kept:
-            self._bring(unit)
+            self._bring(unit, ahead=False)
             self._send(unit)
         if follows:
             self._read_slots(number + 1)
@@ -244,7 +248,7 @@ class Residence:
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
         for unit in [unit for each in slots for unit in self._slot(each)]:
             if unit not in self._ahead and unit not in self._kept:
-                self._bring(unit)
+                self._bring(unit, ahead=True)
 
     def _send_slot(self, slot: int) -> None:
         for unit in self._slot(slot):
@@ -253,7 +257,7 @@ class Residence:
                 if not self._overlap:
                     self._complete(unit)
 
-    def _bring(self, unit: Unit) -> None:
+    def _bring(self, unit: Unit, *, ahead: bool) -> None:
         records = self._sharded[unit]
         missing = [record for record in records if record not in self._there and record not in self._coming]
         # Before the memory is taken: a failed start leaves a unit that can be dropped.
@@ -265,7 +269,7 @@ class Residence:
         self._statistics = replace(self._statistics, live_peak_numel=peak)
         for record in missing:
             self._coming[record] = fetch
-        self._ahead[unit] = fetch = self.fetcher.read(unit.name, self._number[unit], missing)
+        self._ahead[unit] = fetch = self.fetcher.read(unit.name, self._number[unit], missing, ahead=ahead)
         for record in missing:
             self._coming[record] = fetch
 
@@ -286,7 +290,10 @@ class Residence:
                 self._there.add(one)
 
     def _drop(self, unit: Unit) -> None:
-        self.fetcher.drop(self._ahead.pop(unit))
+        fetch = self._ahead.pop(unit)
+        if not self.fetcher.drop(fetch):
+            self._stuck.append(fetch)
+            self._users.update(fetch.records)  # for good: nobody may have their memory
         self._let_go(self._sharded[unit], self._holds)
 
     def _count(self, **more: int) -> None:
@@ -305,3 +312,17 @@ class Residence:
     def on_ready(self, ready: Ready) -> None:
         """Call `ready` before any rows are read."""
         self.fetcher.ready = ready
+
+
+def make_residence(units: Sequence[Unit], config: Config, store: TensorStore, world: World) -> Residence:
+    """Return the residence of `units` as the config says; nothing is gathered."""
+    reader = None
+    resting = [record for unit in units for record in unit.owned if record.rest is not None]
+    if resting:
+        count, numel = config.parameter_buffers
+        largest = max(record.full.element_size() for record in resting)
+        reader = RowReader(store, store.make_pool(count * min(numel * largest, store.options.span_bytes)))
+    limits = PrefetchLimits(
+        prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
+    )
+    return Residence(units, world, Fetcher(world, reader, config.allgather_bucket_numel), limits)

@@ -32,3 +32,21 @@ class Sharding:
             gradients=many and stage >= 2,
             parameters=stage >= 3 and (many or offloads_parameters),
         )
+
+
+class Persistence:
+    """Says of one parameter after the other, in the order of the model, whether it keeps its gathered copy (stage 3)."""
+
+    def __init__(self, threshold_numel: int, most_numel: int | None) -> None:
+        self._threshold_numel = threshold_numel
+        self._left_numel = most_numel
+
+    def keeps(self, numel: int) -> bool:
+        """Return whether a parameter of `numel` elements is below the threshold, and its copy within what is left."""
+        if numel >= self._threshold_numel:
+            return False
+        if self._left_numel is None:
+            return True
+        fits = numel <= self._left_numel
+        self._left_numel -= numel if fits else 0
+        return fits

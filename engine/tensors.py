@@ -82,3 +82,16 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(cast_floating(item, dtype) for item in value)
     return value
+
+
+def return_free_memory() -> None:
+    """Give memory that was freed back to the system: the C library keeps what lies between other blocks."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    """Return the C library's malloc_trim; None where it has none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

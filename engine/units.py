@@ -1,7 +1,8 @@
 """Units: parameters that travel together. Pure: reads a module tree, changes nothing.
 
 [Note: how a model falls into units]
-- A child of an outermost ModuleList that holds parameters is a unit with all of its subtree: a transformer block.
+- A child of an outermost ModuleList that holds parameters is a unit with all of its subtree: a transformer block. One
+  that has more elements than may be gathered at a time falls into its own parameters and its children, and so on.
 - Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
 - Containers without a forward (ModuleList, ModuleDict, ParameterList) are never called, so they are no units: their
   modules are, and their own parameters go with the module that holds them. nn.MultiheadAttention reads its output
@@ -35,11 +36,16 @@ class Unit:
     """Those that belong to this unit."""
 
 
-def find_units(model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord]) -> list[Unit]:
-    """Return the units of `model` in module order; every parameter belongs to exactly one."""
+def find_units(
+    model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord], live_numel: int | None = None
+) -> list[Unit]:
+    """Return the units of `model` in module order; every parameter belongs to exactly one.
+
+    A block of more than `live_numel` elements is several units.
+    """
     units: list[Unit] = []
     taken: set[ParameterRecord] = set()
-    for name, modules in _unit_modules(model, "", False):
+    for name, modules in _unit_modules(model, "", False, live_numel):
         used = dict.fromkeys(records[p] for module in modules for p in _own_parameters(module))
         if not used:
             continue
@@ -52,13 +58,21 @@ def find_units(model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord]
 
 def called_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that some unit gathers."""
-    return {p for _, modules in _unit_modules(model, "", False) for module in modules for p in _own_parameters(module)}
+    return {
+        p for _, modules in _unit_modules(model, "", False, None) for module in modules for p in _own_parameters(module)
+    }
 
 
-def _unit_modules(module: nn.Module, name: str, in_list: bool) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield (name, modules) of each unit in the subtree; `in_list` where the parent is a ModuleList."""
+def _unit_modules(
+    module: nn.Module, name: str, in_list: bool, live_numel: int | None
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Yield (name, modules) of each unit in the subtree; `in_list` where the parent is a ModuleList, or was split."""
     callable_ = _has_forward(module)
-    if callable_ and (in_list or isinstance(module, nn.MultiheadAttention)):
+    whole = isinstance(module, nn.MultiheadAttention)
+    split = (
+        in_list and not whole and live_numel is not None and sum(p.numel() for p in module.parameters()) > live_numel
+    )
+    if callable_ and (whole or (in_list and not split)):
         yield name, tuple(dict.fromkeys(m for m in module.modules() if m is module or _own_parameters(m)))
         return
     if callable_ and _own_parameters(module):
@@ -66,7 +80,8 @@ def _unit_modules(module: nn.Module, name: str, in_list: bool) -> Iterator[tuple
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         # A ModuleDict in a ModuleList is not called either: its children are the blocks.
-        yield from _unit_modules(child, path, isinstance(module, nn.ModuleList) or (in_list and not callable_))
+        below = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
+        yield from _unit_modules(child, path, below, live_numel)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -14,7 +14,6 @@ from zstore.errors import UsageError
 from zstore.store import StoreOptions, TensorStore
 
 from .config import Config
-from .fetch import Fetcher, RowReader
 from .gradients import Gradients, WholeGradients
 from .hooks import UnitHooks
 from .kernel import kernel_for
@@ -24,12 +23,11 @@ from .model import check_model, own_memory, place_buffers, place_parameter
 from .optimizer import ZeroOptimizer, group_of_parameters
 from .parameters import ParameterRecord, make_record, named_parameters
 from .placement import Placement
-from .prefetch import PrefetchLimits
-from .residence import Residence
+from .residence import make_residence
 from .schedules import Schedule
-from .sharding import Sharding
+from .sharding import Persistence, Sharding
 from .state import OptimizerState, TierName
-from .tensors import PRECISIONS
+from .tensors import PRECISIONS, return_free_memory
 from .training import Training
 from .unit_gradients import GradientRules, UnitGradients
 from .units import Unit, called_parameters, find_units
@@ -37,6 +35,8 @@ from .updater import StepMode, Updater
 
 _TIERS: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 _AUTO_PERCENT = 60
+_TRIM_BYTES = 64 * 1024 * 1024
+"""Bytes of parameters laid out between two calls that give freed memory back to the system."""
 
 _log = logging.getLogger("zstore")
 
@@ -66,8 +66,9 @@ def wire(
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         for message in store.resources.files.fallbacks:
             _log.warning("rank %d: %s", world.rank, message)
-        units = find_units(model, {record.parameter: record for record in records})
-        hooks = _hooks(model, units, config, store, world) if sharding.parameters else None
+        live_numel = config.live_numel if sharding.parameters else None
+        units = find_units(model, {record.parameter: record for record in records}, live_numel)
+        hooks = UnitHooks(model, units, make_residence(units, config, store, world)) if sharding.parameters else None
         updater, mode = Updater(store), StepMode(config.step_overlap)
         if hooks is not None:
             hooks.residence.on_ready(updater.wait_for)
@@ -102,7 +103,7 @@ class _Layout:
         self._parameter_tier = _TIERS[config.offload_param.device]
         self._called = called_parameters(model)
         self._dtype = PRECISIONS[config.precision]
-        self._threshold_numel = config.persistence_threshold_numel
+        self._persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
         self._sharding = sharding
         self._world = world
 
@@ -112,6 +113,7 @@ class _Layout:
         """Return the records of all parameters, in order (all ranks). One at a time is whole in memory."""
         records: list[ParameterRecord] = []
         error: BaseException | None = None
+        freed_bytes = 0
         for name, aliases, parameter, group in parameters:
             # After an error too: the other ranks are in this, one after the other.
             place_parameter(parameter, self._world)
@@ -120,6 +122,10 @@ class _Layout:
                     records.append(self._lay_out(name, aliases, parameter, group, state))
                 except Exception as raised:
                     error = raised
+            freed_bytes += parameter.nbytes
+            if freed_bytes >= _TRIM_BYTES:
+                freed_bytes = 0
+                return_free_memory()
         self._world.raise_together(error)
         return records
 
@@ -130,7 +136,7 @@ class _Layout:
         given = parameter.data
         parameter.data = own_memory(given, self._dtype)
         record = make_record(name, aliases, parameter, group=group, sharding=self._sharding, rank=self._world.rank)
-        released = self._sharding.parameters and record.numel >= self._threshold_numel and parameter in self._called
+        released = self._sharding.parameters and parameter in self._called and not self._persistence.keeps(record.numel)
         offloaded = released and self._parameter_tier != "device"
         if released and not offloaded:
             record.shard_memory()
@@ -192,14 +198,6 @@ def _available_bytes() -> int:
     raise UsageError(
         'host_budget_bytes "auto": this system does not tell its available memory; write a number of bytes'
     )
-
-
-def _hooks(model: nn.Module, units: list[Unit], config: Config, store: TensorStore, world: World) -> UnitHooks:
-    reader = None
-    if any(record.rest is not None for unit in units for record in unit.parameters):
-        reader = RowReader(store, store.make_pool(20 << 20))
-    fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
-    return UnitHooks(model, units, Residence(units, world, fetcher, PrefetchLimits()))
 
 
 def _gradients(

@@ -239,13 +239,16 @@ def ids_of(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def settings(stage: int) -> dict[str, Any]:
+def settings(stage: int, offload: str = "none") -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "offload_param": {"device": offload}}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        "zero_optimization": zero,
         "steps_per_print": 0,
     }
 
@@ -257,9 +260,9 @@ def all_released(engine: Engine) -> bool:
     )
 
 
-def _train(rank: int, name: str, stage: int) -> list[str]:
-    engine, *_ = zstore.initialize(model=build(name), config=settings(stage))
-    reference = Reference(build(name), WORLD_SIZE, stage=stage, precision="bf16", clip=0.5, adam=ADAM)
+def _train(rank: int, name: str, stage: int, offload: str, world_size: int) -> list[str]:
+    engine, *_ = zstore.initialize(model=build(name), config=settings(stage, offload))
+    reference = Reference(build(name), world_size, stage=stage, precision="bf16", clip=0.5, adam=ADAM)
     found: list[str] = []
     with engine:
         rows = {record.name: record.owned_range for record in engine.training_state.state.records}
@@ -269,7 +272,7 @@ def _train(rank: int, name: str, stage: int) -> list[str]:
                     engine(ids_of(step, rank))
             if not all_released(engine):
                 found.append(f"step {step}: still gathered after a forward without gradients")
-            reference.step([[(ids_of(step, r),) for r in range(WORLD_SIZE)]])
+            reference.step([[(ids_of(step, r),) for r in range(world_size)]])
             loss = engine(ids_of(step, rank))
             engine.backward(loss)
             if not all_released(engine):
@@ -282,13 +285,16 @@ def _train(rank: int, name: str, stage: int) -> list[str]:
     return found
 
 
-def _train_all(rank: int, names: list[str], stage: int) -> dict[str, list[str]]:
-    return {name: found for name in names if (found := _train(rank, name, stage))}
+def _train_all(rank: int, names: list[str], stage: int, offload: str, world_size: int) -> dict[str, list[str]]:
+    return {name: found for name in names if (found := _train(rank, name, stage, offload, world_size))}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_models_train_to_the_bit(stage: int) -> None:
-    assert run_ranks(_train_all, WORLD_SIZE, list(MODELS), stage, timeout_s=90) == [{}, {}]
+@pytest.mark.parametrize(
+    ("stage", "offload", "world_size"), [(2, "none", 2), (3, "none", 2), (3, "cpu", 1), (3, "cpu", 2)]
+)
+def test_models_train_to_the_bit(stage: int, offload: str, world_size: int) -> None:
+    found = run_ranks(_train_all, world_size, list(MODELS), stage, offload, world_size, timeout_s=90)
+    assert found == [{}] * world_size
 
 
 def _misuse(rank: int) -> list[str]:

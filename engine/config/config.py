@@ -231,6 +231,12 @@ class Config:
         return cast("Literal['none', 'backward', 'forward']", chosen)
 
     @property
+    def parameter_buffers(self) -> tuple[int, int]:
+        """Number of the buffers for parameters on their way from where they rest, and elements of each."""
+        section = self.settings.zero_optimization.offload_param
+        return section.buffer_count, section.buffer_size
+
+    @property
     def reduce_bucket_numel(self) -> int:
         """Elements of gradients reduced in one collective."""
         return int(self._plain(self.settings.zero_optimization.reduce_bucket_size))
@@ -249,6 +255,26 @@ class Config:
     def ignore_unused_parameters(self) -> bool:
         """Whether a step goes on where a parameter got no gradient on any rank."""
         return self.settings.zero_optimization.ignore_unused_parameters
+
+    @property
+    def persistent_numel(self) -> int | None:
+        """Most elements of parameters that keep their gathered copy; None: no limit."""
+        return self.settings.zero_optimization.stage3_model_persistence_threshold
+
+    @property
+    def prefetch_numel(self) -> int:
+        """Elements gathered ahead of use (stage 3)."""
+        return int(self._plain(self.settings.zero_optimization.stage3_prefetch_bucket_size))
+
+    @property
+    def live_numel(self) -> int:
+        """Most elements of parameters gathered at one time (stage 3)."""
+        return self.settings.zero_optimization.stage3_max_live_parameters
+
+    @property
+    def reuse_numel(self) -> int:
+        """Elements of other units between two uses of one that stays gathered in between (stage 3)."""
+        return self.settings.zero_optimization.stage3_max_reuse_distance or 0
 
     @property
     def io(self) -> IoConfig:

@@ -13,10 +13,10 @@ from .values import (
     Bool,
     Count,
     Fraction,
-    MaybeAutoCount,
     MaybeCount,
     MaybePositive,
     OneOf,
+    Positive,
     Unread,
     Whole,
 )
@@ -27,7 +27,6 @@ Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(OneOf(options=
 _EXACT = "what is sent is never quantized: stages and tiers give the same bits"
 _ONE_WAY = "there is one way to gather, flat and by unit"
 _ALL_RANKS = "parameters are sharded over all ranks"
-_PREFETCH = "units are gathered when they are needed and released after; prefetch comes with a later version"
 _PARAMETERS = "parameters stay on the device in this version"
 _PIPELINE = "the update orders its own reads and writes in this version"
 
@@ -72,10 +71,12 @@ class OffloadParamSection(Section):
     """Folder on the drive; needed with "nvme"."""
     pin_memory: Bool = not_yet(False, _PARAMETERS)
     """Register host memory with the device driver."""
-    buffer_count: MaybePositive = not_yet(None, _PARAMETERS)
-    """Buffers for parameters on their way; DeepSpeed's default is 5."""
-    buffer_size: MaybePositive = not_yet(None, _PARAMETERS)
-    """Elements of one buffer; DeepSpeed's default is 1e8."""
+    buffer_count: Positive = built(5)
+    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; who finds no buffer
+    waits."""
+    buffer_size: Positive = built(100_000_000)
+    """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
+    little."""
     max_in_cpu: MaybeCount = not_yet(None, _PARAMETERS)
     """Elements of parameters kept in host memory with "nvme"; DeepSpeed's default is 1e9."""
 
@@ -107,14 +108,17 @@ class ZeroSection(Section):
     stage3_param_persistence_threshold: AutoCount = built(100_000)
     """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
     collectives. "auto": 10 times the hidden size."""
-    stage3_model_persistence_threshold: MaybeCount = not_yet(None, "the copies kept are not limited in sum")
-    """Most elements of parameters that keep their gathered copy; DeepSpeed has no limit."""
-    stage3_prefetch_bucket_size: MaybeAutoCount = not_yet(None, _PREFETCH)
-    """Elements gathered ahead of use; DeepSpeed's default is 5e7. "auto": 0.9 times the hidden size squared."""
-    stage3_max_live_parameters: MaybeCount = not_yet(None, _PREFETCH)
-    """Most elements of gathered parameters at one time; DeepSpeed's default is 1e9."""
-    stage3_max_reuse_distance: MaybeCount = not_yet(None, _PREFETCH)
-    """Keep a parameter that is used again within so many elements; DeepSpeed's default is 1e9."""
+    stage3_model_persistence_threshold: MaybeCount = built(None)
+    """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
+    stage3_prefetch_bucket_size: AutoCount = built(50_000_000)
+    """Elements gathered ahead of use; where it is not 0, at least the next unit, a transformer block. 0: each unit is
+    gathered when it is needed. "auto": 0.9 times the hidden size squared."""
+    stage3_max_live_parameters: Count = built(1_000_000_000)
+    """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
+    part; a single module's parameters are gathered whatever they are."""
+    stage3_max_reuse_distance: MaybeCount = built(None)
+    """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps what is
+    used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
     sub_group_size: MaybePositive = not_yet(None, "the update's tiles follow from the shards and the cache")
     """Elements updated at a time; DeepSpeed's default is 1e9."""
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
