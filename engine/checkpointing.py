@@ -127,7 +127,7 @@ class Checkpoints:
         try:
             # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
             with interrupts_wait():
-                handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite)
+                handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite, wait=wait)
                 self._pending = SaveTicket(handle, time.perf_counter() - started)
         except Exception as raised:
             error = raised
@@ -171,11 +171,14 @@ class Checkpoints:
         specs, arrays = client.small_arrays(tensors)
         return _Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
 
-    def _begin(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool) -> SaveHandle:
+    def _begin(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool, wait: bool) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
         grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
+        # What is copied to another drive before training goes on stays nobody's after that.
+        copied = wait and store.options.run_path is not None and not _one_drive(store.options.run_path, folder)
+        reserve_bytes = 0 if copied else store.require_room(list(grids), num_stores=training.world.local_world_size)
         pins: dict[str, PinnedShard] = {}
         try:
             for one in training.state.records:
@@ -199,6 +202,7 @@ class Checkpoints:
                 overwrite=overwrite,
                 disk_folder=store.options.run_path,
                 before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
+                reserve_bytes=reserve_bytes,
             )
             return save_checkpoint(request)
         except BaseException:
@@ -352,6 +356,12 @@ class _Small:
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
         return _Small(state, specs, arrays)
+
+
+def _one_drive(one: Path, other: Path) -> bool:
+    """Return whether two folders, of which the second may be made yet, are on one file system."""
+    made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
+    return one.stat().st_dev == made.stat().st_dev
 
 
 def _engine_of(reader: CheckpointReader) -> dict[str, Any]:

@@ -301,3 +301,5 @@ def _close(
         last_to_first.callback(report.close)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
+        # First of all: others may wait for this rank, and what follows may wait for them.
+        last_to_first.callback(training.world.tell_uncaught)

@@ -14,6 +14,7 @@ the process. On CUDA, where looking at a header would wait for the device, heade
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -321,7 +322,9 @@ class Fetcher:
         if self._apart and not all(work.is_completed() for work in fetch.works):
             return False
         for work in fetch.works:
-            work.wait()
+            # What failed does not write either; whoever needed it has the error.
+            with contextlib.suppress(RuntimeError):
+                work.wait()
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()

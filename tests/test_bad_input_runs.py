@@ -214,7 +214,7 @@ size("1200k")
 with start(make_config(3, "nvme", disk)) as engine:
     step(engine)
     with unchanged(engine):
-        with pytest.raises(DiskFullError, match="ckpt"):
+        with pytest.raises(DiskFullError, match="the next step needs"):
             engine.save_checkpoint(str(disk / "ckpt"))
         assert not (disk / "ckpt").exists() or whole(disk / "ckpt") == []
     engine.save_checkpoint(elsewhere)
@@ -224,7 +224,13 @@ with start(make_config(3, "nvme", disk)) as engine:
     assert state_of(engine) == before
     # Room for the checkpoint's own files, and none for the next generation of what it links.
     size("2200k")
+    with pytest.raises(DiskFullError, match="the next step .* beside it"):
+        engine.save_checkpoint(str(disk / "ckpt"))
+    assert state_of(engine) == before
+    size("40m")
     engine.save_checkpoint(str(disk / "ckpt"))
+    # Something else takes the room.
+    size("2200k")
     with pytest.raises(DiskFullError, match=str(disk)) as caught:
         step(engine)
     assert "applied in part" in caught.value.__notes__[0]

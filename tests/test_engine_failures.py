@@ -6,6 +6,9 @@ import errno
 import functools
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_runs import make_config, start, step
+from tests.engine_runs import make_config, start, state_of, step, unchanged
+from tests.test_engine_bits import engine_digests
 from zstore import incident
 from zstore.engine import Engine, wiring
-from zstore.errors import UsageError
+from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -48,8 +52,7 @@ def _arrange(engine: Engine, where: str, happen: Any, files: FaultyFiles) -> Non
     elif where == "read":
         files.inject(Fault(kind="read", error_number=errno.EIO))
     elif where == "step":
-        # After the other ranks' update, before they are told that all went well.
-        engine.training_state.state.step = happen  # type: ignore[method-assign]
+        engine.training_state.gradients.take = happen  # type: ignore[method-assign]
     elif where == "reduce":
         engine.training_state.gradients.reduce = happen  # type: ignore[method-assign]
 
@@ -65,7 +68,7 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str) -> dict[str,
     tier = "nvme" if where == "read" else "none"
     wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     silent_s = 2 if what == "stop" else 45
-    engine = start(make_config(stage, tier, folder, zstore={"silent_rank_s": silent_s}))
+    engine = start(make_config(stage, tier, folder, zstore={"silent_rank_s": silent_s, "step_overlap": "none"}))
     step(engine)
     if rank == FAILING:
         _arrange(engine, where, {"kill": _kill, "raise": _raise, "stop": _stop}[what], files)
@@ -125,3 +128,156 @@ def test_one_rank_fails(nvme: Path, stage: int, world_size: int, where: str, wha
             continue
         assert f"in {'step' if where in ('read', 'reduce') else where}" in found["text"]
         assert ("Input/output error" if where == "read" else "what only this rank sees") in found["text"]
+
+
+# -- what ends the process --------------------------------------------------------------------------------------------
+
+LOOP = """
+import os, signal, sys
+import zstore
+from tests.engine_runs import make_config, start, step
+
+zstore.init_distributed()
+engine = start(make_config(3))
+for number in range(4):
+    if number == 1 and engine.global_rank == int(sys.argv[1]):
+        if sys.argv[2] == "raise":
+            raise ValueError("a bad file in the data")
+        if sys.argv[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        break
+    step(engine)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "what", "said"),
+    [
+        (0, "raise", "rank 0 of 2 failed (rank 0 in the training loop: ValueError: a bad file in the data)"),
+        # With it goes the store, where the ranks leave their notes.
+        (0, "kill", "rank 0 of 2 failed (rank 0 is gone)"),
+        (1, "stop early", "rank 1 of 2 failed (rank 1 closed its engine)"),
+    ],
+)
+def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(failing), what],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    own = {"raise": 1, "kill": -signal.SIGKILL, "stop early": 0}[what]
+    assert [process.returncode for process in ranks] == ([own, 1] if failing == 0 else [1, own])
+    assert said in errors[1 - failing]
+    assert "terminate called" not in "".join(errors)
+
+
+# -- errors of all ranks at once --------------------------------------------------------------------------------------
+
+
+def _all_raise(rank: int) -> list[str]:
+    engine = start(make_config(3))
+    seen = []
+    with engine:
+        step(engine)
+        for where in ("forward", "backward"):
+            handle = engine.module.blocks[1].register_forward_hook(
+                (lambda *_: _raise()) if where == "forward" else lambda m, a, out: out.register_hook(_raise) and None
+            )
+            try:
+                step(engine)
+            except ValueError as error:
+                seen.append(_message(error))
+            handle.remove()
+        with unchanged(engine):
+            pass
+    return seen
+
+
+def test_what_all_ranks_raise_leaves_the_run_as_it_was() -> None:
+    for seen in run_ranks(_all_raise, 2, timeout_s=LIMIT):
+        assert seen == ["what only this rank sees"] * 2
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def _steps(engine: Engine, count: int) -> None:
+    """Take steps; of an update behind a step, the next one tells."""
+    for _ in range(count):
+        step(engine)
+
+
+def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str) -> tuple[list[Any], list[Any], str]:
+    config = make_config(3, "nvme", f"{folder}/nvme", zstore={"step_overlap": mode})
+    with start(config) as engine:
+        whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
+    files = FaultyFiles()
+    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    with start(config) as engine:
+        _steps(engine, 2)
+        engine.save_checkpoint(f"{folder}/ckpt")
+        if rank == 1:
+            files.inject(Fault(kind=kind, pattern="*.shard", first=1, times=None, error_number=errno.ENOSPC))  # type: ignore[arg-type]
+        with pytest.raises(DiskFullError if rank == 1 else RankError) as caught:
+            _steps(engine, 1 if mode == "none" else 2)
+        files.heal()
+    with start(config) as engine:
+        engine.load_checkpoint(f"{folder}/ckpt")
+        again = [engine_digests(engine)] + [engine_digests(engine) for _ in range(2) if step(engine) is None]
+    return whole[1:], again, _message(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("allocate", "none"), ("write", "none"), ("write", "forward")])
+def test_a_full_disk_in_mid_step_and_the_last_checkpoint_goes_on_exactly(tmp_path: Path, kind: str, mode: str) -> None:
+    (tmp_path / "nvme").mkdir()
+    for whole, again, text in run_ranks(_full_in_mid_step, 2, str(tmp_path), kind, mode, timeout_s=LIMIT):
+        assert again == whole
+        assert "No space left on device [ENOSPC]" in text
+        assert "step" in text
+
+
+class _SmallDrive(FaultyFiles):
+    """Files of a drive with as much room as a test says."""
+
+    free: int | None = None
+
+    def free_bytes(self, path: str | Path) -> int:
+        return super().free_bytes(path) if self.free is None else self.free
+
+
+def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = _SmallDrive()
+    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    folder = nvme.parent / "ckpt"
+    with start(make_config(3, "nvme", nvme)) as engine:
+        step(engine)
+        shards = {path: path.stat().st_size for path in nvme.rglob("*.shard")}
+        before = state_of(engine)
+        files.free = sum(shards.values()) - 1
+        with pytest.raises(DiskFullError, match=f"the next step needs {files.free + 1} bytes .* only {files.free} are"):
+            engine.save_checkpoint(str(folder))
+        assert state_of(engine) == before
+        step(engine)
+        # Nothing was pinned: the files were changed in place.
+        assert {path: path.stat().st_size for path in nvme.rglob("*.shard")} == shards
+        files.free = sum(shards.values())
+        with pytest.raises(DiskFullError, match=f"and the next step {files.free} beside it, but only {files.free} are"):
+            engine.save_checkpoint(str(folder))
+        files.free *= 3
+        engine.save_checkpoint(str(folder))
+        step(engine)
+        assert not shards.keys() & set(nvme.rglob("*.shard"))

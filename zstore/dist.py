@@ -191,6 +191,11 @@ class World:
         finally:
             self.place.phase = ""
 
+    def tell_uncaught(self) -> None:
+        """Tell the other ranks of the error that ends the interpreter, if one does."""
+        if self.watch is not None:
+            self.watch.tell_uncaught()
+
     def escaped(self, error: BaseException) -> None:
         """Tell the other ranks of an error of this rank that was raised outside of a call."""
         if self.watch is not None:
@@ -199,7 +204,7 @@ class World:
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
         """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
-        if self.watch is not None:
+        if self.watch is not None and enters:
             self.watch.require_sound()
         self.place.entered += enters
         self.place.collective = collective
@@ -308,8 +313,11 @@ class World:
         if self.world_size == 1 or not mine.numel():
             return Done()
         self.links.begin(kind, (self.world_size - 1) * mine.nbytes)
-        work: Work = _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True)
-        return CountedWork(work, self.links, kind)
+        with self._within(kind):
+            work: Work = _all_gather_single(
+                out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
+            )
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.

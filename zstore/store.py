@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .arrays import ArraySpec, numpy_dtype
 from .buffers import Pool
-from .errors import UsageError
+from .errors import DiskFullError, UsageError
 from .files import Files
 from .io import IoQueue, Priority, QueueStatistics, Ticket
 from .links import LinkCounters
@@ -383,6 +383,25 @@ class TensorStore:
         self._raise_failed(list(self._shards))
         self._version += 1
         return self._version
+
+    def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
+        """Return the bytes that the next change of `names` needs on the drive after a snapshot of them.
+
+        What is pinned stays as it is, and a change makes new files beside it. `num_stores` share the drive, each of
+        about this size. Raises DiskFullError where the room is not there.
+        """
+        if self._disk is None or self._folder is None:
+            return 0
+        needed = num_stores * self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk)
+        free = self.resources.files.free_bytes(self._folder.path)
+        if needed > free:
+            raise DiskFullError(
+                f"a save keeps this version's files, so that the next step needs {needed} bytes for new ones, but only "
+                f"{free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
+                path=str(self._folder.path),
+                nbytes=needed,
+            )
+        return needed
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""

@@ -69,6 +69,7 @@ class Watch:
         self._incident = 0
         self._reports: dict[int, Report] = {}
         self._mine: Report | None = None
+        self._what_others_said = ""
         self._changed = threading.Condition()
         self._closing = self._ended = self._agreed = self._told = False
         self._broken: RankError | None = None
@@ -114,6 +115,9 @@ class Watch:
             self._raise_alarm(
                 Report(at=str(self._place), entered=self._place.entered, cause=cause, details=details, final=final)
             )
+        if self._broken is None and isinstance(error, RankError):
+            # It may name the rank alone, and not what that rank raised.
+            error.add_note(self._what_others_said)
         if self._broken is not None:
             if not self._told and set(self._broken.failures) - {self._rank}:
                 error.add_note(str(self._broken))
@@ -131,15 +135,18 @@ class Watch:
         return broken
 
     def close(self) -> None:
-        """End the watch. An error that ends the interpreter is told to the others first."""
-        if not threading.main_thread().is_alive() and not self._ended:
-            uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-            if uncaught is not None:
-                self.escaped(uncaught, final=True)
+        """End the watch."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout=2 * ABSENT_S)
+
+    def tell_uncaught(self) -> None:
+        """Tell the others of the error that ends the interpreter, if one does."""
+        if not threading.main_thread().is_alive() and not self._ended:
+            uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            if uncaught is not None:
+                self.escaped(uncaught, final=True)
 
     @property
     def broken(self) -> bool:
@@ -221,6 +228,11 @@ class Watch:
                 outcome = Outcome.BROKEN
             if outcome is None:
                 time.sleep(self._pause_s)
+        if outcome is Outcome.SOUND:
+            others = {rank: report for rank, report in self._reports.items() if rank != self._rank}
+            self._what_others_said = "\n".join(
+                f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}" for rank, report in others.items()
+            )
         if outcome is Outcome.BROKEN:
             self._store.set(f"broken/{number}", "1")
             self._wait_for_readers(number)

@@ -58,6 +58,8 @@ class SaveRequest:
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
     """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. What it writes at the top
     of the folder, durably, is committed too; it returns what the user should know."""
+    reserve_bytes: int = 0
+    """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 4
@@ -104,10 +106,12 @@ class SaveRequest:
         written = [name for name, pin in self.pins.items() if pin.tier != "disk" or other_disk]
         needed = self.world_size * sum(self.file_bytes(name, self.rank) for name in written)
         needed += sum(self.file_bytes(name, 0) for name in self.small)
+        reserved = 0 if self.disk_folder is None or other_disk else self.reserve_bytes
         free = self.resources.files.free_bytes(path)
-        if needed > free:
+        if needed + reserved > free:
+            beside = f", and the next step {reserved} beside it," if reserved else ","
             raise DiskFullError(
-                f"the checkpoint writes about {needed} bytes, but only {free} are free: make room, or save elsewhere",
+                f"the checkpoint writes about {needed} bytes{beside} but only {free} are free: make room, or save elsewhere",
                 path=str(self.folder),
                 nbytes=needed,
             )

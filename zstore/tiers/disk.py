@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -192,6 +192,11 @@ class DiskTier(Tier):
                 raise being_changed(name)
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
+
+    def next_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes of the files that changes of these shards will make once what they hold now is pinned."""
+        shards = [self._shards[name] for name in names]
+        return sum(shard.layout.file_bytes for shard in shards if shard.layout.num_present and shard.spare is None)
 
     def unpin(self, shard: DiskShard, file: DiskFile) -> None:
         """Drop one pin of `file`."""
