@@ -177,7 +177,8 @@ class Checkpoints:
         store = training.state.store
         grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
         # What is copied to another drive before training goes on stays nobody's after that.
-        copied = wait and store.options.run_path is not None and not _one_drive(store.options.run_path, folder)
+        drives = store.options.all_paths
+        copied = wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
         reserve_bytes = 0 if copied else store.require_room(list(grids), num_stores=training.world.local_world_size)
         pins: dict[str, PinnedShard] = {}
         try:
@@ -201,6 +202,7 @@ class Checkpoints:
                 keep=training.config.keep,
                 overwrite=overwrite,
                 disk_folder=store.options.run_path,
+                disk_folders=store.disk_folders(),
                 before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
                 reserve_bytes=reserve_bytes,
             )

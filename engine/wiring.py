@@ -157,8 +157,15 @@ def _open_store(config: Config, world: World) -> TensorStore:
     budget = config.host_budget_bytes
     if budget == "auto":
         budget = _available_bytes() * _AUTO_PERCENT // 100
+    optimizer, parameters = (
+        offload.nvme_paths if offload.device == "nvme" else ()
+        for offload in (config.offload_optimizer, config.offload_param)
+    )
+    usual = optimizer or parameters
     options = StoreOptions(
-        run_path=_nvme_path(config),
+        run_path=usual[0] if usual else None,
+        other_paths=usual[1:],
+        group_paths={"parameter": parameters} if parameters else {},
         host_budget_bytes=None if budget is None else budget // world.local_world_size,
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,
@@ -181,13 +188,6 @@ def _open_store(config: Config, world: World) -> TensorStore:
     if store is None:
         raise UsageError("the store did not open")
     return store
-
-
-def _nvme_path(config: Config) -> Path | None:
-    for offload in (config.offload_optimizer, config.offload_param):
-        if offload.device == "nvme":
-            return offload.nvme_path
-    return None
 
 
 def _available_bytes() -> int:

@@ -58,8 +58,8 @@ def test_the_largest_config_in_full() -> None:
         "warmup_type": "log",
     }
     assert (config.stage, config.gradient_clipping, config.steps_per_print) == (3, 1.0, 100)
-    assert (config.offload_optimizer.device, config.offload_optimizer.nvme_path) == ("nvme", Path("/local_nvme"))
-    assert (config.offload_param.device, config.offload_param.nvme_path) == ("nvme", Path("/local_nvme"))
+    assert (config.offload_optimizer.device, config.offload_optimizer.nvme_paths) == ("nvme", (Path("/local_nvme"),))
+    assert (config.offload_param.device, config.offload_param.nvme_paths) == ("nvme", (Path("/local_nvme"),))
     assert (config.reduce_bucket_numel, config.allgather_bucket_numel) == (200_000_000, 200_000_000)
     assert config.persistence_threshold_numel == 1_000_000
 

@@ -273,8 +273,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r'offload_optimizer\.nvme_path: expected an absolute path, got "nvme"; write "/.*/nvme"',
     ),
     (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/b"]}}},
-        r"several drives are not supported in this version",
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/a"]}}},
+        r"expected different paths, one for each drive",
     ),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled and bf16\.enabled: both are true"),
     ({"fp16": {"enabled": 1}}, r"fp16\.enabled: expected true or false or \"auto\", got 1"),

@@ -20,7 +20,7 @@ from tests.test_engine_bits import Case, compare
 from zstore.engine import Engine
 from zstore.engine.parameters import Residency
 from zstore.engine.residence import UnitStatistics
-from zstore.errors import RankError, StorageError
+from zstore.errors import RankError, RunFolderError, StorageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
@@ -332,3 +332,46 @@ def test_ranks_that_run_other_modules_are_told(steps_before: int) -> None:
     for message in run_ranks(_torn, 2, steps_before, [0, 2, 1, 3]):
         assert "every rank must run the same modules in the same order" in message
         assert "layers." in message
+
+
+# -- drives -----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_spread_over_the_drives(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("a", "b", "c")]
+    for drive in drives:
+        drive.mkdir()
+    config = offloaded(drives[0], offload_param={"nvme_path": str(drives[2])})
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(drives[0]), str(drives[1])]
+    with start(config, wide_net()) as engine:
+        train(engine, 1)
+        held = [sum(path.stat().st_size for path in drive.rglob("*.shard")) for drive in drives]
+        # State on two drives, as evenly as whole shards allow; parameters on theirs.
+        largest = max(path.stat().st_size for path in tmp_path.rglob("*.shard"))
+        assert abs(held[0] - held[1]) <= largest
+        assert not list(drives[0].rglob("parameter*"))
+        assert not list(drives[1].rglob("parameter*"))
+        assert {path.name.split("%2F")[0] for path in drives[2].rglob("*.shard")} == {"parameter"}
+        spread = {
+            name: folder.parent.parent.name for name, folder in engine.training_state.state.store.disk_folders().items()
+        }
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        state = state_of(engine)
+    with start(config, wide_net()) as engine:
+        again = engine.training_state.state.store.disk_folders()
+        assert {name: folder.parent.parent.name for name, folder in again.items()} == spread
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert state_of(engine) == state
+    with start(make_config(3), wide_net()) as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert state_of(engine) == state
+
+
+def test_an_error_names_the_drive(tmp_path: Path) -> None:
+    (tmp_path / "good").mkdir()
+    config = offloaded(tmp_path / "good")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(tmp_path / "good"), str(tmp_path / "missing")]
+    with pytest.raises(RunFolderError, match="missing"):
+        start(config, wide_net())
+    # The folder on the other drive is free again.
+    start(offloaded(tmp_path / "good"), wide_net()).close()

@@ -15,7 +15,7 @@ from zstore.partition import make_grid
 from zstore.shardio import IoResources
 from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
-from zstore.tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, Tier
+from zstore.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
 
 
 def in_thread(act: Callable[[], None]) -> threading.Thread:
@@ -62,7 +62,7 @@ class MemoryContract(TierContract):
         """A pass over a group of both kinds of tier, in a pool that it could fill alone."""
         memory = bench.create()
         (tmp_path / "disk").mkdir()
-        disk = DiskTier(tmp_path / "disk", bench.res)
+        disk = DiskTier(Drives((tmp_path / "disk",)), bench.res)
         on_disk = LocalShard(ArraySpec(name="model/disk", shape=(700, 256), dtype="float32"), memory.grid, 0)
         disk.create(on_disk)
         pin = bench.tier.pin(memory.spec.name)

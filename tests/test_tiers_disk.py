@@ -19,7 +19,7 @@ from zstore.shardio import IoResources
 from zstore.testing.contract import TierBench, TierContract, as_array
 from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_zarr, same_bits, write_zarr_json
-from zstore.tiers import DiskTier, LocalShard, Mode, Tier
+from zstore.tiers import DiskTier, Drives, LocalShard, Mode, Tier
 
 SHM = Path("/dev/shm")
 
@@ -40,7 +40,7 @@ class TestDiskTier(TierContract):
     pins_in_place = False
 
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
-        return DiskTier(folder, res)
+        return DiskTier(Drives((folder,)), res)
 
     @staticmethod
     def shard_files(bench: TierBench) -> list[str]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from .errors import ConfigError, RunFolderError
@@ -87,3 +89,26 @@ class RunFolder:
             self._sweep()
         finally:
             os.close(self._fd)
+
+
+class RunFolders:
+    """The run folders of one rank, one on each drive, by the path that was given; all of them, or none."""
+
+    def __init__(self, paths: Iterable[Path], rank: int, files: Files) -> None:
+        self._held: dict[Path, RunFolder] = {}
+        try:
+            for path in paths:
+                self._held[path] = RunFolder(path, rank, files)
+        except BaseException:
+            self.close()
+            raise
+
+    def paths(self, given: Iterable[Path]) -> tuple[Path, ...]:
+        """Return the folders under these paths."""
+        return tuple(self._held[path].path for path in given)
+
+    def close(self) -> None:
+        """Remove the folders' files and give the locks back."""
+        with ExitStack() as last_to_first:
+            for folder in self._held.values():
+                last_to_first.callback(folder.close)

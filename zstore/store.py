@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -21,10 +23,10 @@ from .files import Files
 from .io import IoQueue, Priority, QueueStatistics, Ticket
 from .links import LinkCounters
 from .partition import Grid
-from .runfolder import RunFolder
+from .runfolder import RunFolders
 from .shardio import IoResources
 from .stream import Pass, Stream, StreamCounters
-from .tiers import DeviceTier, DiskTier, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
+from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
 from .tiers.views import as_numpy, copy_into, host_array
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class StoreOptions:
 
     run_path: Path | None = None
     """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
+    other_paths: tuple[Path, ...] = ()
+    """Folders on further drives: shards are spread over all of them, the next one to the drive that has least."""
+    group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
     num_threads: int = 8
@@ -59,6 +65,13 @@ class StoreOptions:
     """Check the crc32c of every chunk that is read from disk."""
     device: str = "cpu"
     """Torch device of the device tier."""
+
+    @property
+    def all_paths(self) -> tuple[Path, ...]:
+        """Return the folders of all drives, each once."""
+        first = () if self.run_path is None else (self.run_path,)
+        others = (path for paths in self.group_paths.values() for path in paths)
+        return tuple(dict.fromkeys((*first, *self.other_paths, *others)))
 
     @property
     def pool_bytes(self) -> int:
@@ -119,7 +132,7 @@ class TensorStore:
         pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes)
         queue = IoQueue(options.num_threads, options.queue_depth)
         try:
-            self._folder = None if options.run_path is None else RunFolder(options.run_path, rank, files)
+            self._folders = RunFolders(options.all_paths, rank, files)
         except BaseException:
             queue.close()
             raise
@@ -129,7 +142,7 @@ class TensorStore:
         budget = options.host_budget_bytes
         self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes))
         self._device = DeviceTier(options.device)
-        self._disk = None if self._folder is None else DiskTier(self._folder.path, self.resources)
+        self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self._pending: dict[str, Ticket[Any]] = {}
@@ -143,6 +156,12 @@ class TensorStore:
         """For whoever moves what the store holds over a link of its own, as to a device."""
         self._version = 0
         self._closed = False
+
+    def _drives(self) -> Drives:
+        options, folders = self.options, self._folders
+        groups = {group: folders.paths(paths) for group, paths in options.group_paths.items()}
+        usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
+        return Drives(folders.paths(usual or options.all_paths), groups)
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
@@ -204,6 +223,10 @@ class TensorStore:
         """Return where the shard rests: device, host or disk."""
         self.local(name)
         return self._tiers[name].name
+
+    def disk_folders(self) -> dict[str, Path]:
+        """Return by array which folder its files are in, for those that rest on disk."""
+        return {} if self._disk is None else self._disk.folders()
 
     # -- transfers --------------------------------------------------------------------------------------------------
 
@@ -385,23 +408,27 @@ class TensorStore:
         return self._version
 
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
-        """Return the bytes that the next change of `names` needs on the drive after a snapshot of them.
+        """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
 
         What is pinned stays as it is, and a change makes new files beside it. `num_stores` share the drive, each of
         about this size. Raises DiskFullError where the room is not there.
         """
-        if self._disk is None or self._folder is None:
+        if self._disk is None:
             return 0
-        needed = num_stores * self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk)
-        free = self.resources.files.free_bytes(self._folder.path)
-        if needed > free:
-            raise DiskFullError(
-                f"a save keeps this version's files, so that the next step needs {needed} bytes for new ones, but only "
-                f"{free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
-                path=str(self._folder.path),
-                nbytes=needed,
-            )
-        return needed
+        drives = self._folders.paths(self.options.all_paths)
+        needed: Counter[int] = Counter()
+        for folder, nbytes in self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk).items():
+            needed[os.stat(folder).st_dev] += num_stores * nbytes
+        for path in drives:
+            nbytes, free = needed[os.stat(path).st_dev], self.resources.files.free_bytes(path)
+            if nbytes > free:
+                raise DiskFullError(
+                    f"a save keeps this version's files, so that the next step needs {nbytes} bytes for new ones, but only "
+                    f"{free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
+                    path=str(path),
+                    nbytes=nbytes,
+                )
+        return needed[os.stat(drives[0]).st_dev]
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
@@ -453,8 +480,7 @@ class TensorStore:
         self._settle(list(self._shards))
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
-            if self._folder is not None:
-                last_to_first.callback(self._folder.close)
+            last_to_first.callback(self._folders.close)
             for tier in (self._device, self._host, self._disk):
                 if tier is not None:
                     last_to_first.callback(tier.close)

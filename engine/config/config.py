@@ -63,8 +63,8 @@ class OffloadConfig:
     """Where state rests."""
 
     device: Literal["none", "cpu", "nvme"]
-    nvme_path: Path | None
-    """Absolute; not None with "nvme"."""
+    nvme_paths: tuple[Path, ...]
+    """Absolute, one for each drive; at least one with "nvme"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +212,13 @@ class Config:
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state rests."""
         section = self.settings.zero_optimization.offload_optimizer
-        return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
+        return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or ())
 
     @property
     def offload_param(self) -> OffloadConfig:
         """Where parameters rest between their uses (stage 3)."""
         section = self.settings.zero_optimization.offload_param
-        return OffloadConfig(device=section.device, nvme_path=section.nvme_path)
+        return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or ())
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:

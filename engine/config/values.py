@@ -152,21 +152,27 @@ class Text(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Folder(Rule):
-    """An absolute path of a folder, which need not exist yet."""
+    """An absolute path of a folder, which need not exist yet, or a list of such paths, on several drives."""
 
-    def _convert(self, value: object) -> Path:
-        if isinstance(value, list | tuple):
-            raise ValueError(f"several drives are not supported in this version; give one path, got {show(value)}")
+    def _convert(self, value: object) -> tuple[Path, ...]:
+        if not isinstance(value, list | tuple):
+            return (self._path(value),)
+        paths = tuple(self._path(one) for one in value)
+        if not paths or len(set(paths)) < len(paths):
+            raise ValueError(f"expected different paths, one for each drive, got {show(value)}")
+        return paths
+
+    def _path(self, value: object) -> Path:
         if not isinstance(value, str | Path) or not str(value):
             raise self._refuse(value)
         path = Path(value)
         if not path.is_absolute():
             meant = Path.home() / path.relative_to("~") if path.parts[0] == "~" else path.absolute()
-            raise ValueError(f'expected {self}, got {show(str(value))}; write "{meant}"')
+            raise ValueError(f'expected an absolute path, got {show(str(value))}; write "{meant}"')
         return path
 
     def _expected(self) -> str:
-        return "an absolute path"
+        return "an absolute path, or a list of them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,4 +251,4 @@ Fraction = Annotated[float, PlainValidator(Number(maximum=1.0))]
 Name = Annotated[str, PlainValidator(Text())]
 Unread = Annotated[Any, PlainValidator(Anything())]
 Leftover = Annotated[Any, PlainValidator(Anything(can_be_off=False))]
-AbsolutePath = Annotated[Path | None, PlainValidator(Folder())]
+AbsolutePaths = Annotated[tuple[Path, ...] | None, PlainValidator(Folder())]

@@ -7,7 +7,7 @@ from pydantic import PlainValidator
 
 from .keys import Section, built, no_effect, not_yet, refused
 from .values import (
-    AbsolutePath,
+    AbsolutePaths,
     AutoCount,
     AutoPositive,
     Bool,
@@ -38,8 +38,9 @@ class OffloadOptimizerSection(Section):
 
     device: Device
     """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
-    nvme_path: AbsolutePath = built(None)
-    """Folder on the drive for the state's files; needed with "nvme". Each run locks it; two runs cannot share one."""
+    nvme_path: AbsolutePaths = built(None)
+    """Folder on the drive for the state's files; needed with "nvme". A list spreads them over several drives. Each run locks
+    its folders; two runs cannot share one."""
     pin_memory: Bool = not_yet(False, "whether host memory is pinned follows from the device in this version")
     """Register host memory with the device driver, for copies that run beside computation."""
     buffer_count: MaybePositive = not_yet(None, "the number of buffers follows from the host budget")
@@ -67,8 +68,8 @@ class OffloadParamSection(Section):
 
     device: Device
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
-    nvme_path: AbsolutePath = built(None)
-    """Folder on the drive; needed with "nvme"."""
+    nvme_path: AbsolutePaths = built(None)
+    """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
     pin_memory: Bool = not_yet(False, _PARAMETERS)
     """Register host memory with the device driver."""
     buffer_count: Positive = built(5)

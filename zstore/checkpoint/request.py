@@ -55,6 +55,8 @@ class SaveRequest:
     """Replace a committed checkpoint of the same tag."""
     disk_folder: Path | None = None
     """The disk tier's folder: where it is on another file system, room for copies is asked for beforehand."""
+    disk_folders: Mapping[str, Path] = field(default_factory=dict)
+    """By array, the folder of shards that are on another drive than `disk_folder`."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
     """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. What it writes at the top
     of the folder, durably, is committed too; it returns what the user should know."""
@@ -102,11 +104,17 @@ class SaveRequest:
 
     def check_room(self, path: Path) -> None:
         """Raise DiskFullError where the file system of `path` lacks room for what all ranks together will write."""
-        other_disk = self.disk_folder is not None and os.stat(self.disk_folder).st_dev != os.stat(path).st_dev
-        written = [name for name, pin in self.pins.items() if pin.tier != "disk" or other_disk]
+        here = os.stat(path).st_dev
+        folders = {folder for folder in (self.disk_folder, *self.disk_folders.values()) if folder is not None}
+        elsewhere = {folder for folder in folders if os.stat(folder).st_dev != here}
+        written = [
+            name
+            for name, pin in self.pins.items()
+            if pin.tier != "disk" or self.disk_folders.get(name, self.disk_folder) in elsewhere
+        ]
         needed = self.world_size * sum(self.file_bytes(name, self.rank) for name in written)
         needed += sum(self.file_bytes(name, 0) for name in self.small)
-        reserved = 0 if self.disk_folder is None or other_disk else self.reserve_bytes
+        reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
         free = self.resources.files.free_bytes(path)
         if needed + reserved > free:
             beside = f", and the next step {reserved} beside it," if reserved else ","

@@ -3,13 +3,14 @@
 from .ahead import ReadAhead
 from .base import LocalShard, Mode, PinnedShard, Span, Tier, Tile
 from .device import DeviceTier
-from .disk import DiskTier
+from .disk import DiskTier, Drives
 from .host import HostTier
 from .memory import MemoryTier
 
 __all__ = [
     "DeviceTier",
     "DiskTier",
+    "Drives",
     "HostTier",
     "LocalShard",
     "MemoryTier",

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ class DiskShard:
 
     local: LocalShard
     layout: ShardLayout
+    folder: Path
     current: DiskFile
     target: DiskFile | None = None
     spare: DiskFile | None = None
@@ -59,13 +61,30 @@ class DiskShard:
     broken: bool = False
 
 
+@dataclass
+class Drives:
+    """Folders on the drives that shards are spread over: a new shard goes to the folder that has least bytes."""
+
+    usual: tuple[Path, ...]
+    groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Other folders by the first part of an array's name."""
+    given_bytes: Counter[Path] = field(default_factory=Counter)
+
+    def choose(self, name: str, nbytes: int) -> Path:
+        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
+        folders = self.groups.get(name.split("/", 1)[0], self.usual)
+        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
+        self.given_bytes[chosen] += nbytes
+        return chosen
+
+
 class DiskTier(Tier):
-    """Shards as files under `folder`, which this tier owns. See [Note: versions]."""
+    """Shards as files under the folders of `drives`, which this tier owns. See [Note: versions]."""
 
     name = "disk"
 
-    def __init__(self, folder: Path, res: IoResources) -> None:
-        self._folder = folder
+    def __init__(self, drives: Drives, res: IoResources) -> None:
+        self._drives = drives
         self._res = res
         self._shards: dict[str, DiskShard] = {}
         self._lock = threading.RLock()
@@ -75,17 +94,16 @@ class DiskTier(Tier):
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
-        first = DiskFile(self._path(local.spec.name, 0), [None] * layout.num_present)
-        shard = DiskShard(local, layout, first)
+        folder = self._drives.choose(local.spec.name, layout.file_bytes)
+        first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
+        shard = DiskShard(local, layout, folder, first)
         if layout.num_present:
             write_index(self._res, first.path, layout, create=True)
         self._shards[local.spec.name] = shard
 
-    def _path(self, name: str, number: int) -> Path:
-        stem = quote(name, safe="")
-        if len(stem) > 200:
-            stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        return self._folder / f"{stem}.{number}.shard"
+    def folders(self) -> dict[str, Path]:
+        """Return the folder of each shard, by array."""
+        return {name: shard.folder for name, shard in self._shards.items()}
 
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
@@ -109,7 +127,7 @@ class DiskTier(Tier):
     def _next_file(self, shard: DiskShard) -> DiskFile:
         """Return a file for the next version: the spare one under a new name, or a new one."""
         shard.number += 1
-        path = self._path(shard.local.spec.name, shard.number)
+        path = _path(shard.folder, shard.local.spec.name, shard.number)
         if shard.spare is not None:
             self._res.files.rename(shard.spare.path, path)
             shard.spare = None
@@ -193,10 +211,14 @@ class DiskTier(Tier):
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
-    def next_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes of the files that changes of these shards will make once what they hold now is pinned."""
-        shards = [self._shards[name] for name in names]
-        return sum(shard.layout.file_bytes for shard in shards if shard.layout.num_present and shard.spare is None)
+    def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
+        """Return by folder the bytes of the files that changes of these shards will make once what they hold now is
+        pinned."""
+        needed: Counter[Path] = Counter()
+        for shard in [self._shards[name] for name in names]:
+            if shard.layout.num_present and shard.spare is None:
+                needed[shard.folder] += shard.layout.file_bytes
+        return needed
 
     def unpin(self, shard: DiskShard, file: DiskFile) -> None:
         """Drop one pin of `file`."""
@@ -210,6 +232,13 @@ class DiskTier(Tier):
             for file in {id(f): f for f in (shard.current, shard.spare, shard.target) if f is not None}.values():
                 self._res.files.unlink(file.path)
         self._shards.clear()
+
+
+def _path(folder: Path, name: str, number: int) -> Path:
+    stem = quote(name, safe="")
+    if len(stem) > 200:
+        stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder / f"{stem}.{number}.shard"
 
 
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
