@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
-_END_WELL_S = 10.0
+_END_WELL_S = 5.0
 """How long a save may go on after a rank failed."""
 
 

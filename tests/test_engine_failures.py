@@ -19,10 +19,11 @@ import torch
 from tests.engine_runs import make_config, start, state_of, step, unchanged
 from tests.test_engine_bits import engine_digests
 from zstore import incident
-from zstore.engine import Engine, wiring
+from zstore.checkpoint import tags
+from zstore.engine import Engine, checkpointing, wiring
 from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.store import TensorStore
-from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
 SOON_S = 15.0
@@ -183,6 +184,32 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
     assert [process.returncode for process in ranks] == ([own, 1] if failing == 0 else [1, own])
     assert said in errors[1 - failing]
     assert "terminate called" not in "".join(errors)
+
+
+# -- a save ------------------------------------------------------------------------------------------------------------
+
+
+def _dies_in_a_save(rank: int, folder: str) -> str:
+    incident.ABSENT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
+    if rank == 1:
+        held = GatedFiles("write_small", pattern="*manifest*")
+        wiring.TensorStore = functools.partial(TensorStore, files=held)  # type: ignore[assignment, misc]
+    engine = start(make_config(1, zstore={"silent_rank_s": 2}))
+    step(engine)
+    if rank == 1:
+        engine.save_checkpoint(folder, wait=False)
+        held.arrived(1)
+        _kill()
+    with pytest.raises(RankError, match="rank 1 is gone") as caught:
+        engine.save_checkpoint(folder)
+    engine.close()
+    return str(caught.value)
+
+
+def test_nobody_waits_for_the_manifest_of_a_dead_rank(tmp_path: Path) -> None:
+    text, _ = run_ranks(_dies_in_a_save, 2, str(tmp_path), timeout_s=LIMIT, may_die=(1,))
+    assert "rank 0 stops with it, in save" in text
+    assert list(tags(tmp_path)) == []
 
 
 # -- errors of all ranks at once --------------------------------------------------------------------------------------
