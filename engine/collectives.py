@@ -205,11 +205,13 @@ def reduce_whole(
     gradient: Callable[[ParameterRecord], torch.Tensor],
     *,
     everywhere: bool,
-) -> None:
+    overlap: bool = True,
+) -> int:
     """Replace whole gradients, 1-D [numel], by their mean over ranks: all of it `everywhere`, else this rank's rows
-    alone."""
+    alone. Return how many reductions went on while the next bucket was packed; none without `overlap`."""
     kind: Kind = "all_reduce" if everywhere else "reduce_scatter"
     under_way: deque[Reduction] = deque()
+    overlapped = 0
 
     def finish_one() -> None:
         reduction = under_way.popleft()
@@ -224,7 +226,9 @@ def reduce_whole(
 
     for bucket in plan_buckets(records, world.world_size, limit_numel):
         under_way.append(Reduction(world, bucket, pack(bucket, world.world_size, gradient), kind))
-        if len(under_way) > 1:
+        overlapped += len(under_way) - 1
+        if len(under_way) > 1 or not overlap:
             finish_one()
     while under_way:
         finish_one()
+    return overlapped

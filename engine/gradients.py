@@ -8,6 +8,7 @@ between `backward` and `step` (zero_grad, clip_grad_norm_) changes the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ from .sharding import Sharding
 class Gradients(Protocol):
     """What the engine asks of gradients, in this order: for each micro-batch start_backward, end_backward (or drop,
     where the backward failed); then for the update reduce, has, squares, take, drop."""
+
+    overlapped: int
+    """Reductions that went on while this rank did something else."""
 
     def start_backward(self, *, last: bool) -> None:
         """Make ready for a backward, the `last` of its step or not."""
@@ -55,6 +59,18 @@ class Gradients(Protocol):
         """Take the hooks off the parameters."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReduceRules:
+    """How gradients are averaged over the ranks; the bits are the same."""
+
+    bucket_numel: int
+    """Most elements of one reduction."""
+    scatter: bool = True
+    """Each rank gets its rows of a sharded gradient alone, where that may be chosen; else all of it."""
+    overlap: bool = True
+    """Go on while a reduction is under way, where that may be chosen."""
+
+
 class WholeGradients:
     """Gradients accumulated by autograd in whole, reduced once a step (stages 0 and 1, and any stage on one rank)."""
 
@@ -64,13 +80,14 @@ class WholeGradients:
         others: Sequence[torch.nn.Parameter],
         world: World,
         sharding: Sharding,
-        limit_numel: int,
+        rules: ReduceRules,
     ) -> None:
         self._records = records
         self._others = others
         self._world = world
-        self._everywhere = not sharding.optimizer_state
-        self._limit_numel = limit_numel
+        self._everywhere = not (sharding.optimizer_state and rules.scatter)
+        self._rules = rules
+        self.overlapped = 0
         self._held: dict[ParameterRecord, torch.Tensor] = {}
 
     def start_backward(self, *, last: bool) -> None:
@@ -94,7 +111,14 @@ class WholeGradients:
             for record in agreed:
                 if record not in self._held:
                     self._held[record] = torch.zeros(record.numel, dtype=record.dtype, device=record.full.device)
-            reduce_whole(self._world, agreed, self._limit_numel, self._flat, everywhere=self._everywhere)
+            self.overlapped += reduce_whole(
+                self._world,
+                agreed,
+                self._rules.bucket_numel,
+                self._flat,
+                everywhere=self._everywhere,
+                overlap=self._rules.overlap,
+            )
 
     def _flat(self, record: ParameterRecord) -> torch.Tensor:
         return self._held[record].view(-1)

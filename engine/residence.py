@@ -44,6 +44,8 @@ class UnitStatistics:
     """Units gathered ahead and not used: the order changed, or the iteration ended."""
     orders: int = 0
     """Orders recorded."""
+    overlapped: int = 0
+    """Gathers from other ranks that went on beside the computation."""
     live_peak_numel: int = 0
     """Most elements of parameters gathered at one time."""
     read_bytes: int = 0
@@ -255,7 +257,9 @@ class Residence:
         for unit in self._slot(slot):
             if unit in self._ahead:
                 self._send(unit)
-                if not self._overlap:
+                if self._overlap:
+                    self._count(overlapped=int(self._world.world_size > 1))
+                else:
                     self._complete(unit)
 
     def _bring(self, unit: Unit, *, ahead: bool) -> None:
@@ -326,4 +330,5 @@ def make_residence(units: Sequence[Unit], config: Config, store: TensorStore, wo
     limits = PrefetchLimits(
         prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
     )
-    return Residence(units, world, Fetcher(world, reader, config.allgather_bucket_numel), limits)
+    fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
+    return Residence(units, world, fetcher, limits, overlap=config.overlap_comm)

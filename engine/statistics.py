@@ -52,6 +52,8 @@ class EngineStatistics:
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     units: UnitStatistics | None
     """Of sharded or offloaded parameters: what was gathered, ahead or on demand; None where there are none."""
+    overlapped: int
+    """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -
         memory=memory_statistics(training),
         held=held_bytes(training),
         units=None if training.hooks is None else training.hooks.residence.statistics(),
+        overlapped=training.gradients.overlapped,
         store=store,
     )
 

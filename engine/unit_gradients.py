@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zstore.dist import World
+from zstore.dist import Kind, World
 from zstore.errors import UsageError
 
 from .collectives import Reduction, pack, plan_buckets
-from .gradients import agree_any, forget_gradients, take_gradient
+from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
 from .spill import GradientSpill
@@ -46,8 +46,9 @@ def _nothing(record: ParameterRecord) -> None:
 class GradientRules:
     """How gradients are taken and where their rows wait for the update."""
 
-    bucket_numel: int
-    """Most elements of one reduction."""
+    reduce: ReduceRules
+    """`scatter` and `overlap` may be chosen where nothing else is gathered in a backward (stage 2): elsewhere a rank that
+    waits for a reduction might hold up the gather that another one waits for."""
     to_host: frozenset[ParameterRecord] = frozenset()
     """Parameters whose rows wait in host memory, wherever the device is."""
     spill: GradientSpill | None = None
@@ -93,6 +94,7 @@ class UnitGradients:
         self._next = 0
         self._in_backward = False
         self._last = False
+        self.overlapped = 0
         self._closing = False
         """The backward is over, and what is left of it is being agreed on."""
         self._under_way: deque[tuple[Reduction, set[ParameterRecord]]] = deque()
@@ -167,10 +169,15 @@ class UnitGradients:
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        for bucket in plan_buckets(records, self._world.world_size, self._rules.bucket_numel):
+        kind: Kind = "reduce_scatter" if self._rules.reduce.scatter else "all_reduce"
+        for bucket in plan_buckets(records, self._world.world_size, self._rules.reduce.bucket_numel):
             matrix = pack(bucket, self._world.world_size, flat)
-            self._under_way.append((Reduction(self._reduce_world, bucket, matrix, "reduce_scatter"), fresh))
+            self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
             self._segments_left.update(segment.record for segment in bucket.segments)
+            if self._rules.reduce.overlap and self._rules.reduce.scatter:
+                self.overlapped += 1
+            else:
+                self._add_up()
         gradients.clear()
         while self._under_way and self._under_way[0][0].done():
             self._add_up()
@@ -179,6 +186,9 @@ class UnitGradients:
         """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
         reduction, fresh = self._under_way.popleft()
         row = reduction.finish()
+        if not self._rules.reduce.scatter:
+            everyone = row.new_empty(self._world.world_size * row.numel())
+            self._reduce_world.all_gather(everyone, row, kind="all_reduce")
         for segment in reduction.bucket.segments:
             record = segment.record
             held = self._rows.get(record)

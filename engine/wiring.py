@@ -14,7 +14,7 @@ from zstore.errors import UsageError
 from zstore.store import StoreOptions, TensorStore
 
 from .config import Config
-from .gradients import Gradients, WholeGradients
+from .gradients import Gradients, ReduceRules, WholeGradients
 from .hooks import UnitHooks
 from .kernel import kernel_for
 from .loader import TrainingLoader
@@ -212,10 +212,13 @@ def _gradients(
     # These get gradients that nobody asked for.
     others = [record.parameter for record in records if record.group is None]
     within = config.step_overlap == "backward"
+    reduce = ReduceRules(
+        bucket_numel=config.reduce_bucket_numel, scatter=config.reduce_scatter, overlap=config.overlap_comm
+    )
     if not sharding.gradients and (world.world_size > 1 or not (within or sharding.parameters)):
-        return WholeGradients(trained, others, world, sharding, config.reduce_bucket_numel)
+        return WholeGradients(trained, others, world, sharding, reduce)
     rules = GradientRules(
-        bucket_numel=config.reduce_bucket_numel,
+        reduce=ReduceRules(bucket_numel=reduce.bucket_numel) if sharding.parameters else reduce,
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=within,
     )

@@ -28,7 +28,6 @@ EVERYTHING = {
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.offload_param.max_in_cpu",
-    "zero_optimization.overlap_comm",
     "zero_optimization.sub_group_size",
     "zero_optimization.elastic_checkpoint",
     "zero_optimization.round_robin_gradients",
@@ -38,7 +37,6 @@ EVERYTHING = {
 TYPICAL = {
     "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.overlap_comm",
     "zero_optimization.sub_group_size",
 }
 
@@ -72,7 +70,7 @@ def test_there_are_five_such_configs() -> None:
     [
         ("zero3_nvme_everything", EVERYTHING),
         ("zero3_typical", TYPICAL),
-        ("zero2_typical", {"zero_optimization.offload_optimizer.pin_memory", "zero_optimization.overlap_comm"}),
+        ("zero2_typical", {"zero_optimization.offload_optimizer.pin_memory"}),
         ("minimal_adam_fp16", set()),
     ],
 )

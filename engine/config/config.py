@@ -247,6 +247,16 @@ class Config:
         return int(self._plain(self.settings.zero_optimization.allgather_bucket_size))
 
     @property
+    def overlap_comm(self) -> bool:
+        """Whether collectives go on beside the computation."""
+        return self.settings.zero_optimization.overlap_comm
+
+    @property
+    def reduce_scatter(self) -> bool:
+        """Whether a rank gets its own rows of sharded gradients alone (stages 1, 2)."""
+        return self.settings.zero_optimization.reduce_scatter
+
+    @property
     def persistence_threshold_numel(self) -> int:
         """Parameters with fewer elements keep their gathered copy (stage 3)."""
         return int(self._plain(self.settings.zero_optimization.stage3_param_persistence_threshold))

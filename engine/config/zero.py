@@ -28,7 +28,7 @@ _EXACT = "what is sent is never quantized: stages and tiers give the same bits"
 _ONE_WAY = "there is one way to gather, flat and by unit"
 _ALL_RANKS = "parameters are sharded over all ranks"
 _PARAMETERS = "parameters stay on the device in this version"
-_PIPELINE = "the update orders its own reads and writes in this version"
+_PIPELINE = "an update always reads ahead and writes behind, as far as its buffers go"
 
 
 class OffloadOptimizerSection(Section):
@@ -43,15 +43,17 @@ class OffloadOptimizerSection(Section):
     its folders; two runs cannot share one."""
     pin_memory: Bool = not_yet(False, "whether host memory is pinned follows from the device in this version")
     """Register host memory with the device driver, for copies that run beside computation."""
-    buffer_count: MaybePositive = not_yet(None, "the number of buffers follows from the host budget")
+    buffer_count: MaybePositive = no_effect(
+        None, "the update lends parts of one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes"
+    )
     """Buffers for state on its way; DeepSpeed's default is 4."""
-    fast_init: Bool = not_yet(False, "new state is always written tensor by tensor")
+    fast_init: Bool = no_effect(False, "new moments are never written: what was not written yet reads as zeros")
     """Make new optimizer state without writing it first."""
     ratio: Fraction = not_yet(1.0, "all of the state is offloaded")
     """Share of the optimizer state that is updated off the device; 0.3 keeps 70 % on it."""
-    pipeline_read: Bool = not_yet(False, _PIPELINE)
+    pipeline_read: Bool = no_effect(False, _PIPELINE)
     """Read the next tile while one is updated."""
-    pipeline_write: Bool = not_yet(False, _PIPELINE)
+    pipeline_write: Bool = no_effect(False, _PIPELINE)
     """Write the last tile while one is updated."""
     super_offload: Bool = no_effect(False, "there is one update kernel, and no second for superchips")
     """A CPU update for machines whose host and device share a fast link."""
@@ -120,20 +122,31 @@ class ZeroSection(Section):
     stage3_max_reuse_distance: MaybeCount = built(None)
     """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps what is
     used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
-    sub_group_size: MaybePositive = not_yet(None, "the update's tiles follow from the shards and the cache")
+    sub_group_size: MaybePositive = no_effect(
+        None, "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"
+    )
     """Elements updated at a time; DeepSpeed's default is 1e9."""
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
     """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
     loads from there. At every stage; in the background, before the checkpoint is committed."""
-    contiguous_gradients: Bool = not_yet(True, "gradients are always copied into flat buffers")
+    contiguous_gradients: Bool = no_effect(
+        True, "gradients are always reduced from flat buckets, which are freed at once, so nothing is left in pieces"
+    )
     """Copy gradients into one buffer as they come, against fragmentation."""
-    reduce_scatter: Bool = not_yet(True, "sharded gradients are always reduced by reduce-scatter")
-    """Reduce-scatter gradients; false: all-reduce them."""
-    allgather_partitions: Bool = not_yet(True, "updated shards are always all-gathered")
+    reduce_scatter: Bool = built(True)
+    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
+    stage 3 they are always reduce-scattered, as in DeepSpeed)."""
+    allgather_partitions: Bool = no_effect(
+        True,
+        "updated shards are always all-gathered: a broadcast from each owner would send the same bytes in more calls",
+    )
     """All-gather updated parameters; false: broadcast them."""
-    overlap_comm: Bool = not_yet(False, "collectives run in order with the computation in this version")
-    """Reduce gradients while the backward goes on."""
-    round_robin_gradients: Bool = not_yet(False, "each rank copies the rows that it owns, all ranks at once")
+    overlap_comm: Bool = built(True)
+    """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
+    not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
+    round_robin_gradients: Bool = no_effect(
+        False, "each rank copies the rows that it owns, all ranks at once, so there is nothing to take turns at"
+    )
     """Spread the copies of gradients to the host over the ranks."""
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
@@ -176,7 +189,9 @@ class ZeroSection(Section):
     """Patch `Module.apply` to gather parameters."""
     pipeline_loading_checkpoint: Bool = no_effect(False, "each rank reads only the rows that it owns")
     """Load checkpoints one rank after another."""
-    log_trace_cache_warnings: Bool = no_effect(False, "no trace is recorded in this version")
+    log_trace_cache_warnings: Bool = no_effect(
+        False, "engine.statistics().units.orders counts the orders of modules that were recorded"
+    )
     """Warn where the order of modules changes."""
     enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
     """Internal checks."""
