@@ -64,7 +64,7 @@ def wire(
         state = OptimizerState(store, kernels)
         layout = _Layout(model, config, sharding, world)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
-        for message in store.resources.files.fallbacks:
+        for message in store.fallbacks:
             _log.warning("rank %d: %s", world.rank, message)
         live_numel = config.live_numel if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
@@ -172,6 +172,8 @@ def _open_store(config: Config, world: World) -> TensorStore:
         block_bytes=io.block_bytes,
         verify=config.verify_reads,
         device=str(world.device),
+        pin_buffers=world.device.type == "cuda",
+        pin_state=config.pin_memory,
     )
     error: BaseException | None = None
     store: TensorStore | None = None

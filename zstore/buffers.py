@@ -67,15 +67,18 @@ class Pool:
 
     What an update needs is one request, so it is taken together or not at all, and a caller that holds nothing never
     waits for itself. A request larger than the slab gets memory of its own, one such request at a time, as long as slab
-    and request together stay within `limit_bytes` (None: no limit), which may be lowered later.
+    and request together stay within `limit_bytes` (None: no limit), which may be lowered later. `make` makes the slab;
+    by default `make_slab`.
     """
 
-    def __init__(self, nbytes: int, *, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, nbytes: int, *, limit_bytes: int | None = None, make: Callable[[int], Bytes] | None = None
+    ) -> None:
         self.nbytes = max(_pages(nbytes), PAGE_BYTES)
         self.limit_bytes = limit_bytes
         self.on_shortage: Callable[[], None] = _do_nothing
         """Called by a request that would have to wait; may give back buffers that are only a convenience."""
-        self._slab = make_slab(self.nbytes)
+        self._slab = (make or make_slab)(self.nbytes)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
         self._oversized_bytes = 0
         self._waiting: deque[object] = deque()

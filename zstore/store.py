@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import ArraySpec, numpy_dtype
-from .buffers import Pool
+from .buffers import Pool, make_slab
 from .errors import DiskFullError, UsageError
 from .files import Files
 from .io import IoQueue, Priority, QueueStatistics, Ticket
 from .links import LinkCounters
+from .options import StoreOptions
 from .partition import Grid
+from .pinning import PinnedSlabs
 from .runfolder import RunFolders
 from .shardio import IoResources
 from .stream import Pass, Stream, StreamCounters
@@ -32,6 +34,8 @@ from .tiers.views import as_numpy, copy_into, host_array
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
+
 T = TypeVar("T")
 TierName = Literal["device", "host", "disk"]
 ModeName = Literal["read", "update", "fill"]
@@ -39,51 +43,6 @@ Array = npt.NDArray[Any]
 
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
-
-DEFAULT_POOL_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreOptions:
-    """How a store uses this rank's host memory and disk."""
-
-    run_path: Path | None = None
-    """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
-    other_paths: tuple[Path, ...] = ()
-    """Folders on further drives: shards are spread over all of them, the next one to the drive that has least."""
-    group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
-    host_budget_bytes: int | None = None
-    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
-    num_threads: int = 8
-    """I/O threads."""
-    queue_depth: int = 64
-    """Operations that may wait for a thread."""
-    block_bytes: int = 4 * 1024 * 1024
-    """Bytes of one request to the disk, about."""
-    verify: bool = True
-    """Check the crc32c of every chunk that is read from disk."""
-    device: str = "cpu"
-    """Torch device of the device tier."""
-
-    @property
-    def all_paths(self) -> tuple[Path, ...]:
-        """Return the folders of all drives, each once."""
-        first = () if self.run_path is None else (self.run_path,)
-        others = (path for paths in self.group_paths.values() for path in paths)
-        return tuple(dict.fromkeys((*first, *self.other_paths, *others)))
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: half of a small budget, 64 MiB of a larger one."""
-        if self.host_budget_bytes is None:
-            return DEFAULT_POOL_BYTES
-        return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes of one request as the pool allows: a small pool still holds several at once."""
-        return min(self.block_bytes, self.pool_bytes // 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +60,8 @@ class StoreStatistics:
     write_wait_s: float
     pool_wait_s: float
     pin_wait_s: float
+    pinned_bytes: int
+    """Of buffers and state in host memory, those registered with CUDA."""
     queue: QueueStatistics
     fallbacks: tuple[str, ...]
 
@@ -129,7 +90,9 @@ class TensorStore:
         self.options = options
         self.rank = rank
         files = files or Files()
-        pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes)
+        self._slabs = PinnedSlabs() if options.pin_buffers or options.pin_state else None
+        self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
+        pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes, make=self._make_buffers)
         queue = IoQueue(options.num_threads, options.queue_depth)
         try:
             self._folders = RunFolders(options.all_paths, rank, files)
@@ -140,7 +103,8 @@ class TensorStore:
             files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
         budget = options.host_budget_bytes
-        self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes))
+        make_state = self._slabs.make if self._slabs is not None and options.pin_state else make_slab
+        self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes), make_state)
         self._device = DeviceTier(options.device)
         self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
@@ -356,7 +320,7 @@ class TensorStore:
 
         Raises BudgetError where the budget has no room for them.
         """
-        pool = Pool(nbytes)
+        pool = Pool(nbytes, make=self._make_buffers)
         self._host.reserve(pool.nbytes)
         self._pools.append(pool)
         self._limit_pool()
@@ -446,6 +410,11 @@ class TensorStore:
             raise
         return Snapshot(self._version, pins)
 
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What was asked for and could not be had, so that something slower stands in."""
+        return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
+
     def statistics(self) -> StoreStatistics:
         """Return counters since the store was opened."""
         queue = self.resources.queue.statistics()
@@ -465,7 +434,8 @@ class TensorStore:
             pool_wait_s=self._counters.pool_wait_s,
             pin_wait_s=self._counters.pin_wait_s,
             queue=queue,
-            fallbacks=tuple(self.resources.files.fallbacks),
+            pinned_bytes=0 if self._slabs is None else self._slabs.pinned_bytes,
+            fallbacks=self.fallbacks,
         )
 
     def close(self) -> None:
@@ -481,6 +451,8 @@ class TensorStore:
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)
+            if self._slabs is not None:
+                last_to_first.callback(self._slabs.close)
             for tier in (self._device, self._host, self._disk):
                 if tier is not None:
                     last_to_first.callback(tier.close)

@@ -231,6 +231,14 @@ class Config:
         return cast("Literal['none', 'backward', 'forward']", chosen)
 
     @property
+    def pin_memory(self) -> bool:
+        """Whether state in host memory is registered with the device's driver."""
+        zero = self.settings.zero_optimization
+        return any(
+            section.device != "none" and section.pin_memory for section in (zero.offload_optimizer, zero.offload_param)
+        )
+
+    @property
     def parameter_buffers(self) -> tuple[int, int]:
         """Number of the buffers for parameters on their way from where they rest, and elements of each."""
         section = self.settings.zero_optimization.offload_param

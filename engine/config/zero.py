@@ -41,8 +41,9 @@ class OffloadOptimizerSection(Section):
     nvme_path: AbsolutePaths = built(None)
     """Folder on the drive for the state's files; needed with "nvme". A list spreads them over several drives. Each run locks
     its folders; two runs cannot share one."""
-    pin_memory: Bool = not_yet(False, "whether host memory is pinned follows from the device in this version")
-    """Register host memory with the device driver, for copies that run beside computation."""
+    pin_memory: Bool = built(False)
+    """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
+    Where that cannot be, plain memory and one warning."""
     buffer_count: MaybePositive = no_effect(
         None, "the update lends parts of one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes"
     )
@@ -72,8 +73,8 @@ class OffloadParamSection(Section):
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
     nvme_path: AbsolutePaths = built(None)
     """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
-    pin_memory: Bool = not_yet(False, _PARAMETERS)
-    """Register host memory with the device driver."""
+    pin_memory: Bool = built(False)
+    """The same as offload_optimizer.pin_memory: one of the two is enough."""
     buffer_count: Positive = built(5)
     """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; who finds no buffer
     waits."""

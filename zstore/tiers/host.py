@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -18,12 +19,13 @@ _ALIGN_BYTES = 64
 
 
 class HostTier(MemoryTier):
-    """Shards in host memory. `limit_bytes` is what the budget leaves for them (None: no limit)."""
+    """Shards in host memory, made by `make`. `limit_bytes` is what the budget leaves for them (None: no limit)."""
 
     name = "host"
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, make: Callable[[int], Bytes] = make_slab) -> None:
         super().__init__()
+        self._make = make
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._slab = make_slab(0)
@@ -47,8 +49,8 @@ class HostTier(MemoryTier):
         if nbytes > self._slab.size - self._slab_used:
             # Small shards share slabs; a large one has its own, and leaves the shared slab's rest in use.
             if nbytes >= _SLAB_BYTES // 4:
-                return make_slab(nbytes)
-            self._slab, self._slab_used = make_slab(_SLAB_BYTES), 0
+                return self._make(nbytes)
+            self._slab, self._slab_used = self._make(_SLAB_BYTES), 0
         data = self._slab[self._slab_used : self._slab_used + nbytes]
         self._slab_used += nbytes
         return data

@@ -1,0 +1,56 @@
+"""How a store uses this rank's host memory and disks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_POOL_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How a store uses this rank's host memory and disk."""
+
+    run_path: Path | None = None
+    """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
+    other_paths: tuple[Path, ...] = ()
+    """Folders on further drives: shards are spread over all of them, the next one to the drive that has least."""
+    group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
+    host_budget_bytes: int | None = None
+    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
+    num_threads: int = 8
+    """I/O threads."""
+    queue_depth: int = 64
+    """Operations that may wait for a thread."""
+    block_bytes: int = 4 * 1024 * 1024
+    """Bytes of one request to the disk, about."""
+    verify: bool = True
+    """Check the crc32c of every chunk that is read from disk."""
+    device: str = "cpu"
+    """Torch device of the device tier."""
+    pin_buffers: bool = False
+    """Register transfer buffers with CUDA; where that cannot be, the store's `fallbacks` say so."""
+    pin_state: bool = False
+    """Register state in host memory with CUDA, likewise."""
+
+    @property
+    def all_paths(self) -> tuple[Path, ...]:
+        """Return the folders of all drives, each once."""
+        first = () if self.run_path is None else (self.run_path,)
+        others = (path for paths in self.group_paths.values() for path in paths)
+        return tuple(dict.fromkeys((*first, *self.other_paths, *others)))
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of transfer buffers: half of a small budget, 64 MiB of a larger one."""
+        if self.host_budget_bytes is None:
+            return DEFAULT_POOL_BYTES
+        return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of one request as the pool allows: a small pool still holds several at once."""
+        return min(self.block_bytes, self.pool_bytes // 12)
