@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from zstore.arrays import ArraySpec
+from zstore.buffers import PAGE_BYTES
 from zstore.partition import make_grid
+from zstore.shardfile import round_up
 from zstore.store import StoreOptions
 
 from .config import Config
 from .parameters import ParameterRecord, named_parameters
 from .placement import Need, OffloadTier, PlacementSettings
 from .sharding import Persistence, Sharding
+from .spill import spill_pool_bytes
 from .tensors import PRECISIONS, dtype_name
 from .units import called_parameters, find_units
 
@@ -95,9 +98,7 @@ def find_needs(
     return needs
 
 
-def placement_settings(
-    config: Config, *, budget_bytes: int | None, device_is_host: bool, holds_gradients: bool = True
-) -> PlacementSettings:
+def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
     """Return what a resolved config asks for; `budget_bytes` is one rank's share of the machine's budget."""
     zero = config.settings.zero_optimization
     pins_state = any(
@@ -109,8 +110,9 @@ def placement_settings(
         parameters=_parameter_tier(config),
         max_in_cpu_numel=zero.offload_param.max_in_cpu,
         budget_bytes=budget_bytes,
-        buffer_bytes=buffer_bytes(budget_bytes),
-        holds_gradients=holds_gradients,
+        buffer_bytes=buffer_bytes(config, budget_bytes),
+        # Within the backward each gradient is used as it arrives.
+        holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
         accumulation_steps=config.batch.accumulation_steps,
         device_is_host=device_is_host,
         pins_buffers=not device_is_host,
@@ -118,9 +120,21 @@ def placement_settings(
     )
 
 
-def buffer_bytes(budget_bytes: int | None) -> int:
-    """Return the bytes of one rank's transfer buffers."""
-    return StoreOptions(host_budget_bytes=budget_bytes).pool_bytes
+def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
+    """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
+    options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
+    pools = [options.pool_bytes]
+    if _parameter_tier(config) != "none":
+        pools.append(parameter_pool_bytes(config, options))
+    if budget_bytes is not None and config.offload_optimizer.device == "nvme":
+        pools.append(spill_pool_bytes(budget_bytes))
+    return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
+
+
+def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
+    """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
+    count, numel = config.parameter_buffers
+    return count * min(numel * PRECISIONS[config.precision].itemsize, options.span_bytes)
 
 
 def _parameter_tier(config: Config) -> OffloadTier:

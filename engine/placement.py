@@ -163,6 +163,8 @@ class Plan:
     settings: PlacementSettings
     placements: Mapping[str, Placement]
     """By parameter, in order."""
+    stay_gathered: frozenset[str]
+    """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
     """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
     arrive), "master", each slot, "buffers"."""
@@ -215,6 +217,7 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
     return Plan(
         settings=settings,
         placements=places,
+        stay_gathered=frozenset(need.name for need in needs if need.stays_gathered),
         held=_held(stored, settings),
         traffic=_traffic(stored),
         file_bytes=sum(one.file_bytes for one in stored),

@@ -20,6 +20,7 @@ from zstore.store import TensorStore
 
 from .config import Config
 from .fetch import Fetch, Fetcher, Ready, RowReader
+from .needs import parameter_pool_bytes
 from .parameters import ParameterRecord, Residency
 from .prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .units import Unit
@@ -322,11 +323,8 @@ class Residence:
 def make_residence(units: Sequence[Unit], config: Config, store: TensorStore, world: World) -> Residence:
     """Return the residence of `units` as the config says; nothing is gathered."""
     reader = None
-    resting = [record for unit in units for record in unit.owned if record.rest is not None]
-    if resting:
-        count, numel = config.parameter_buffers
-        largest = max(record.full.element_size() for record in resting)
-        reader = RowReader(store, store.make_pool(count * min(numel * largest, store.options.span_bytes)))
+    if any(record.rest is not None for unit in units for record in unit.owned):
+        reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)))
     limits = PrefetchLimits(
         prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
     )

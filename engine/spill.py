@@ -21,17 +21,24 @@ from .parameters import ParameterRecord
 from .tensors import as_torch
 from .transfers import copy_into
 
-POOL_BYTES = 16 * 1024 * 1024
+_POOL_BYTES = 16 * 1024 * 1024
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
+
+
+def spill_pool_bytes(budget_bytes: int) -> int:
+    """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
+    return min(_POOL_BYTES, budget_bytes // 16)
 
 
 class GradientSpill:
     """Rows of the records in `arrays`, each in its array of the store. Used from one thread."""
 
-    def __init__(self, store: TensorStore, arrays: Mapping[ParameterRecord, str]) -> None:
+    def __init__(
+        self, store: TensorStore, arrays: Mapping[ParameterRecord, str], pool_bytes: int = _POOL_BYTES
+    ) -> None:
         self._store = store
         self._arrays = arrays
-        self._pool = store.make_pool(POOL_BYTES)
+        self._pool = store.make_pool(pool_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
         self._squares: dict[ParameterRecord, float] = {}

@@ -37,6 +37,8 @@ class OptimizerState:
         """Step counts and the like, of each parameter that the optimizer updates."""
         self.spilled: dict[ParameterRecord, str] = {}
         """Parameters whose gradients wait for the update on disk, and the array in which they do."""
+        self.gradients_on_host: set[ParameterRecord] = set()
+        """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._own_master: set[ParameterRecord] = set()
 
     def add(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
@@ -61,6 +63,8 @@ class OptimizerState:
         for slot in kernel.slots:
             self._create(record, f"optimizer/{slot}", torch.float32, placement.state)
         self.scalars[record] = kernel.initial()
+        if placement.gradient == "host":
+            self.gradients_on_host.add(record)
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", record.dtype, "disk")
 

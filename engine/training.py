@@ -22,6 +22,7 @@ from .loss_scale import LossScaler
 from .norm import global_norm, scale_factor
 from .optimizer import ZeroOptimizer
 from .parameters import ParameterRecord, Residency
+from .placement import Plan
 from .schedules import Schedule
 from .sharding import Sharding
 from .state import OptimizerState
@@ -59,6 +60,8 @@ class Training:
     sharding: Sharding
     model: nn.Module
     device: torch.device
+    plan: Plan
+    """Where everything rests, as it was decided before anything was laid out."""
     state: OptimizerState
     updater: Updater
     step_mode: StepMode

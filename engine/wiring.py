@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -22,19 +21,19 @@ from .loss_scale import LossScaler
 from .model import check_model, own_memory, place_buffers, place_parameter
 from .optimizer import ZeroOptimizer, group_of_parameters
 from .parameters import ParameterRecord, make_record, named_parameters
-from .placement import Placement
+from .placement import Plan
+from .placing import budget_of_rank, plan_run
 from .residence import make_residence
 from .schedules import Schedule
-from .sharding import Persistence, Sharding
-from .state import OptimizerState, TierName
+from .sharding import Sharding
+from .spill import GradientSpill, spill_pool_bytes
+from .state import OptimizerState
 from .tensors import PRECISIONS, return_free_memory
 from .training import Training
 from .unit_gradients import GradientRules, UnitGradients
-from .units import Unit, called_parameters, find_units
+from .units import Unit, find_units
 from .updater import StepMode, Updater
 
-_TIERS: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
-_AUTO_PERCENT = 60
 _TRIM_BYTES = 64 * 1024 * 1024
 """Bytes of parameters laid out between two calls that give freed memory back to the system."""
 
@@ -51,18 +50,20 @@ def wire(
     loader: TrainingLoader | None,
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place."""
-    offload_parameters = _TIERS[config.offload_param.device] if config.stage == 3 else "device"
-    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offload_parameters != "device")
+    offloads_parameters = config.stage == 3 and config.offload_param.device != "none"
+    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = group_of_parameters(optimizer, model)
     kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
-    store = _open_store(config, world)
+    budget_bytes = budget_of_rank(config, world)
+    plan = plan_run(model, config, world, kernels, groups, budget_bytes)
+    store = _open_store(config, world, budget_bytes)
     try:
         place_buffers(model, world, PRECISIONS[config.precision])
         state = OptimizerState(store, kernels)
-        layout = _Layout(model, config, sharding, world)
+        layout = _Layout(config, sharding, world, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         for message in store.fallbacks:
             _log.warning("rank %d: %s", world.rank, message)
@@ -79,10 +80,11 @@ def wire(
             sharding=sharding,
             model=model,
             device=world.device,
+            plan=plan,
             state=state,
             updater=updater,
             step_mode=mode,
-            gradients=_gradients(records, units, hooks, config, sharding, world),
+            gradients=_gradients(state, units, hooks, config, sharding, world),
             hooks=hooks,
             optimizer=optimizer,
             schedule=schedule,
@@ -98,12 +100,9 @@ def wire(
 class _Layout:
     """Gives each parameter its type, its memory and its state."""
 
-    def __init__(self, model: nn.Module, config: Config, sharding: Sharding, world: World) -> None:
-        self._tier = _TIERS[config.offload_optimizer.device]
-        self._parameter_tier = _TIERS[config.offload_param.device]
-        self._called = called_parameters(model)
+    def __init__(self, config: Config, sharding: Sharding, world: World, plan: Plan) -> None:
+        self._plan = plan
         self._dtype = PRECISIONS[config.precision]
-        self._persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
         self._sharding = sharding
         self._world = world
 
@@ -136,27 +135,21 @@ class _Layout:
         given = parameter.data
         parameter.data = own_memory(given, self._dtype)
         record = make_record(name, aliases, parameter, group=group, sharding=self._sharding, rank=self._world.rank)
-        released = self._sharding.parameters and parameter in self._called and not self._persistence.keeps(record.numel)
-        offloaded = released and self._parameter_tier != "device"
-        if released and not offloaded:
+        placement = self._plan.placements[name]
+        offloaded = placement.parameter != "device"
+        if not offloaded and self._sharding.parameters and name not in self._plan.stay_gathered:
             record.shard_memory()
         first, stop = record.owned_range
         # Of the same type, the parameter's memory may be the given one, which may be released by now.
         same = given.dtype == record.dtype
-        placement = Placement(
-            state=self._tier, parameter=self._parameter_tier if offloaded else "device", gradient="device"
-        )
         state.add(record, record.owned() if same else given.reshape(-1)[first:stop], placement)
         if offloaded:
             record.release()
         return record
 
 
-def _open_store(config: Config, world: World) -> TensorStore:
+def _open_store(config: Config, world: World, budget_bytes: int | None) -> TensorStore:
     io = config.io
-    budget = config.host_budget_bytes
-    if budget == "auto":
-        budget = _available_bytes() * _AUTO_PERCENT // 100
     optimizer, parameters = (
         offload.nvme_paths if offload.device == "nvme" else ()
         for offload in (config.offload_optimizer, config.offload_param)
@@ -166,7 +159,7 @@ def _open_store(config: Config, world: World) -> TensorStore:
         run_path=usual[0] if usual else None,
         other_paths=usual[1:],
         group_paths={"parameter": parameters} if parameters else {},
-        host_budget_bytes=None if budget is None else budget // world.local_world_size,
+        host_budget_bytes=budget_bytes,
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,
         block_bytes=io.block_bytes,
@@ -192,35 +185,32 @@ def _open_store(config: Config, world: World) -> TensorStore:
     return store
 
 
-def _available_bytes() -> int:
-    """Return the bytes of host memory that are available on this machine."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise UsageError(
-        'host_budget_bytes "auto": this system does not tell its available memory; write a number of bytes'
-    )
-
-
 def _gradients(
-    records: list[ParameterRecord],
+    state: OptimizerState,
     units: list[Unit],
     hooks: UnitHooks | None,
     config: Config,
     sharding: Sharding,
     world: World,
 ) -> Gradients:
-    trained = [record for record in records if record.group is not None]
+    trained = [record for record in state.records if record.group is not None]
     # These get gradients that nobody asked for.
-    others = [record.parameter for record in records if record.group is None]
+    others = [record.parameter for record in state.records if record.group is None]
     within = config.step_overlap == "backward"
     reduce = ReduceRules(
         bucket_numel=config.reduce_bucket_numel, scatter=config.reduce_scatter, overlap=config.overlap_comm
     )
-    if not sharding.gradients and (world.world_size > 1 or not (within or sharding.parameters)):
+    by_unit = sharding.gradients or (world.world_size == 1 and (within or sharding.parameters or bool(state.spilled)))
+    if not by_unit:
         return WholeGradients(trained, others, world, sharding, reduce)
+    spill = None
+    if state.spilled:
+        budget_bytes = state.store.options.host_budget_bytes
+        spill = GradientSpill(state.store, state.spilled, spill_pool_bytes(budget_bytes or 0))
     rules = GradientRules(
         reduce=ReduceRules(bucket_numel=reduce.bucket_numel) if sharding.parameters else reduce,
+        to_host=frozenset(state.gradients_on_host),
+        spill=spill,
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=within,
     )

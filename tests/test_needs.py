@@ -49,7 +49,8 @@ def _plan_of(engine: Any, model: torch.nn.Module) -> Plan:
     needs = find_needs(
         shapes_of_model(model, config.precision), slots, config, world_size=world.world_size, rank=world.rank
     )
-    return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=True))
+    settings = placement_settings(config, budget_bytes=None, device_is_host=True)
+    return make_plan(needs, settings, units_of_model(model))
 
 
 def _count(rank: int, which: str, nvme: str) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -61,7 +62,9 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
     model = make_net() if which == "net" else build_model(which, 16)
     engine, *_ = zstore.initialize(model=model, config=config)
     with engine:
-        plan = _plan_of(engine, model)
+        plan = engine.training_state.plan
+        if "host_budget_bytes" not in config.get("zstore", {}):
+            assert plan == _plan_of(engine, model)
         statistics = []
         for step in range(2):
             ids = batch(step, 0, engine.global_rank)[0] % 256
@@ -69,6 +72,7 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
             engine.backward(loss)
             statistics.append(engine.statistics())
             engine.step()
+            engine.training_state.complete()
             statistics.append(engine.statistics())
         accumulated, (_, before, _, after) = statistics[0], statistics
         unused = 0 if which != "net" else _unused_bytes(engine)

@@ -50,8 +50,8 @@ class OffloadOptimizerSection(Section):
     """Buffers for state on its way; DeepSpeed's default is 4."""
     fast_init: Bool = no_effect(False, "new moments are never written: what was not written yet reads as zeros")
     """Make new optimizer state without writing it first."""
-    ratio: Fraction = not_yet(1.0, "all of the state is offloaded")
-    """Share of the optimizer state that is updated off the device; 0.3 keeps 70 % on it."""
+    ratio: Fraction = built(1.0)
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it."""
     pipeline_read: Bool = no_effect(False, _PIPELINE)
     """Read the next tile while one is updated."""
     pipeline_write: Bool = no_effect(False, _PIPELINE)
@@ -81,8 +81,9 @@ class OffloadParamSection(Section):
     buffer_size: Positive = built(100_000_000)
     """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
     little."""
-    max_in_cpu: MaybeCount = not_yet(None, _PARAMETERS)
-    """Elements of parameters kept in host memory with "nvme"; DeepSpeed's default is 1e9."""
+    max_in_cpu: MaybeCount = built(None)
+    """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
+    has room for, none without one; DeepSpeed's default is 1e9."""
 
 
 class ZeroSection(Section):

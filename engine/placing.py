@@ -1,0 +1,93 @@
+"""The plan of a run: where this rank's training state will rest, checked against what the machine has."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zstore.dist import World
+from zstore.errors import UsageError
+
+from .config import Config
+from .kernel import Kernel
+from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
+from .parameters import named_parameters
+from .placement import Plan, make_plan
+from .placement_report import check_fits, describe
+
+_AUTO_PERCENT = 60
+
+_log = logging.getLogger("zstore")
+
+
+def budget_of_rank(config: Config, world: World) -> int | None:
+    """Return this rank's share of the machine's host budget in bytes; None: no limit was set."""
+    budget = config.host_budget_bytes
+    if budget == "auto":
+        budget = _available_bytes() * _AUTO_PERCENT // 100
+    return None if budget is None else budget // world.local_world_size
+
+
+def plan_run(  # all that a plan depends on
+    model: nn.Module,
+    config: Config,
+    world: World,
+    kernels: Sequence[Kernel],
+    groups: Mapping[nn.Parameter, int],
+    budget_bytes: int | None,
+) -> Plan:
+    """Return where everything will rest (all ranks). Nothing is changed.
+
+    Raises BudgetError, on every rank, where it cannot fit: the host budget, the drive, the device.
+    """
+    slots = {name: kernels[groups[p]].slots for name, _, p in named_parameters(model) if p in groups}
+    shapes = shapes_of_model(model, config.precision)
+    plan: Plan | None = None
+    error: Exception | None = None
+    try:
+        plan = make_plan(
+            find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank),
+            placement_settings(config, budget_bytes=budget_bytes, device_is_host=world.device.type == "cpu"),
+            units_of_model(model),
+        )
+        check_fits(
+            plan,
+            device_bytes=torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None,
+            disk_bytes=free_disk_bytes(config),
+            local_ranks=world.local_world_size,
+        )
+    except Exception as raised:
+        error = raised
+    world.raise_together(error)
+    if plan is None:
+        raise UsageError("no plan was made")
+    if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
+        _log.info("%s", describe(plan, world_size=world.world_size, local_ranks=world.local_world_size))
+    return plan
+
+
+def free_disk_bytes(config: Config) -> int | None:
+    """Return the free bytes of the drives in use together; None where none is, or it cannot be told yet."""
+    folders = {
+        folder
+        for offload in (config.offload_optimizer, config.offload_param)
+        if offload.device == "nvme"
+        for folder in offload.nvme_paths
+    }
+    drives = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders if folder.exists()}
+    return sum(drives.values()) if drives else None
+
+
+def _available_bytes() -> int:
+    """Return the bytes of host memory that are available on this machine."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise UsageError(
+        'host_budget_bytes "auto": this system does not tell its available memory; write a number of bytes'
+    )

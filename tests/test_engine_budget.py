@@ -1,0 +1,189 @@
+"""A host budget and a ratio: what the plan says is what the engine holds and moves, and the bits stay the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zstore
+from tests.engine_models import batch
+from tests.test_engine_bits import digest
+from zstore.engine import Engine
+from zstore.engine.tensors import as_torch
+from zstore.errors import BudgetError
+from zstore.testing.ranks import run_ranks
+from zstore.tools.models import build_model
+
+MIB = 1024 * 1024
+STEPS = 3
+
+
+def make_config(nvme: str, **keys: Any) -> dict[str, Any]:
+    where = {"device": "nvme", "nvme_path": nvme}
+    zero = {"stage": 3, "offload_optimizer": dict(where), "offload_param": dict(where)}
+    zero["stage3_param_persistence_threshold"] = 1000
+    zero |= keys.pop("zero", {})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+        "steps_per_print": 0,
+    }
+    return config | keys
+
+
+def run(config: dict[str, Any], steps: int = STEPS) -> tuple[Engine, dict[str, str], list[float]]:
+    """Train the small GPT; return the closed engine, hashes of its state, and the losses."""
+    torch.manual_seed(0)
+    engine, *_ = zstore.initialize(model=build_model("gpt-tiny", 16), config=config)
+    losses = []
+    with engine:
+        for step in range(steps):
+            for micro in range(engine.gradient_accumulation_steps()):
+                ids = batch(step, micro, engine.global_rank)[0] % 256
+                loss = engine(ids, labels=ids)
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                engine.step()
+        training = engine.training_state
+        training.complete()
+        store = training.state.store
+        names = [name for record in training.state.records for name in training.state.arrays_of(record)]
+        found = {name: digest(as_torch(store.read(name).wait())) for name in names}
+        counted = store.statistics()
+        plan = training.plan
+        assert counted.disk_bytes == plan.held_total.disk
+        assert counted.pool_bytes <= plan.held["buffers"].host
+        assert counted.host_bytes == sum(
+            held.host for kind, held in plan.held.items() if kind not in ("gradients", "buffers")
+        )
+    return engine, found, losses
+
+
+def _spilled(engine: Engine) -> int:
+    return len(engine.training_state.state.spilled)
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: int) -> None:
+    def config(budget: int | None, **keys: Any) -> dict[str, Any]:
+        clip = 0.0 if overlap == "backward" else 0.5
+        budgeted = {} if budget is None else {"host_budget_bytes": budget}
+        return make_config(
+            str(tmp_path),
+            gradient_clipping=clip,
+            gradient_accumulation_steps=accumulation,
+            zstore={"step_overlap": overlap} | budgeted,
+            **keys,
+        )
+
+    _, expected, losses = run(config(None))
+    traffic = []
+    spilled = []
+    for budget in (3 * MIB, 6 * MIB, 8 * MIB, 64 * MIB):
+        engine, found, found_losses = run(config(budget))
+        assert found == expected
+        assert found_losses == losses
+        traffic.append(engine.training_state.plan.traffic_total.total)
+        spilled.append(_spilled(engine))
+        assert engine.training_state.plan.budget_used_bytes <= budget
+    assert traffic == sorted(traffic, reverse=True)
+    assert traffic[0] > 0
+    assert traffic[-1] == 0
+    if overlap == "backward" and accumulation == 1:
+        assert spilled[0] == 0  # each gradient is used as it comes
+    else:
+        assert spilled[0] > 0
+    assert spilled[-1] == 0
+
+
+def _two_ranks(rank: int, folder: str) -> list[str]:
+    different: list[str] = []
+    for keys in ({}, {"zero": {"stage": 2, "offload_param": {"device": "none"}}}):
+        _, expected, losses = run(make_config(folder, **keys))
+        engine, found, found_losses = run(make_config(folder, zstore={"host_budget_bytes": 10 * MIB}, **keys))
+        assert _spilled(engine) > 0
+        different += [name for name in expected if found[name] != expected[name]]
+        different += [] if losses == found_losses else ["losses"]
+    return different
+
+
+def test_two_ranks_share_the_budget(tmp_path: Path) -> None:
+    assert run_ranks(_two_ranks, 2, str(tmp_path), timeout_s=120) == [[], []]
+
+
+def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
+    config = make_config(str(tmp_path), zstore={"host_budget_bytes": 3 * MIB, "step_overlap": "none"})
+    torch.manual_seed(0)
+    engine, *_ = zstore.initialize(model=build_model("gpt-tiny", 16), config=config)
+    with engine:
+        moved = []
+        for step in range(3):
+            before = engine.statistics().store
+            ids = batch(step, 0, 0)[0] % 256
+            engine.backward(engine(ids, labels=ids))
+            engine.step()
+            after = engine.statistics().store
+            moved.append(
+                (after.disk_read_bytes - before.disk_read_bytes, after.disk_write_bytes - before.disk_write_bytes)
+            )
+        traffic = engine.training_state.plan.traffic_total
+        assert _spilled(engine) > 0
+        assert moved[-1][1] == traffic.written
+        assert moved[-1][0] <= traffic.read  # a unit that is used again at once is not read again
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_ratio_keeps_a_share_on_the_device(tmp_path: Path, tier: str) -> None:
+    def config(ratio: float) -> dict[str, Any]:
+        offload = {"device": tier, "ratio": ratio} | ({"nvme_path": str(tmp_path)} if tier == "nvme" else {})
+        return make_config(str(tmp_path), zero={"offload_optimizer": offload, "offload_param": {"device": "none"}})
+
+    _, expected, losses = run(config(1.0))
+    engine, found, found_losses = run(config(0.3))
+    assert (found, found_losses) == (expected, losses)
+    held = engine.training_state.plan.held["exp_avg"]
+    largest = max(record.numel for record in engine.training_state.trained) * 4
+    assert held.device == pytest.approx(0.7 * held.total, abs=largest)
+    assert 0 < held.device < held.total
+
+
+def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path: Path) -> None:
+    where = {"device": "nvme", "nvme_path": str(tmp_path)}
+    without, expected, _ = run(make_config(str(tmp_path)))
+    small_bytes = without.training_state.plan.held["parameters"].host
+    engine, found, _ = run(make_config(str(tmp_path), zero={"offload_param": {**where, "max_in_cpu": 100_000}}))
+    assert found == expected
+    held = engine.training_state.plan.held["parameters"]
+    assert small_bytes < held.host <= small_bytes + 200_000
+    assert held.disk > 0
+
+
+def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: Path) -> None:
+    config = make_config(
+        str(tmp_path),
+        zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},
+        zstore={"host_budget_bytes": 2 * MIB},
+    )
+    model = build_model("gpt-tiny", 16)
+    before = {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()}
+    with pytest.raises(BudgetError, match=r"host_budget_bytes|budget") as raised:
+        zstore.initialize(model=model, config=config)
+    assert any(character.isdigit() for character in str(raised.value))
+    assert {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()} == before
+
+
+def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="zstore"):
+        run(make_config(str(tmp_path)), steps=1)
+    printed = [record.message for record in caplog.records if "where the training state rests" in record.message]
+    assert len(printed) == 1
+    assert "disk" in printed[0]
+    assert "TB written" in printed[0]
