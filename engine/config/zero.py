@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator
 
-from .keys import Section, built, no_effect, not_yet, refused
+from .keys import Section, built, no_effect, refused
 from .values import (
     AbsolutePaths,
     AutoCount,
