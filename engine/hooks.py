@@ -100,10 +100,12 @@ class UnitHooks:
                 self._release(unit)
             if not torch.is_grad_enabled():
                 self._stray.clear()
-            if self._ends_with_forward:
-                self._ends_with_forward = False
+            ends, self._ends_with_forward = self._ends_with_forward, False
+            if output is None:
                 # A forward that raised has no output; its order is none to go by, and the other ranks may be elsewhere.
-                self.residence.abandon() if output is None else self.residence.end()
+                self.residence.abandon()
+            elif ends:
+                self.residence.end()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:

@@ -213,9 +213,11 @@ def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> str:
+def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tuple[str, bool]:
+    """Return what was raised, and whether the run then went on as one that saw no error."""
     files = FaultyFiles()
     zstore.store.Files = lambda: files  # type: ignore[misc,assignment]
+    message = "no error"
     with start(offloaded(folder), wide_net()) as engine:
         train(engine, steps_before)
         if rank == bad_rank:
@@ -223,16 +225,22 @@ def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> str
         try:
             train(engine, 1)
         except StorageError as error:
-            return "\n".join([str(error), *error.__notes__])
+            message = "\n".join([str(error), *error.__notes__])
         except RankError as error:
-            return str(error)
-    return "no error"
+            message = str(error)
+        files.heal()
+        train(engine, 1)
+        found = state_of(engine)
+    with start(make_config(3), wide_net()) as engine:
+        train(engine, steps_before + 1)
+        return message, found == state_of(engine)
 
 
 @pytest.mark.parametrize(("world_size", "steps_before"), [(1, 0), (1, 1), (2, 0), (2, 1)])
 def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, steps_before: int) -> None:
     bad = world_size - 1
-    messages = run_ranks(_read_error, world_size, str(nvme), bad, steps_before)
+    messages, went_on = zip(*run_ranks(_read_error, world_size, str(nvme), bad, steps_before), strict=True)
+    assert went_on == (True,) * world_size
     assert "Input/output error" in messages[bad] or "EIO" in messages[bad]
     assert "unit 'blocks.2'" in messages[bad]
     if world_size == 2:

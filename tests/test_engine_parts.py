@@ -227,6 +227,32 @@ def test_units_of_a_model() -> None:
     assert [record.name for record in by_name[""].parameters] == ["start", "mix"]
 
 
+def test_units_of_a_model_whose_lists_hold_half_of_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    sharding = Sharding.of_stage(3, 2)
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    blocks = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(2)]
+    names = [unit.name for unit in find_units(model, records)]
+    norms = ["encoder.final_layer_norm", "decoder.final_layer_norm"]
+    embeddings = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
+    assert sorted(names) == sorted([*embeddings, *norms, *blocks])
+    # A block over the limit falls into its parts, and these into theirs; each parameter belongs to one.
+    most = sum(p.numel() for p in model.decoder.block[1].parameters()) - 1
+    units = find_units(model, records, most)
+    split = {unit.name for unit in units} - set(names)
+    assert split == {f"decoder.block.{block}.layer.{part}" for block in range(2) for part in range(3)}
+    owned = [record for unit in find_units(model, records, 1) for record in unit.owned]
+    assert len(owned) == len(set(owned)) == len(records)
+    assert all(unit.modules for unit in find_units(model, records, 1))
+
+
 def test_parameters_that_no_module_reads_make_a_last_unit() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
