@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import disk, limits, step
+from bench import disk, limits, offload, step
+from bench.children import Outcome, run_contender
+from bench.contenders import page_cache_bytes
+from bench.offload import Limits, figures_of
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +37,91 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_offload_benchmark_compares_training_from_disk_with_the_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "offload.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = [
+        "--models",
+        "tiny",
+        "--steps",
+        "1",
+        "--no-peer",
+        "--overlap",
+        "none",
+        "--clip",
+        "on",
+        "--budget",
+        "none",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]
+    )
+    offload.main()
+    compute, ours = json.loads(out.read_text())["models"][0]["rows"]
+    assert compute["error"] is None
+    assert ours["error"] is None
+    assert compute["parameters"] == ours["parameters"]
+    # The same model and batches; only the update differs, and comes after the first loss.
+    assert compute["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-2)
+    assert compute["losses"][2] != ours["losses"][2]
+    assert compute["read_bytes_per_parameter"] == 0
+    # Masters and two moments, read and written; bf16 parameters read twice and written; small ones rest in memory.
+    assert 12 < ours["read_bytes_per_parameter"] < 18
+    assert 12 < ours["write_bytes_per_parameter"] < 16
+    assert ours["step_percent_of_limit"] > 0
+    assert ours["iteration_s"] == pytest.approx(ours["forward_s"] + ours["backward_s"] + ours["step_s"])
+    assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
+
+
+def _outcome() -> Outcome:
+    """Return a run of 100 parameters whose third step takes 1, 2 and 4 s, and moves 400 bytes each way in its step."""
+    steps = [{"times": [0, 9, 9, 9], "moved": [[0, 0]] * 4, "kernel": [[0, 0]] * 2, "loss": 1.0}] * 2
+    third = {"times": [0, 1, 3, 7], "moved": [[0, 0], [200, 0], [400, 0], [800, 400]], "kernel": [[0, 0], [800, 400]]}
+    return Outcome(
+        built={"parameters": 100, "seconds": 1.0, "peak_bytes": 10, "versions": {}},
+        steps=[*steps, {**third, "loss": 1.0}],
+        end={"peak_bytes": 20, "page_cache_bytes": 0},
+        error=None,
+        memory_limit="none asked for",
+        limited_peak_bytes=None,
+    )
+
+
+def test_figures_are_counted_bytes_at_the_measured_limit_and_leave_out_the_first_steps() -> None:
+    rates = Limits(read=200.0, write=100.0, mixed=400.0)
+    compute = {"forward_s": 0.5, "backward_s": 1.6}
+    row = figures_of(_outcome(), rates, {"contender": "zstore", "overlap": "none"}, compute)
+    assert row["iteration_s"] == 7
+    assert row["read_bytes_per_parameter"] == 8
+    assert row["write_bytes_per_parameter"] == 4
+    assert row["step_percent_of_limit"] == pytest.approx(100 * 2 / 4)  # 800 bytes at 400 a second, in 4 s
+    assert row["io_s"] == pytest.approx(800 / 400 + 400 / 200)
+    reached = row["overlap_reached"]
+    assert reached["iteration"] == pytest.approx(7 / 4)
+    assert reached["forward"] == pytest.approx(1 / 1)
+    assert reached["backward_and_step"] == pytest.approx(6 / 3)
+    assert reached["iteration_by_phase"] == pytest.approx(7 / 4)
+
+
+def test_a_contender_that_fails_is_reported_with_its_words(tmp_path: Path) -> None:
+    outcome = run_contender({"contender": "nobody"})
+    assert outcome.built is None
+    assert outcome.error is not None
+    assert "KeyError: 'nobody'" in outcome.error
+    row = figures_of(outcome, Limits(read=1.0, write=1.0, mixed=1.0), {"contender": "zstore"}, None)
+    assert "FAILED" in offload.describe({**row, "contender": "deepspeed"})
+
+
+def test_a_memory_limit_holds_or_is_said_not_to_be(tmp_path: Path) -> None:
+    outcome = run_contender({"contender": "nobody"}, memory_limit_bytes=2**32)
+    assert outcome.memory_limit in {"systemd-run --scope", "control group"} or "not limited" in outcome.memory_limit
+
+
+def test_the_page_cache_of_files_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    nbytes = page_cache_bytes(tmp_path)
+    assert nbytes in {None, 2**20}

@@ -1,0 +1,139 @@
+"""Starts one contender (`bench.contenders`) in a process of its own, under a memory limit where the system has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_LIMIT_S = 3 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a contender told."""
+
+    built: dict[str, Any] | None
+    """Parameters, seconds, peak of the process and versions; None where it did not get so far."""
+    steps: list[dict[str, Any]]
+    end: dict[str, Any] | None
+    error: str | None
+    """The last lines that it wrote, where it failed."""
+    memory_limit: str
+    """How its memory was limited, or why not."""
+    limited_peak_bytes: int | None
+    """Most bytes charged to the limit, page cache included, where the kernel tells."""
+
+
+def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_limit_bytes: int | None = None) -> Outcome:
+    """Run a contender to its end; `spec` is as `bench.contenders` describes it, but for `out`."""
+    command = [python or sys.executable, "-c", "from bench.contenders import run; run()"]
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    # Storage is filled anew for every unit: in huge pages this costs a tenth. DeepSpeed looks for ninja on the path.
+    environment = os.environ | {"PYTHONPATH": path, "THP_MEM_ALLOC_ENABLE": "1", "DS_ACCELERATOR": "cpu"}
+    if python is not None:
+        environment["PATH"] = os.pathsep.join([str(Path(python).absolute().parent), environment.get("PATH", "")])
+    with tempfile.TemporaryDirectory(prefix="zstore-bench-") as name, _limited(memory_limit_bytes) as limit:
+        out = Path(name) / "events"
+        out.touch()
+        done = subprocess.run(
+            [*limit.prefix, *command, json.dumps({**spec, "out": str(out)})],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            env=environment,
+            timeout=_LIMIT_S,
+        )
+        events = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        return _outcome(events, done, limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """What goes before a command to limit its memory."""
+
+    prefix: Sequence[str] = ()
+    how: str
+    group: Path | None = None
+    """The control group, where it is ours."""
+
+
+def _outcome(events: list[dict[str, Any]], done: subprocess.CompletedProcess[str], limit: MemoryLimit) -> Outcome:
+    def last(event: str) -> dict[str, Any] | None:
+        return next((each for each in reversed(events) if each["event"] == event), None)
+
+    peak = None if limit.group is None else limit.group / "memory.peak"
+    failed = done.returncode != 0
+    tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+    return Outcome(
+        built=last("built"),
+        steps=[each for each in events if each["event"] == "step"],
+        end=last("end"),
+        error=f"exit status {done.returncode}: {tail}" if failed else None,
+        memory_limit=limit.how,
+        limited_peak_bytes=int(peak.read_text()) if peak is not None and peak.exists() else None,
+    )
+
+
+@contextmanager
+def _limited(nbytes: int | None) -> Iterator[MemoryLimit]:
+    """Give a limit of `nbytes` on all memory of a command, page cache included, by a scope of systemd or a control group
+    (version 2) of our own below the one that we are in; where neither can be had, one that limits nothing and says why."""
+    if nbytes is None:
+        yield MemoryLimit(how="none asked for")
+        return
+    scope = ["systemd-run", "--scope", "--quiet", *([] if os.geteuid() == 0 else ["--user"])]
+    scope += ["-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0"]
+    if shutil.which("systemd-run"):
+        tried = subprocess.run([*scope, "true"], capture_output=True, text=True, check=False)
+        if tried.returncode == 0:
+            yield MemoryLimit(prefix=scope, how="systemd-run --scope")
+            return
+        why = f"systemd-run: {tried.stderr.strip()}"
+    else:
+        why = "systemd-run is not installed"
+    try:
+        group = _make_group(nbytes)
+    except OSError as error:
+        yield MemoryLimit(how=f"not limited ({why}; control group: {error})")
+        return
+    try:
+        enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group)]
+        yield MemoryLimit(prefix=enter, how="control group", group=group)
+    finally:
+        group.rmdir()
+
+
+def _make_group(nbytes: int) -> Path:
+    """Return a new control group with a limit on its memory. Raises OSError where this process may not make one."""
+    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    mount = next((fields[1] for fields in mounts if fields[2] == "cgroup2"), None)
+    own = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), None)
+    if mount is None or own is None:
+        raise OSError("there are no control groups of version 2")
+    parent = Path(mount) / own
+    if "memory" not in (parent / "cgroup.controllers").read_text(encoding="utf-8").split():
+        raise OSError(f"{parent} does not control memory")
+    if "memory" not in (parent / "cgroup.subtree_control").read_text(encoding="utf-8").split():
+        (parent / "cgroup.subtree_control").write_text("+memory", encoding="utf-8")
+    group = parent / f"zstore-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.max").write_text(str(nbytes), encoding="utf-8")
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0", encoding="utf-8")
+    except OSError:
+        group.rmdir()
+        raise
+    return group

@@ -1,0 +1,362 @@
+"""Training from disk: GPT-Neo shapes, optimizer state and parameters on disk, next to DeepSpeed and to the machine's limits.
+
+    python -m bench.offload [--models 110m,1.2b] [--peer-python PYTHON] [--path FOLDER] [--out FILE]
+
+Every contender runs in a process of its own, the disk's limit is measured before and after each (not between steps: what
+works behind them would gain by the pause). Rows are: the computation (forward and backward of the same model in memory, no
+optimizer), the peer, and zstore for each step mode with and without clipping, first with nothing but buffers in memory, then
+with the host budget that makes its whole process as large as the peer's.
+
+I/O time is the bytes that were counted at the measured limit: what is both read and written at the rate for halves of both,
+the rest at its own. Overlap is the iteration over the larger of computation and I/O; in mode `forward`, where updates run in
+the next forward, over the sum of that maximum for the forward and for the backward (with the step).
+
+DeepSpeed compiles its operators for about four minutes at its first run. `--peer-param` says where its parameters rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.children import Outcome, run_contender
+from bench.limits import disk_limit
+from bench.machine import machine
+
+WARM_UP = 2
+"""Steps that do not count: in the first the order is recorded, and the slots of the optimizer are read from the third on."""
+OVERLAP_GOAL = 1.1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT-Neo."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    tokens: int
+    peer_memory_bytes: int | None
+    """Peak that DeepSpeed had on a 24-GiB machine, for runs without it."""
+
+
+MODELS = {
+    "tiny": Shape(hidden=256, layers=2, heads=4, vocab=512, tokens=16, peer_memory_bytes=None),
+    "110m": Shape(hidden=1024, layers=8, heads=16, vocab=8192, tokens=64, peer_memory_bytes=4_700_000_000),
+    "1.2b": Shape(hidden=2048, layers=24, heads=16, vocab=8192, tokens=128, peer_memory_bytes=13_000_000_000),
+    "2.7b": Shape(hidden=2560, layers=32, heads=20, vocab=50257, tokens=128, peer_memory_bytes=None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bytes per second of the disk, by pattern; "mixed" counts both directions."""
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read_bytes: float, write_bytes: float) -> float:
+        """Return the least time in which the disk moves these."""
+        both = min(read_bytes, write_bytes)
+        return 2 * both / self.mixed + (read_bytes - both) / self.read + (write_bytes - both) / self.write
+
+
+def main() -> None:
+    options = _options()
+    figures: dict[str, Any] = {
+        "machine": machine(options.path),
+        "memory_limit_bytes": options.memory_limit,
+        "models": [],
+    }
+    for name in options.models:
+        entry: dict[str, Any] = {"model": name, **asdict(MODELS[name]), "rows": []}
+        figures["models"].append(entry)
+        for row in measure(MODELS[name], options):
+            entry["rows"].append(row)
+            print(f"{name}: {describe(row)}", flush=True)
+            if options.out:  # after each, for a run of all takes long
+                options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_words(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk")
+    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, help="run DeepSpeed (default: where it is)")
+    parser.add_argument("--peer-python", help="python of an environment with deepspeed; default: this one")
+    parser.add_argument(
+        "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters rest"
+    )
+    parser.add_argument("--peer-config", type=json.loads, default={}, help="JSON to put into its zero_optimization")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that are not")
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
+    parser.add_argument(
+        "--overlap", type=_words("none", "backward", "forward"), default=["none", "backward", "forward"]
+    )
+    parser.add_argument("--clip", type=_words("off", "on"), default=["off", "on"])
+    parser.add_argument("--budget", type=_words("none", "peer"), default=["none", "peer"], help="host budgets")
+    parser.add_argument(
+        "--memory-limit", type=_bytes, help="bytes, or 4GiB: limit zstore's processes, page cache included"
+    )
+    parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
+    parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
+    options = parser.parse_args()
+    if options.peer is None:
+        options.peer = options.peer_python is not None or importlib.util.find_spec("deepspeed") is not None
+    return options
+
+
+def _words(*known: str) -> Any:
+    def words(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(known):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+        return found
+
+    return words
+
+
+def _bytes(text: str) -> int:
+    units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    return int(float(text.removesuffix(unit)) * units.get(unit, 1))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for every contender; `compute` and the peer come first, for the others are compared with them."""
+    compute = _row(shape, options, {"contender": "compute"}, {}, None)
+    yield compute
+    peer = None
+    if options.peer and shape.peer_memory_bytes is not None:
+        peer = _row(shape, options, {"contender": "deepspeed", "clip": 0.0}, {}, compute)
+        yield peer
+    peaks: dict[tuple[str, float], int] = {}
+    for budget in options.budget:
+        for overlap, clip in _modes(options):
+            settings: Row = {"contender": "zstore", "overlap": overlap, "clip": clip, "host_budget_bytes": None}
+            if budget == "peer":
+                settings["host_budget_bytes"] = _budget(shape, peer, peaks.get((overlap, clip)))
+                if settings["host_budget_bytes"] is None:
+                    continue
+            row = _row(shape, options, settings, {} if peer is None else peer, compute)
+            if budget == "none" and row.get("steps_peak_bytes"):
+                peaks[overlap, clip] = row["steps_peak_bytes"]
+            yield row
+
+
+def _modes(options: argparse.Namespace) -> list[tuple[str, float]]:
+    """Return step modes and clipping; mode `backward` cannot wait for a norm: with clipping it is `forward`."""
+    pairs = [(overlap, {"off": 0.0, "on": 1.0}[clip]) for overlap in options.overlap for clip in options.clip]
+    return [(overlap, clip) for overlap, clip in pairs if overlap != "backward" or not clip]
+
+
+def _budget(shape: Shape, peer: Row | None, own_peak_bytes: int | None) -> int | None:
+    """Return the host budget with which zstore's process is as large as the peer's: what it needs anyhow goes off."""
+    target = shape.peer_memory_bytes if peer is None else peer.get("peak_bytes") or shape.peer_memory_bytes
+    if target is None:
+        return None
+    beside = own_peak_bytes or 2_000_000_000
+    return max(128 * 2**20, target - beside)
+
+
+def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, compute: Row | None) -> Row:
+    """Run one contender between two measurements of the disk, and return its figures."""
+    theirs = settings["contender"] == "deepspeed"
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
+        folder = Path(name)
+        limits = [_limits(folder, options.gib)]
+        (folder / "state").mkdir()
+        spec = {
+            "contender": settings["contender"],
+            "model": asdict(shape),
+            "config": (_peer_config if theirs else _config)(folder / "state", settings, options),
+            "folder": str(folder / "state"),
+            "steps": WARM_UP + options.steps,
+            "seed": 0,
+        }
+        limited = options.memory_limit if settings["contender"] == "zstore" else None
+        outcome = run_contender(spec, python=options.peer_python if theirs else None, memory_limit_bytes=limited)
+        limits.append(_limits(folder, options.gib))
+    return settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
+
+
+def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
+    if settings["contender"] == "compute":
+        return {}
+    own: dict[str, Any] = {"step_overlap": settings["overlap"]}
+    if settings["host_budget_bytes"] is not None:
+        own["host_budget_bytes"] = settings["host_budget_bytes"]
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    return {**_common(settings), "zero_optimization": _zero(offload, offload), "zstore": own}
+
+
+def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a config with which the peer runs: blocks and depth that suit a drive, and more buffers than by default."""
+    offload = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False}
+    parameters = {**offload, "device": options.peer_param, "buffer_count": 64, "buffer_size": 20_000_000}
+    zero = _zero({**offload, "buffer_count": 4}, None if options.peer_param == "none" else parameters)
+    aio = {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+    return {**_common(settings), "zero_optimization": {**zero, **options.peer_config}, "aio": aio}
+
+
+def _common(settings: Row) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": settings["clip"],
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "steps_per_print": 10**9,
+    }
+
+
+def _zero(optimizer: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": optimizer}
+    return zero if parameters is None else {**zero, "offload_param": parameters}
+
+
+def _limits(folder: Path, gib: float) -> Limits:
+    """Measure the disk anew; its file goes afterwards, for it would take room and be cached."""
+    nbytes = max(1, round(gib * 64)) * 2**24  # whole blocks for every job
+    try:
+        disk_limit(folder, "write", nbytes)  # make every extent real
+        return Limits(**{pattern: disk_limit(folder, pattern, nbytes) for pattern in ("read", "write", "mixed")})
+    finally:
+        (folder / "limit.bin").unlink(missing_ok=True)
+
+
+def mean_limits(limits: Sequence[Limits]) -> Limits:
+    """Return the rates that take the mean of the times that these take."""
+    means = {name: statistics.harmonic_mean([getattr(each, name) for each in limits]) for name in asdict(limits[0])}
+    return Limits(**means)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures_of(outcome: Outcome, limits: Limits, settings: Mapping[str, Any], compute: Row | None) -> Row:
+    """Return the figures of a run: medians over the steps after the first two, bytes per parameter and step."""
+    row: Row = {"error": outcome.error, "memory_limit": outcome.memory_limit}
+    row["limit_gb_per_s"] = {pattern: rate / 1e9 for pattern, rate in asdict(limits).items()}
+    if outcome.built is None or len(outcome.steps) <= WARM_UP:
+        return row
+    steps, parameters = outcome.steps[WARM_UP:], outcome.built["parameters"]
+    seconds = {phase: statistics.median(_spans(steps, i)) for i, phase in enumerate(_PHASES)}
+    moved = {phase: (_moved(steps, i, 0), _moved(steps, i, 1)) for i, phase in enumerate(_PHASES)}
+    io_s = {phase: limits.seconds(*nbytes) for phase, nbytes in moved.items()}
+    read_bytes, write_bytes = (sum(nbytes[i] for nbytes in moved.values()) for i in (0, 1))
+    iteration_s = statistics.median(step["times"][-1] - step["times"][0] for step in steps)
+    end = outcome.end or {}
+    peaks = {"build_peak_bytes": outcome.built["peak_bytes"], "steps_peak_bytes": end.get("peak_bytes")}
+    row |= {
+        "parameters": parameters,
+        "versions": outcome.built["versions"],
+        "build_s": outcome.built["seconds"],
+        "iteration_s": iteration_s,
+        "iterations_s": [step["times"][-1] - step["times"][0] for step in steps],
+        **{f"{phase}_s": each for phase, each in seconds.items()},
+        "read_bytes_per_parameter": read_bytes / parameters,
+        "write_bytes_per_parameter": write_bytes / parameters,
+        "phases_bytes_per_parameter": {phase: [each / parameters for each in pair] for phase, pair in moved.items()},
+        "kernel_bytes_per_parameter": _kernel(steps) / parameters,
+        "io_s": limits.seconds(read_bytes, write_bytes),
+        "percent_of_limit": 100 * limits.seconds(read_bytes, write_bytes) / iteration_s,
+        "losses": [step["loss"] for step in outcome.steps],
+        "peak_bytes": max(filter(None, peaks.values())),
+        **peaks,
+        "page_cache_bytes": end.get("page_cache_bytes"),
+        "limited_peak_bytes": outcome.limited_peak_bytes,
+    }
+    if settings.get("overlap") == "none" or settings["contender"] == "deepspeed":
+        row["step_percent_of_limit"] = 100 * io_s["step"] / seconds["step"]
+    if compute is not None and "forward_s" in compute and settings["contender"] != "compute":
+        row["overlap_reached"] = _overlap(row, io_s, settings, compute)
+    return row
+
+
+_PHASES = ("forward", "backward", "step")
+
+
+def _spans(steps: Sequence[Mapping[str, Any]], phase: int) -> list[float]:
+    return [step["times"][phase + 1] - step["times"][phase] for step in steps]
+
+
+def _moved(steps: Sequence[Mapping[str, Any]], phase: int, direction: int) -> float:
+    """Return the mean bytes: what works behind the steps moves a step's bytes now in one, now in another."""
+    return statistics.fmean(step["moved"][phase + 1][direction] - step["moved"][phase][direction] for step in steps)
+
+
+def _kernel(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean bytes of a step as the kernel counts them, both directions."""
+    return statistics.fmean(sum(step["kernel"][1]) - sum(step["kernel"][0]) for step in steps)
+
+
+def _overlap(row: Row, io_s: Mapping[str, float], settings: Mapping[str, Any], compute: Row) -> Row:
+    """Return how far time is from the least that it could be: 1 is all of the shorter hidden behind the longer."""
+    forward_s = max(compute["forward_s"], io_s["forward"])
+    backward_s = max(compute["backward_s"], io_s["backward"] + io_s["step"])
+    whole_s = max(compute["forward_s"] + compute["backward_s"], row["io_s"])
+    reached = {
+        "forward": row["forward_s"] / forward_s,
+        "backward_and_step": (row["backward_s"] + row["step_s"]) / backward_s,
+        "iteration": row["iteration_s"] / whole_s,
+        "iteration_by_phase": row["iteration_s"] / (forward_s + backward_s),
+    }
+    by = "iteration_by_phase" if settings.get("overlap") == "forward" else "iteration"
+    return {**reached, "judged_by": by, "goal": OVERLAP_GOAL}
+
+
+def _compared(outcome: Outcome, peer: Row) -> Row:
+    """Return the peer's time and memory over those of a run, where both ran."""
+    if not peer.get("iteration_s") or len(outcome.steps) <= WARM_UP or outcome.end is None or outcome.built is None:
+        return {}
+    steps = outcome.steps[WARM_UP:]
+    iteration_s = statistics.median(step["times"][-1] - step["times"][0] for step in steps)
+    peak = max(outcome.built["peak_bytes"], outcome.end["peak_bytes"] or 0)
+    return {"times_faster_than_peer": peer["iteration_s"] / iteration_s, "memory_of_peer": peak / peer["peak_bytes"]}
+
+
+def describe(row: Row) -> str:
+    """Return a row for a person to read."""
+    name = row["contender"]
+    if name == "zstore":
+        budget = row["host_budget_bytes"]
+        name += f" {row['overlap']}, clip {'on' if row['clip'] else 'off'}"
+        name += f", budget {budget / 1e9:.1f} GB" if budget else ""
+    if "iteration_s" not in row:
+        return f"{name}: FAILED: {row['error']}"
+    parts = [
+        f"{row['iteration_s']:.2f} s ({row['forward_s']:.2f} + {row['backward_s']:.2f} + {row['step_s']:.2f})",
+        f"{row['read_bytes_per_parameter']:.2f} + {row['write_bytes_per_parameter']:.2f} bytes a parameter",
+        f"{row['percent_of_limit']:.0f} % of the limit",
+    ]
+    if "step_percent_of_limit" in row:
+        parts.append(f"step {row['step_percent_of_limit']:.0f} %")
+    if reached := row.get("overlap_reached"):
+        parts.append(f"overlap {reached[reached['judged_by']]:.2f}")
+    parts.append(f"peak {_gib(row['build_peak_bytes'])} building, {_gib(row['steps_peak_bytes'])} in steps")
+    if "times_faster_than_peer" in row:
+        parts.append(f"{row['times_faster_than_peer']:.1f} x the peer in {row['memory_of_peer']:.2f} of its memory")
+    if row["error"]:
+        parts.append(f"then FAILED: {row['error']}")
+    return f"{name}: {'; '.join(parts)}"
+
+
+def _gib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
+
+
+if __name__ == "__main__":
+    main()
