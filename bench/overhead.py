@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +37,8 @@ _CLIP = 1.0
 _WARM_UP = 3
 _GOALS = {"plain": 1.02, "FSDP2": 1.03}
 
-Step = Callable[[torch.Tensor], None]
+Step = Callable[[torch.Tensor], torch.Tensor]
+"""Trains on token ids [batch, tokens] and returns the loss."""
 
 
 def main() -> None:
@@ -107,9 +109,7 @@ def _pairs_of_rank(rank: int, stage: int, precision: str, shape: dict[str, int],
     return _pairs(rank, torch_dist.get_world_size(), stage, precision, shape, pairs)
 
 
-def _pairs(
-    rank: int, world_size: int, stage: int, precision: str, shape: dict[str, int], pairs: int
-) -> dict[str, Any]:
+def _pairs(rank: int, world_size: int, stage: int, precision: str, shape: dict[str, int], pairs: int) -> dict[str, Any]:
     """Return the figures of one stage against its counterpart, on this rank (all ranks)."""
     other = "plain" if world_size == 1 else "DDP" if stage < 2 else "FSDP2"
     others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step}
@@ -117,12 +117,13 @@ def _pairs(
     engine = _engine(stage, precision, shape, world_size)
     with engine:
         steps: list[tuple[int, Step]] = [(0, _engine_step(engine)), (1, others[other](stage, precision, shape))]
-        times: list[list[tuple[float, float]]] = []
+        times: list[list[list[float]]] = []
+        losses = [0.0, 0.0]
         for number in range(_WARM_UP + pairs):
             ids = torch.randint(0, shape["vocab"], (shape["batch"], shape["tokens"]), generator=generator)
-            pair = [(0.0, 0.0), (0.0, 0.0)]
+            pair: list[list[float]] = [[], []]
             for which, step in steps if number % 2 else reversed(steps):
-                pair[which] = _timed(step, ids)
+                *pair[which], losses[which] = _timed(step, ids)
             if number >= _WARM_UP:
                 times.append(pair)
     return {
@@ -136,6 +137,8 @@ def _pairs(
         "other_s": statistics.median(theirs[0] for _, theirs in times),
         "ratio": statistics.median(mine[0] / theirs[0] for mine, theirs in times),
         "cpu_ratio": statistics.median(mine[1] / theirs[1] for mine, theirs in times),
+        "engine_loss": losses[0],
+        "other_loss": losses[1],
         "pairs_s": [[mine[0], theirs[0]] for mine, theirs in times],
     }
 
@@ -145,14 +148,14 @@ def _slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(ranks, key=lambda row: float(row["ratio"]))
 
 
-def _timed(step: Step, ids: torch.Tensor) -> tuple[float, float]:
-    """Return seconds and processor seconds of a step, all ranks beginning and ending together."""
+def _timed(step: Step, ids: torch.Tensor) -> tuple[float, float, float]:
+    """Return seconds and processor seconds of a step, all ranks beginning and ending together, and its loss."""
     _meet()
     started, cpu = time.perf_counter(), time.process_time()
-    step(ids)
+    loss = step(ids)
     spent = time.process_time() - cpu
     _meet()
-    return time.perf_counter() - started, spent
+    return time.perf_counter() - started, spent, float(loss.detach())
 
 
 def _meet() -> None:
@@ -191,9 +194,10 @@ def _engine(stage: int, precision: str, shape: dict[str, int], world_size: int) 
 
 
 def _engine_step(engine: zstore.engine.Engine) -> Step:
-    def step(ids: torch.Tensor) -> None:
-        engine.backward(engine(ids, labels=ids))
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = engine.backward(engine(ids, labels=ids))
         engine.step()
+        return loss
 
     return step
 
@@ -217,8 +221,9 @@ def _step_of(model: nn.Module, precision: str, wrap: Callable[[], nn.Module] | N
     called = model if wrap is None else wrap()
     optimizer = torch.optim.AdamW(masters or parameters, lr=_LR, fused=True)
 
-    def step(ids: torch.Tensor) -> None:
-        called(ids, labels=ids).backward()
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = called(ids, labels=ids)
+        loss.backward()  # type: ignore[no-untyped-call]
         if masters:
             for master, parameter in zip(masters, parameters, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -228,7 +233,8 @@ def _step_of(model: nn.Module, precision: str, wrap: Callable[[], nn.Module] | N
         optimizer.zero_grad()
         if masters:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, masters)
+                torch._foreach_copy_([*parameters], [*masters])
+        return loss
 
     return step
 
@@ -237,19 +243,21 @@ def _fsdp_step(stage: int, precision: str, shape: dict[str, int]) -> Step:
     """Return a step of FSDP2; at stage 2 parameters stay gathered between forward and backward."""
     bf16 = precision == "bf16"
     model = _build(shape)
-    mesh = torch_dist.init_device_mesh("cpu", (torch_dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
 
-    def step(ids: torch.Tensor) -> None:
-        model(ids, labels=ids).backward()
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(ids, labels=ids)
+        loss.backward()  # type: ignore[no-untyped-call]
         if bf16:
             nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
     return step
 

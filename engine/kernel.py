@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -60,48 +60,67 @@ class Kernel(Protocol):
         """Begin a step of a parameter, with the settings that its group has now."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class _AdamSettings:
+    """What the fused kernel is called with beside tensors, by its own names."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    amsgrad: bool = False
+    maximize: bool = False
+
+
 class FusedAdam:
     """Adam, or AdamW where weight decay is `decoupled`, by torch's fused kernel."""
 
-    decoupled: bool
-    slots: tuple[str, ...] = field(default=("exp_avg", "exp_avg_sq"), init=False)
+    slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, decoupled: bool) -> None:
+        self.decoupled = decoupled
+        self._last: _FusedAdamStep | None = None
 
     def initial(self) -> Scalars:
         """See Kernel."""
         return {"step": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel."""
-        return _FusedAdamStep(self.decoupled, group, scalars["step"] + 1)
+        """See Kernel. Parameters that take the same step share what is returned."""
+        beta1, beta2 = group["betas"]
+        settings = _AdamSettings(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+        )
+        step, last = scalars["step"] + 1, self._last
+        if last is None or last.step != step or last.settings != settings:
+            self._last = last = _FusedAdamStep(self.decoupled, settings, step)
+        return last
 
 
 class _FusedAdamStep:
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
-    def __init__(self, decoupled: bool, group: Mapping[str, Any], step: float) -> None:
-        self._kernel = partial(
-            torch._fused_adamw_ if decoupled else torch._fused_adam_,
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-            amsgrad=False,
-            maximize=False,
-        )
-        self._step = step
-        self._counts: list[torch.Tensor] = []
+    def __init__(self, decoupled: bool, settings: _AdamSettings, step: float) -> None:
+        self.settings = settings
+        self.step = step
+        self._kernel = partial(torch._fused_adamw_ if decoupled else torch._fused_adam_, **vars(settings))
+        self._counts: dict[torch.device, list[torch.Tensor]] = {}
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """See ParameterStep."""
-        if not self._counts:
-            self._counts = [torch.tensor(self._step, device=master.device)]
-        self._kernel([master], [gradient], [slots[0]], [slots[1]], [], self._counts)
+        counts = self._counts.get(master.device)
+        if counts is None:
+            counts = self._counts[master.device] = [torch.tensor(self.step, device=master.device)]
+        self._kernel([master], [gradient], [slots[0]], [slots[1]], [], counts)
 
     def scalars(self) -> Scalars:
         """See ParameterStep."""
-        return {"step": self._step}
+        return {"step": self.step}
 
 
 class TorchKernel:

@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from zstore.links import LinkCounters
+from zstore.stream import Tile
+
 from .kernel import ParameterStep
 from .parameters import ParameterRecord
 from .state import OptimizerState
@@ -50,6 +53,37 @@ class Settings:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """Phases 2 to 4 of one record; one at a time, so that the gradient's rows are free when it is done."""
+
+    group: int
+    """Number of the record in the pass."""
+    num_state: int
+    """Master and slots: what comes first in a tile."""
+    rows: torch.Tensor | None
+    """This rank's rows of the gradient; None: they are in the tile."""
+    own: torch.Tensor | None
+    """The parameter's own rows, where the master is to be cast into them."""
+    step: ParameterStep
+    factor: float
+    links: LinkCounters
+
+    def apply(self, tile: Tile) -> None:
+        """Carry the phases out on one tile."""
+        master, *views = [as_torch(view) for view in tile.views]
+        slots, others = views[: self.num_state - 1], views[self.num_state - 1 :]
+        part = self.rows[tile.first : tile.stop] if self.rows is not None else others.pop(0)
+        gradient = copy_to(part, master.device, torch.float32, self.links)
+        if self.factor != 1.0:
+            gradient.mul_(self.factor)
+        self.step.tile(master, gradient, slots)
+        if others:
+            others[0].copy_(master)
+        elif self.own is not None:
+            copy_into(self.own[tile.first : tile.stop], master, self.links)
 
 
 class Update:
@@ -88,13 +122,11 @@ class Update:
             admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
             on_end=None if done is None else ended,
         ) as tiles:
-            gradients: dict[int, torch.Tensor | None] = {}
+            change: _Change | None = None
             for tile in tiles:
-                record = mine[tile.group]
-                if tile.group not in gradients:
-                    # One at a time: the rows of what is done are free.
-                    gradients = {tile.group: self._rows(record)}
-                self._change(record, gradients[tile.group], tile.first, tile.stop, [as_torch(v) for v in tile.views])
+                if change is None or change.group != tile.group:
+                    change = self._change_of(mine[tile.group], tile.group)
+                change.apply(tile)
 
     def _arrays(self, record: ParameterRecord) -> list[str]:
         names = self._state.arrays_of(record)
@@ -111,22 +143,17 @@ class Update:
                 modes[record.rest] = "fill"
         return modes
 
-    def _change(
-        self, record: ParameterRecord, rows: torch.Tensor | None, first: int, stop: int, views: list[torch.Tensor]
-    ) -> None:
-        """Carry phases 2 to 4 out on one tile."""
-        num_state = len(self._state.arrays_of(record))
-        (master, *slots), others = views[:num_state], views[num_state:]
-        part = rows[first:stop] if rows is not None else others.pop(0)
-        links = self._state.store.links
-        gradient = copy_to(part, master.device, torch.float32, links)
-        if self.settings.factor != 1.0:
-            gradient.mul_(self.settings.factor)
-        self._step_of(record).tile(master, gradient, slots)
-        if others:
-            others[0].copy_(master)
-        elif record.rest is None and not self._state.is_master(record):
-            copy_into(record.owned()[first:stop], master, links)
+    def _change_of(self, record: ParameterRecord, group: int) -> _Change:
+        casts = record.rest is None and not self._state.is_master(record)
+        return _Change(
+            group=group,
+            num_state=len(self._state.arrays_of(record)),
+            rows=self._rows(record),
+            own=record.owned() if casts else None,
+            step=self._step_of(record),
+            factor=self.settings.factor,
+            links=self._state.store.links,
+        )
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

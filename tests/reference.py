@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from zstore.engine.norm import norm_of_sums, sum_of_squares
 from zstore.partition import make_grid
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +32,25 @@ def _returned(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _one_group(masters: dict[str, nn.Parameter]) -> list[Any]:
     return list(masters.values())
+
+
+def _sum_of_squares(shard: torch.Tensor) -> float:
+    """Return the sum over rows of 4,096 elements, each row's norm taken in fp32 by itself."""
+    total = np.float64(0)
+    for row in shard.float().split(4096):
+        total += np.square(np.float64(float(torch.linalg.vector_norm(row))))
+    return float(total)
+
+
+def _norm(sums: Sequence[Sequence[float]]) -> float:
+    """Return the norm from the sums of each parameter's shards."""
+    total = 0.0
+    for shards in sums:
+        parameter = 0.0
+        for shard in shards:
+            parameter += shard
+        total += parameter
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 @dataclass
@@ -78,7 +96,7 @@ class Reference:
     def step(self, batches: Sequence[Sequence[Any]]) -> None:
         """Train on one global batch."""
         gradients = self._accumulated(batches)
-        raw = norm_of_sums([(name, self._sums(gradient)) for name, gradient in gradients.items()])
+        raw = _norm([self._sums(gradients[name]) for name in sorted(gradients)])
         self.norm = raw / self.scale
         self.applied = math.isfinite(raw)
         if not self.applied:
@@ -141,7 +159,7 @@ class Reference:
         shape = tuple(gradient.shape)
         stored = shape if len(shape) in (1, 2) else (1,) if not shape else (math.prod(shape[:-1]), shape[-1])
         step = make_grid(stored, self.world_size).shard_numel
-        return [sum_of_squares(flat[first : first + step]) for first in range(0, flat.numel(), max(step, 1))]
+        return [_sum_of_squares(flat[first : first + step]) for first in range(0, flat.numel(), max(step, 1))]
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """Return masters and moments by the name that they have in a checkpoint, each 1-D."""

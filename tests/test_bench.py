@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import disk, limits, offload, step
+from bench import disk, limits, offload, overhead, step
 from bench.children import Outcome, run_contender
 from bench.contenders import page_cache_bytes
 from bench.offload import Limits, figures_of
@@ -125,3 +125,24 @@ def test_the_page_cache_of_files_is_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(2**20))
     nbytes = page_cache_bytes(tmp_path)
     assert nbytes in {None, 2**20}
+
+
+def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "overhead.json"
+    shape = ["--hidden", "64", "--layers", "1", "--vocab", "64", "--batch", "1", "--tokens", "8", "--pairs", "1"]
+    monkeypatch.setattr(sys, "argv", ["overhead", *shape, "--stages", "3", "--json", str(out)])
+    overhead.main()
+    figures = json.loads(out.read_text())
+    assert [(row["processes"], row["precision"], row["other"]) for row in figures["rows"]] == [
+        (1, "fp32", "plain"),
+        (1, "bf16", "plain"),
+        (2, "fp32", "FSDP2"),
+        (2, "bf16", "FSDP2"),
+    ]
+    for row in figures["rows"]:
+        ((mine_s, theirs_s),) = row["pairs_s"]
+        assert row["ratio"] == pytest.approx(mine_s / theirs_s)
+        # The same training: the losses of both are those of one model, one batch and one optimizer.
+        assert row["engine_loss"] == pytest.approx(row["other_loss"], rel=1e-5 if row["precision"] == "fp32" else 2e-2)

@@ -11,7 +11,8 @@ last quarter of the pool ahead of use. New versions become the present ones at t
 with `on_end` makes each group's the present one as soon as that group's own saves are done.
 
 Where all arrays of a group rest in memory there is nothing to load, and a tile spans many chunks: fewer steps in
-Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two.
+Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two. A pass over memory alone does
+without the pipeline, whose bookkeeping costs more than the work on a small array.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _LEAST_SPANS_IN_POOL = 3
-MEMORY_TILE_NUMEL = 256 * 1024
+MEMORY_TILE_NUMEL = 512 * 1024
 """Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
 
 
@@ -136,33 +137,62 @@ class Stream:
         self._shards = shards
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
-        self._plans = deque(self._plan())
+        self._in_memory = self._memory_tiers()
+        self._check_groups()
+        self._plans: deque[_Plan] = deque() if self._in_memory else deque(self._plan())
         self._begun: dict[str, Tier] = {}
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
         """Of the group under way."""
         self._ending: deque[_Ending] = deque()
 
-    def _plan(self) -> Iterator[_Plan]:
+    def _memory_tiers(self) -> dict[str, MemoryTier]:
+        """Return the tier of each array where all rest in memory; nothing where one does not."""
+        tiers: dict[str, MemoryTier] = {}
+        for group in self._groups:
+            for name in group:
+                tier = self._tiers[name]
+                if not isinstance(tier, MemoryTier):
+                    return {}
+                tiers[name] = tier
+        return tiers
+
+    def _check_groups(self) -> None:
         seen: set[str] = set()
-        for number, group in enumerate(self._groups):
-            shards = [self._shards[name] for name in group]
-            if not group or seen & set(group) or len(set(group)) < len(group):
-                raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
-            if len({(s.grid, s.shard) for s in shards}) > 1:
-                raise UsageError(f"the arrays of a group share one layout, got different ones for {', '.join(group)}")
+        num_seen = 0
+        for group in self._groups:
             seen.update(group)
-            present = shards[0].grid.present_chunks(shards[0].shard) if shards[0].valid_numel else 0
-            start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
-            stop = min(stop, present)
-            step = self._span_chunks(group)
+            num_seen += len(group)
+            if not group or len(seen) < num_seen:
+                raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
+            first = self._shards[group[0]]
+            for name in group[1:]:
+                shard = self._shards[name]
+                if shard.shard != first.shard or (shard.grid is not first.grid and shard.grid != first.grid):
+                    raise UsageError(
+                        f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
+                    )
+
+    def _chunks_of(self, group: Sequence[str]) -> tuple[int, int, int]:
+        """Return the chunks `[start, stop)` that the pass visits of each array of a group, and how many of them travel
+        together."""
+        shard = self._shards[group[0]]
+        present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
+        start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
+        return start, min(stop, present), self._span_chunks(group)
+
+    def _plan(self) -> Iterator[_Plan]:
+        for number, group in enumerate(self._groups):
+            start, stop, step = self._chunks_of(group)
             for first in range(start, stop, step):
                 span = Span(first, min(step, stop - first))
                 yield _Plan(number, span, first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
         """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
-        on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
+        on_disk = []
+        if not self._in_memory:
+            on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
         if not on_disk:
             return max(1, MEMORY_TILE_NUMEL // max(self._shards[group[0]].grid.chunk_numel, 1))
         chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
@@ -170,6 +200,33 @@ class Stream:
 
     def tiles(self) -> Generator[Tile, None, None]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
+        return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
+
+    def _tiles_in_memory(self) -> Generator[Tile, None, None]:
+        """Yield the tiles of a pass over memory alone: groups begin and end one after another."""
+        on_end = self._pass.on_end
+        ok = False
+        try:
+            for number, names in enumerate(self._groups):
+                start, stop, step = self._chunks_of(names)
+                if start >= stop or self._admit(number) is None:
+                    continue
+                self._begin(names)
+                tiers = [(self._in_memory[name], name) for name in names]
+                shard = self._shards[names[0]]
+                chunk_numel, valid_numel = shard.grid.chunk_numel, shard.valid_numel
+                last = min(stop * chunk_numel, valid_numel)
+                for first in range(start * chunk_numel, last, step * chunk_numel):
+                    end = min(first + step * chunk_numel, last)
+                    yield Tile(number, first, end, tuple([tier.view(name, first, end) for tier, name in tiers]))
+                if on_end is not None:
+                    self._end(names, True)
+                    on_end(number)
+            ok = True
+        finally:
+            self._end(list(self._begun), ok)
+
+    def _tiles_of_all(self) -> Generator[Tile, None, None]:
         ok = False
         current: _Loaded | None = None
         try:
@@ -231,14 +288,14 @@ class Stream:
         False where a pin would have to be waited for while spans are loaded.
         """
         names = [name for name in names if name not in self._begun]
-        changed = self._pass.changed(names)
-        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in changed):
+        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in self._pass.changed(names)):
             return False
+        started = time.perf_counter()
         for name in names:
-            started = time.perf_counter()
-            self._tiers[name].begin(name, self._pass.mode_of(name))
-            self._counters.pin_wait_s += time.perf_counter() - started
-            self._begun[name] = self._tiers[name]
+            tier = self._tiers[name]
+            tier.begin(name, self._pass.mode_of(name))
+            self._begun[name] = tier
+        self._counters.pin_wait_s += time.perf_counter() - started
         return True
 
     def _take(self, nbytes: int) -> Buffer | None:
@@ -278,8 +335,9 @@ class Stream:
         shard = self._shards[names[0]]
         in_memory = [tier for name in names if isinstance(tier := self._tiers[name], MemoryTier)]
         if len(in_memory) == len(names):
-            views = (tier.span_view(name, plan.span) for tier, name in zip(in_memory, names, strict=True))
-            yield Tile(plan.group, *shard.span_range(plan.span), tuple(views))
+            first, stop = shard.span_range(plan.span)
+            views = [tier.view(name, first, stop) for tier, name in zip(in_memory, names, strict=True)]
+            yield Tile(plan.group, first, stop, tuple(views))
             return
         columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
         for i, chunk in enumerate(plan.span.chunks):

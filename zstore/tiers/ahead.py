@@ -80,6 +80,8 @@ class ReadAhead:
 
     def drop(self, names: Sequence[str]) -> None:
         """Give the buffers of `names` back."""
+        if not self._held:
+            return
         for name in names:
             ahead = self.take(name)
             if ahead is not None:

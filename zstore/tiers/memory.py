@@ -58,15 +58,17 @@ class MemoryTier(Tier):
                 raise being_changed(name)
             if mode is not Mode.READ:
                 self._changing.add(name)
-                try:
-                    self._unpinned.wait_for(lambda: self._pins[name] == 0 or self._stopped)
-                    if self._pins[name]:
-                        raise UsageError(
-                            f"array {name!r}: the store was closed while a change waited for a snapshot of it"
-                        )
-                except BaseException:
-                    self._changing.discard(name)
-                    raise
+                if self._pins[name]:
+                    self._wait_for_unpinning(name)
+
+    def _wait_for_unpinning(self, name: str) -> None:
+        try:
+            self._unpinned.wait_for(lambda: self._pins[name] == 0 or self._stopped)
+            if self._pins[name]:
+                raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
+        except BaseException:
+            self._changing.discard(name)
+            raise
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """See `Tier.span_bytes`."""
@@ -83,10 +85,10 @@ class MemoryTier(Tier):
         local, memory = self._shards[name], self._memory[name]
         return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
 
-    def span_view(self, name: str, span: Span) -> View:
-        """Return one view of the elements of all chunks of a span, without padding."""
-        first, stop = self._shards[name].span_range(span)
-        return self._memory[name][first:stop]
+    def view(self, name: str, first: int, stop: int) -> View:
+        """Return one view of the local flat elements `[first, stop)`."""
+        memory = self._memory[name]
+        return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
 
     def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
