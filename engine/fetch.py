@@ -36,7 +36,7 @@ from .tensors import as_torch
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
 
-_DIRECT_NUMEL = 64 * 1024
+_DIRECT_NUMEL = 512 * 1024
 """Parameters with fewer elements travel together; a larger one goes straight to its place."""
 
 

@@ -49,8 +49,9 @@ def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
     ]
 
 
-def units_of_model(model: nn.Module) -> list[list[str]]:
-    """Return the names of the parameters that each unit of `model` gathers, units in module order."""
+def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list[str]]:
+    """Return the names of the parameters that each unit of `model` gathers, units in module order; a block of more than
+    `live_numel` elements is several."""
     records: dict[nn.Parameter, ParameterRecord] = {}
     for name, aliases, parameter in named_parameters(model):
         stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
@@ -66,7 +67,7 @@ def units_of_model(model: nn.Module) -> list[list[str]]:
             group=None,
             full=torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"),
         )
-    return [[record.name for record in unit.parameters] for unit in find_units(model, records)]
+    return [[record.name for record in unit.parameters] for unit in find_units(model, records, live_numel)]
 
 
 def find_needs(

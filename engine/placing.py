@@ -53,7 +53,7 @@ def plan_run(  # all that a plan depends on
         plan = make_plan(
             find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank),
             placement_settings(config, budget_bytes=budget_bytes, device_is_host=world.device.type == "cpu"),
-            units_of_model(model),
+            units_of_model(model, config.live_numel),
         )
         check_fits(
             plan,

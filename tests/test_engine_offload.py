@@ -17,7 +17,7 @@ import zstore.store
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import Case, compare
-from zstore.engine import Engine
+from zstore.engine import Engine, fetch
 from zstore.engine.parameters import Residency
 from zstore.engine.residence import UnitStatistics
 from zstore.errors import RankError, RunFolderError, StorageError
@@ -64,6 +64,19 @@ def test_bits_equal_the_plain_loop(world_size: int) -> None:
 def test_no_key_changes_a_bit(world_size: int) -> None:
     cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
     for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+def _compare_direct(rank: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    fetch._DIRECT_NUMEL = 1
+    return _compare(rank, 3, cases)
+
+
+def test_large_parameters_are_gathered_in_place() -> None:
+    cases = [asdict(Case(3, "cpu", "bf16", 1, 0.25, threshold=0, parameters=tier)) for tier in ("cpu", "none")]
+    # More than a bucket holds goes the other way.
+    cases.append(asdict(Case(3, "cpu", "fp32", 1, 0.0, 2000, parameters="nvme")))
+    for failed in run_ranks(_compare_direct, 3, cases, timeout_s=120):
         assert failed == []
 
 
