@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+_MOST_USES = 100_000
+"""An iteration with more is not planned: it is many forwards that no backward ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefetchLimits:
     """How much memory may be spent on not having to wait. All in elements of gathered parameters."""
@@ -184,9 +188,9 @@ class Recorder:
         return self.follows and self._schedule.keep[number]
 
     def end(self) -> tuple[Use, ...] | None:
-        """End the iteration; return its uses where they are not those of the schedule, or None."""
+        """End the iteration; return its uses where they are not those of the schedule, and not too many to plan."""
         for number in self._open.values():
             self._last[number] = len(self._units) - 1
-        if tuple(self._units) == self._schedule.units:
+        if tuple(self._units) == self._schedule.units or len(self._units) > _MOST_USES:
             return None
         return tuple(map(Use, self._units, self._last))

@@ -177,6 +177,8 @@ class Training:
         Else such gradients raise NonFiniteError on every rank, and where the config asks for it parameters without a
         gradient UsageError, before any state is changed; the gradients are dropped.
         """
+        if self.hooks is not None:
+            self.hooks.residence.forget()  # what a forward without a backward left is old now
         try:
             self.require_whole()
             self.gradients.reduce()

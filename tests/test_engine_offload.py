@@ -331,6 +331,29 @@ def test_an_order_that_changes_is_recorded_anew(nvme: Path, world_size: int) -> 
         assert units["ahead"] > 0
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_forward_without_a_backward_leaves_nothing_old(nvme: Path, tier: str) -> None:
+    def losses(tier: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Fickle()
+        model.order = [0]
+        config = make_config(3) if tier == "none" else offloaded(nvme, tier)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        found = []
+        with start(config | {"gradient_accumulation_steps": 1}, model) as engine:
+            for _ in range(4):
+                loss = engine(torch.ones(2, 16, dtype=torch.bfloat16))
+                engine.backward(loss)
+                # The unit would be kept for the backward of this one.
+                engine(torch.ones(2, 16, dtype=torch.bfloat16))
+                engine.step()
+                found.append(float(loss.detach()))
+        return found
+
+    assert losses(tier) == losses("none")
+    assert len(set(losses(tier))) > 1
+
+
 def _torn(rank: int, steps_before: int, order: list[int]) -> str:
     torch.manual_seed(0)
     model = Fickle()
