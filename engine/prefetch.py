@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 _MOST_USES = 100_000
 """An iteration with more is not planned: it is many forwards that no backward ended."""
 
