@@ -1,14 +1,16 @@
 """A compact ZeRO training engine on top of the tensor store.
 
 Read in this order: sharding, parameters, units, hooks, collectives, gradients, norm, kernel, state, training, engine;
-then wiring and initialize, and checkpointing with record; and whole, access, gathered, export, calls.
+then wiring and initialize, and checkpointing with record; and whole, access, gathered, export, calls. Before a model is
+given to the engine: building, init, handover.
 """
 
 from .config import add_config_arguments
 from .distributed import init_distributed
 from .engine import Engine
 from .gathered import gather
+from .init import Init
 from .initialize import initialize
 from .statistics import EngineStatistics
 
-__all__ = ["Engine", "EngineStatistics", "add_config_arguments", "gather", "init_distributed", "initialize"]
+__all__ = ["Engine", "EngineStatistics", "Init", "add_config_arguments", "gather", "init_distributed", "initialize"]

@@ -18,6 +18,7 @@ from zstore.errors import ConfigError, UsageError
 from .config import Config, ResolveContext, load_config
 from .distributed import init_distributed
 from .engine import Engine
+from .init import require_no_init
 from .loader import Collate, TrainingLoader
 from .logs import show_messages
 from .lr_schedules import named_schedule
@@ -57,6 +58,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
+    require_no_init()
     show_messages()
     loaded = load_config(_config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -113,12 +113,12 @@ class ParameterRecord:
 
     # -- residency: see [Note: the memory of a parameter] -------------------------------------------------------------
 
-    def shard_memory(self) -> None:
-        """Keep this rank's rows in memory of their own and release the rest."""
+    def shard_memory(self, rows: torch.Tensor | None = None) -> None:
+        """Keep this rank's rows, or 1-D `rows` in place of them, in memory of their own and release the rest."""
         first, stop = self.owned_range
         memory = self.full.new_zeros(self.grid.shard_numel)
         self.shard = memory[: stop - first]
-        self.shard.copy_(self.full[first:stop])
+        self.shard.copy_(self.full[first:stop] if rows is None else rows)
         self.release()
 
     def padded_shard(self) -> torch.Tensor:

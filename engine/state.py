@@ -49,9 +49,9 @@ class OptimizerState:
         self.records.append(record)
         offloaded = placement.parameter != "device"
         if record.group is None:
-            self._add_own(record, placement.parameter)
+            self._add_own(record, initial, placement.parameter)
         elif record.dtype == torch.float32 and (offloaded or placement.state == "device"):
-            self._add_own(record, placement.parameter)
+            self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
@@ -68,12 +68,12 @@ class OptimizerState:
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", record.dtype, "disk")
 
-    def _add_own(self, record: ParameterRecord, tier: TierName) -> None:
+    def _add_own(self, record: ParameterRecord, initial: torch.Tensor, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
         if tier == "device":
             self._create(record, "model", record.dtype, "device", memory=record.owned())
         else:
-            record.rest = self._create(record, "model", record.dtype, tier, fill=record.owned())
+            record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
 
     def _create(
         self,

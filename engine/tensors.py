@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +13,9 @@ import torch
 
 from zstore.arrays import numpy_dtype
 from zstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
@@ -44,6 +47,11 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
         return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: np.ndarray[Any, np.dtype[Any]] = flat.numpy()
     return array
+
+
+def as_bytes(tensor: torch.Tensor) -> Buffer:
+    """Return a contiguous CPU tensor of at least one extent as bytes over the same memory."""
+    return cast("Buffer", tensor.detach().view(torch.uint8).numpy())
 
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from zstore.dist import World
@@ -14,6 +15,7 @@ from zstore.store import StoreOptions, TensorStore
 
 from .config import Config
 from .gradients import Gradients, ReduceRules, WholeGradients
+from .handover import BuiltModel, StoreKey
 from .hooks import UnitHooks
 from .kernel import kernel_for
 from .loader import TrainingLoader
@@ -57,14 +59,16 @@ def wire(
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
+    built = BuiltModel(model, world)
     budget_bytes = budget_of_rank(config, world)
     plan = plan_run(model, config, world, kernels, groups, budget_bytes)
-    store = _open_store(config, world, budget_bytes)
+    store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes)
     try:
         place_buffers(model, world, PRECISIONS[config.precision])
         state = OptimizerState(store, kernels)
-        layout = _Layout(config, sharding, world, plan)
+        layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
+        built.end()
         for message in store.fallbacks:
             _log.warning("rank %d: %s", world.rank, message)
         live_numel = config.live_numel if sharding.parameters else None
@@ -100,11 +104,12 @@ def wire(
 class _Layout:
     """Gives each parameter its type, its memory and its state."""
 
-    def __init__(self, config: Config, sharding: Sharding, world: World, plan: Plan) -> None:
+    def __init__(self, config: Config, sharding: Sharding, built: BuiltModel, plan: Plan) -> None:
         self._plan = plan
         self._dtype = PRECISIONS[config.precision]
         self._sharding = sharding
-        self._world = world
+        self._built = built
+        self._world = built.world
 
     def lay_out_all(
         self, parameters: Sequence[tuple[str, tuple[str, ...], nn.Parameter, int | None]], state: OptimizerState
@@ -114,13 +119,13 @@ class _Layout:
         error: BaseException | None = None
         freed_bytes = 0
         for name, aliases, parameter, group in parameters:
-            # After an error too: the other ranks are in this, one after the other.
-            place_parameter(parameter, self._world)
-            if error is None:
-                try:
-                    records.append(self._lay_out(name, aliases, parameter, group, state))
-                except Exception as raised:
-                    error = raised
+            try:
+                # After an error too: the other ranks are in this, one after the other.
+                rows = self._place(name, parameter)
+                if error is None:
+                    records.append(self._lay_out((name, aliases, parameter, group), rows, state))
+            except Exception as raised:
+                error = error or raised
             freed_bytes += parameter.nbytes
             if freed_bytes >= _TRIM_BYTES:
                 freed_bytes = 0
@@ -128,27 +133,63 @@ class _Layout:
         self._world.raise_together(error)
         return records
 
+    def _is_released(self, name: str) -> bool:
+        """Return whether a parameter is gathered only where it is used."""
+        return self._sharding.parameters and name not in self._plan.stay_gathered
+
+    def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Bring a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
+        if self._is_released(name) and (rows := self._built.rows(parameter)) is not None:
+            return rows
+        if not self._built.restore(parameter):
+            place_parameter(parameter, self._world)
+        return None
+
     def _lay_out(
-        self, name: str, aliases: tuple[str, ...], parameter: nn.Parameter, group: int | None, state: OptimizerState
+        self,
+        parameter: tuple[str, tuple[str, ...], nn.Parameter, int | None],
+        rows: torch.Tensor | None,
+        state: OptimizerState,
     ) -> ParameterRecord:
-        """Return the record of a parameter; its arrays are in the store and its memory is as it will rest."""
-        given = parameter.data
-        parameter.data = own_memory(given, self._dtype)
-        record = make_record(name, aliases, parameter, group=group, sharding=self._sharding, rank=self._world.rank)
+        """Return the record of a parameter; its arrays are in the store and its memory is as it will rest.
+
+        `rows`: 1-D, this rank's rows of a parameter that has no values in memory.
+        """
+        name, aliases, tensor, group = parameter
+        given = tensor.data
+        tensor.data = own_memory(given, self._dtype) if rows is None else self._no_values(tensor)
+        record = make_record(name, aliases, tensor, group=group, sharding=self._sharding, rank=self._world.rank)
         placement = self._plan.placements[name]
         offloaded = placement.parameter != "device"
-        if not offloaded and self._sharding.parameters and name not in self._plan.stay_gathered:
-            record.shard_memory()
-        first, stop = record.owned_range
-        # Of the same type, the parameter's memory may be the given one, which may be released by now.
-        same = given.dtype == record.dtype
-        state.add(record, record.owned() if same else given.reshape(-1)[first:stop], placement)
+        if not offloaded and self._is_released(name):
+            record.shard_memory(rows)
+        elif rows is not None:
+            record.release()
+        if rows is None:
+            first, stop = record.owned_range
+            # Of the same type, the parameter's memory may be the given one, which may be released by now.
+            rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
+        state.add(record, rows, placement)
         if offloaded:
             record.release()
+        self._built.drop(tensor)
         return record
 
+    def _no_values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return memory that nobody writes to, of the parameter's shape, as it is trained."""
+        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
+        parameter.grad = None
+        return torch.empty(parameter.shape, dtype=dtype, device=self._world.device)
 
-def _open_store(config: Config, world: World, budget_bytes: int | None) -> TensorStore:
+
+def store_key(config: Config) -> StoreKey:
+    """Return what the store of a config is opened by."""
+    paths = tuple(o.nvme_paths if o.device == "nvme" else () for o in (config.offload_optimizer, config.offload_param))
+    return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
+
+
+def open_store(config: Config, world: World, budget_bytes: int | None) -> TensorStore:
+    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget."""
     io = config.io
     optimizer, parameters = (
         offload.nvme_paths if offload.device == "nvme" else ()

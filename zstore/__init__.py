@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore.engine import add_config_arguments, gather, init_distributed, initialize
+    from zstore.engine import Init, add_config_arguments, gather, init_distributed, initialize
 
     from .errors import ZstoreError
     from .store import TensorStore
 
 __all__ = [
+    "Init",
     "TensorStore",
     "ZstoreError",
     "__version__",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Init": "zstore.engine",
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",

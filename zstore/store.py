@@ -147,6 +147,21 @@ class TensorStore:
         self._tiers[spec.name] = chosen
         self._limit_pool()
 
+    def remove(self, name: str) -> None:
+        """Forget an array and free its space; nothing where the store is closed.
+
+        Raises UsageError while it is pinned, or a pass changes it.
+        """
+        if self._closed:
+            return
+        self.local(name)
+        self._settle([name])
+        self._ahead.drop([name])
+        self._tiers[name].remove(name)
+        self._failed.pop(name, None)
+        del self._tiers[name], self._shards[name]
+        self._limit_pool()
+
     def _limit_pool(self) -> None:
         """Leave for pieces larger than a pool what host-tier state and all pools do not take."""
         budget = self.options.host_budget_bytes

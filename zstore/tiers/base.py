@@ -151,6 +151,10 @@ class Tier(ABC):
         """Register the shard, all zeros, or resting in `memory` where the tier can adopt it."""
 
     @abstractmethod
+    def remove(self, name: str) -> None:
+        """Forget a shard that no pass is over, and free its space. Raises UsageError where it is pinned or changed."""
+
+    @abstractmethod
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
 

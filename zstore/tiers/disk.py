@@ -105,6 +105,18 @@ class DiskTier(Tier):
         """Return the folder of each shard, by array."""
         return {name: shard.folder for name, shard in self._shards.items()}
 
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`."""
+        shard = self._shards[name]
+        with self._lock:
+            if shard.target is not None or shard.current.pins:
+                raise being_changed(name)
+            del self._shards[name]
+        self._drives.given_bytes[shard.folder] -= shard.layout.file_bytes
+        for file in (shard.current, shard.spare):
+            if file is not None:
+                self._res.files.unlink(file.path)
+
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
         return False

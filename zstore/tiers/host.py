@@ -55,6 +55,13 @@ class HostTier(MemoryTier):
         self._slab_used += nbytes
         return data
 
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`; the memory of a small shard is free once its neighbours' is."""
+        nbytes = self._shards[name].nbytes
+        super().remove(name)
+        with self._lock:
+            self.used_bytes -= -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
     def reserve(self, nbytes: int) -> None:
         """Count memory that is taken beside the shards. Raises BudgetError where there is no room for it."""
         with self._lock:

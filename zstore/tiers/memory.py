@@ -47,6 +47,13 @@ class MemoryTier(Tier):
     def as_bytes(self, view: View) -> Bytes:
         """Return the bytes of a view, in host memory."""
 
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`."""
+        with self._unpinned:
+            if name in self._changing or self._pins[name]:
+                raise being_changed(name)
+            del self._shards[name], self._memory[name], self._pins[name]
+
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`."""
         return self._pins[name] > 0

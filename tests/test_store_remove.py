@@ -1,0 +1,80 @@
+"""Arrays that a store forgets again: their space is free, their names too."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zstore.errors import BudgetError, UsageError
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.oracle import same_bits
+from zstore.testing.stores import create, other_than
+
+TIERS = ["device", "host", "disk"]
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TensorStore]:
+    with TensorStore(StoreOptions(run_path=tmp_path)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_removed_array_is_gone_and_its_name_is_free(store: TensorStore, tier: str, tmp_path: Path) -> None:
+    kept = create(store, tier, name="model/kept")
+    store.write("model/kept", kept).wait()
+    values = create(store, tier)
+    store.write("model/w", values)
+    store.prefetch(["model/w"])
+    store.remove("model/w")
+    assert store.names() == ["model/kept"]
+    assert [path.name for path in tmp_path.rglob("*w.*.shard")] == []
+    with pytest.raises(UsageError, match="no array 'model/w'"):
+        store.read("model/w")
+    create(store, tier, shape=(700, 500))
+    assert not store.read("model/w").wait().any()
+    assert same_bits(store.read("model/kept").wait(), kept)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_array_in_use_stays(store: TensorStore, tier: str) -> None:
+    values = create(store, tier)
+    store.write("model/w", values).wait()
+    snapshot = store.snapshot()
+    with pytest.raises(UsageError):
+        store.remove("model/w")
+    snapshot.release()
+    passing = store.stream([["model/w"]])
+    next(passing)
+    with pytest.raises(UsageError, match="being changed"):
+        store.remove("model/w")
+    passing.close()
+    store.remove("model/w")
+
+
+def test_a_version_that_waits_for_the_next_goes_too(store: TensorStore, tmp_path: Path) -> None:
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    snapshot = store.snapshot()
+    store.write("model/w", other_than(values)).wait()
+    snapshot.release()
+    assert len(list(tmp_path.rglob("*.shard"))) == 2
+    store.remove("model/w")
+    assert list(tmp_path.rglob("*.shard")) == []
+
+
+def test_the_budget_has_the_room_again(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=6 * MIB)) as store:
+        create(store, "host")
+        with pytest.raises(BudgetError):
+            create(store, "host", name="model/more")
+        store.remove("model/w")
+        create(store, "host", name="model/more")
+
+
+def test_a_closed_store_has_nothing_to_remove(tmp_path: Path) -> None:
+    store = TensorStore(StoreOptions(run_path=tmp_path))
+    create(store, "disk")
+    store.close()
+    store.remove("model/w")
