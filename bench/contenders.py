@@ -74,7 +74,8 @@ def _zstore(spec: Spec, tell: Callable[..., None]) -> None:
     import zstore
 
     started = time.perf_counter()
-    model = build_model(spec["model"])
+    # Older versions build the whole model in memory.
+    model = build_model(spec["model"], zstore.Init(config=spec["config"]) if "Init" in zstore.__all__ else None)
     engine, *_ = zstore.initialize(model=model, config=spec["config"])
 
     def moved() -> Moved:
@@ -91,8 +92,7 @@ def _deepspeed(spec: Spec, tell: Callable[..., None]) -> None:
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     started = time.perf_counter()
-    inside = spec["config"]["zero_optimization"].get("offload_param") is not None
-    model = build_model(spec["model"], deepspeed.zero.Init(config_dict_or_path=spec["config"]) if inside else None)
+    model = build_model(spec["model"])  # within its zero.Init the model's own initialisation would be lost
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=spec["config"])
     _take_steps(spec, tell, engine, model, started, _kernel_moved)
 

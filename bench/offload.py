@@ -97,6 +97,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters rest"
     )
+    parser.add_argument("--peer-buffers", type=int, default=32, help="buffers for its parameters (its buffer_count)")
     parser.add_argument("--peer-config", type=json.loads, default={}, help="JSON to put into its zero_optimization")
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that are not")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
@@ -182,7 +183,7 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
         spec = {
             "contender": settings["contender"],
             "model": asdict(shape),
-            "config": (_peer_config if theirs else _config)(folder / "state", settings, options),
+            "config": (_peer_config if theirs else _config)(folder / "state", {**settings, "shape": shape}, options),
             "folder": str(folder / "state"),
             "steps": WARM_UP + options.steps,
             "seed": 0,
@@ -204,10 +205,21 @@ def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[st
 
 
 def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a config with which the peer runs: blocks and depth that suit a drive, and more buffers than by default."""
+    """Return a config with which the peer runs.
+
+    By default it keeps 1e9 parameters in memory (`max_in_cpu`), and with parameters on disk its read-ahead fails in the
+    second step ("already assigned swap buffer"), so that it is off; it needs a buffer for every parameter that is live.
+    """
+    shape: Shape = settings["shape"]
     offload = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False}
-    parameters = {**offload, "device": options.peer_param, "buffer_count": 64, "buffer_size": 20_000_000}
+    largest = shape.hidden * max(4 * shape.hidden, shape.vocab)
+    parameters = {**offload, "device": options.peer_param, "buffer_size": largest}
+    if options.peer_param == "nvme":
+        parameters |= {"buffer_count": options.peer_buffers, "max_in_cpu": 0}
     zero = _zero({**offload, "buffer_count": 4}, None if options.peer_param == "none" else parameters)
+    if options.peer_param == "nvme":
+        live = {"stage3_max_live_parameters": 100_000_000, "stage3_max_reuse_distance": 100_000_000}
+        zero |= {"stage3_prefetch_bucket_size": 0, **live}
     aio = {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
     return {**_common(settings), "zero_optimization": {**zero, **options.peer_config}, "aio": aio}
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zstore
+from bench.machine import machine
 from zstore.testing.ranks import run_ranks
 from zstore.tools.models import Gpt, GptConfig
 
@@ -84,22 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 arguments = (stage, precision, shape, options.pairs)
                 run = run_ranks(_pairs_of_rank, processes, *arguments, timeout_s=3600) if processes > 1 else None
                 rows.append(_pairs(0, 1, *arguments) if run is None else _slowest(run))
-    return {"model": {**shape, "parameters": parameters}, "machine": _machine(), "rows": rows}
-
-
-def _machine() -> dict[str, Any]:
-    models = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
+    return {"model": {**shape, "parameters": parameters}, "machine": machine(Path.cwd()), "rows": rows}
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
