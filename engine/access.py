@@ -92,13 +92,13 @@ class Access:
         """
         error: Exception | None = None
         try:
-            self.training.require_whole()
             if self.training.within is not None:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
                     "then; call step() first"
                 )
             self.training.complete()
+            self.training.require_whole()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             if check is not None:

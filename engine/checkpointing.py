@@ -233,6 +233,16 @@ class Checkpoints:
         self._pending = None
         self._training.world.raise_together(error)
 
+    def _end_save(self) -> None:
+        """Complete the save under way, if any, before a load (all ranks): one that failed with the update that it waited
+        for does not keep the load from mending that."""
+        try:
+            self.wait()
+        except Exception as error:
+            if not self._training.torn:
+                raise
+            _log.warning("the save under way failed: %s", error)
+
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
         ticket, self._pending = self._pending, None
@@ -244,8 +254,9 @@ class Checkpoints:
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
-        self.wait()
         training = self._training
+        training.settle()
+        self._end_save()
         error: Exception | None = None
         reader: CheckpointReader | None = None
         plan: LoadPlan | None = None
@@ -265,6 +276,7 @@ class Checkpoints:
             if reader is None or plan is None:
                 _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
+            training.give_up_within()
             training.updater.forget()
             if plan.left_out and training.world.rank == 0:
                 _log.warning("%s is loaded in part:%s", reader.path, "".join(f"\n  {line}" for line in plan.left_out))

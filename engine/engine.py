@@ -74,6 +74,8 @@ class Engine(StateCalls, nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
+        if self.training_state.updates_within:
+            self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
         self.report.add_loss(loss)
         with self.timers.backward(), self.access.during("backward"):
             self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)

@@ -85,19 +85,17 @@ def plan_load(training: Training, reader: CheckpointReader, options: LoadOptions
     Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer, and
     UsageError where it would leave a state that is a mixture as one.
     """
-    if not options.everything:
-        training.complete()
-    if training.torn and not options.everything:
-        raise UsageError(
-            "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
-            "options"
-        )
     state = training.state
     names = {r: state.arrays_of(r) if options.optimizer else [f"model/{r.name}"] for r in state.records}
     wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
     left_out = _differences(training, reader, options, wanted)
+    if (training.torn or training.within is not None) and (left_out or not options.everything):
+        raise UsageError(
+            "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
+            "options"
+        )
     found = {name for name in wanted if name in reader.arrays}
     return LoadPlan(
         options=options,

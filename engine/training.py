@@ -17,6 +17,7 @@ from .collectives import all_gather_rows
 from .config import BatchSizes, Config
 from .gradients import Gradients
 from .hooks import UnitHooks
+from .interrupts import interrupts_wait
 from .loader import TrainingLoader
 from .loss_scale import LossScaler
 from .norm import global_norm, scale_factor
@@ -29,7 +30,7 @@ from .state import OptimizerState
 from .unit_gradients import UnitGradients
 from .update import Settings, Update
 from .updater import StepMode, Updater
-from .within import WithinBackward
+from .within import ReadGuard, WithinBackward
 
 _log = logging.getLogger("zstore")
 
@@ -83,8 +84,12 @@ class Training:
     """Whether the last step changed parameters."""
     torn: bool = False
     """Whether a step or a load stopped half way: the state is a mixture until a load mends it."""
+    behind: bool = False
+    """Whether an update was started behind `step()` of which the ranks did not agree yet that it is done."""
     within: WithinBackward | None = None
     """The update that goes on within the backward under way, and until `step()`."""
+    guard: ReadGuard | None = None
+    """Watches for reading what an update within the backward changed."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -96,6 +101,12 @@ class Training:
         """Whether the micro-batch under way is the last of its step."""
         return (self.counters.micro_steps + 1) % self.batch.accumulation_steps == 0
 
+    @property
+    def updates_within(self) -> bool:
+        """Whether the backward of the micro-batch under way updates parameters. Gradients that are reduced once a step,
+        at stages 0 and 1 with more ranks, are final at its end alone."""
+        return self.is_boundary and self.step_mode is StepMode.BACKWARD and isinstance(self.gradients, UnitGradients)
+
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss that backward starts from: divided by the accumulation steps, times the loss scale."""
         scaled = loss.float()
@@ -105,24 +116,30 @@ class Training:
 
     def backward(self, scaled_loss: torch.Tensor, *, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch. Where that fails, the accumulation starts anew."""
-        self.complete()
-        last = self.is_boundary
-        if last and self.step_mode is StepMode.BACKWARD:
+        error = self._wait()
+        if self.updates_within:
             self._start_within()
-        self.gradients.start_backward(last=last)
-        if self.hooks is not None:
-            self.hooks.start_backward()
         try:
+            self.gradients.start_backward(last=self.is_boundary)
+            if self.hooks is not None:
+                self.hooks.start_backward()
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.gradients.end_backward()
-        except BaseException:
-            self._end_within()
+            if self.hooks is not None:
+                self.hooks.end_backward()
+            # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
+            self._agree(error)
+        except BaseException as raised:
+            if self.give_up_within():
+                raised.add_note(
+                    'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
+                )
             self.restart_accumulation()
             if self.hooks is not None:
                 self.hooks.abandon()
             raise
-        if self.hooks is not None:
-            self.hooks.end_backward()
+        if self.within is not None:
+            self.within.end_backward()
         self.backwards += 1
 
     def _settings(self, factor: float) -> Settings:
@@ -131,32 +148,64 @@ class Training:
     def _start_within(self) -> None:
         """Begin the update of step mode `backward`. See [Note: step modes]."""
         self.require_whole()
+        if not isinstance(self.gradients, UnitGradients):
+            raise UsageError("an update within the backward needs gradients by unit")
         if self.within is not None:
             raise UsageError(
                 'a second backward before step(), but with "step_overlap": "backward" the first one has updated the '
                 'parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
             )
-        if not isinstance(self.gradients, UnitGradients):
-            raise UsageError("an update within the backward needs gradients by unit")
-        self.within = WithinBackward(self.gradients)
+        if self.guard is None:
+            self.guard = ReadGuard(self.model, {record.parameter: record for record in self.trained})
         settings = self._settings(scale_factor(0.0, 0.0, self.scaler.scale))
-        update = Update(self.state, self.gradients.order, settings, self.gradients.take)
-        self.within.start(self.updater, update)
+        within = WithinBackward(self.state, self.gradients, self.guard, settings)
+        with interrupts_wait():
+            within.start(self.updater)
+            self.within = within
 
-    def _end_within(self) -> None:
-        """Give an update within a failed backward up; what it changed is torn."""
-        within, self.within = self.within, None
-        if within is not None:
-            self.torn = within.give_up(self.updater)
+    def give_up_within(self) -> bool:
+        """Give an update within a failed backward up; return whether it changed anything, so that the state is torn."""
+        within = self.within
+        if within is None:
+            return False
+        before, self.torn = self.torn, True  # also where this is interrupted
+        changed = within.give_up(self.updater)
+        self.torn, self.within = before or changed, None
+        return changed
 
     def complete(self) -> None:
-        """Return when no update is under way but one within a backward; raise what ended it."""
+        """Return when no update is under way but one within a backward (all ranks).
+
+        Raises, on every rank, what ended the update on any, and the state is torn.
+        """
         if self.within is None:
-            try:
-                self.updater.complete()
-            except BaseException:
-                self.torn = True
-                raise
+            self._agree(self._wait())
+
+    def _wait(self) -> BaseException | None:
+        """Wait for the update that runs behind; return what ended it, to be agreed on. Alone, raise it."""
+        error = self.updater.wait() if self.behind else None
+        self.torn |= error is not None
+        if error is not None and self.world.world_size == 1:
+            raise error
+        return error
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Raise what ended the update behind on any rank on every rank (all ranks)."""
+        if not self.behind:
+            return
+        self.behind = False
+        try:
+            self.world.raise_together(error)
+        except BaseException:
+            self.torn = True
+            raise
+
+    def settle(self) -> None:
+        """Return when no update runs behind; where one failed on any rank the state is torn on all (all ranks)."""
+        try:
+            self.complete()
+        except Exception as error:
+            _log.warning("the update that was under way failed: %s", error)
 
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
@@ -165,10 +214,11 @@ class Training:
 
     def require_whole(self) -> None:
         """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""
-        if self.torn or self.updater.error is not None:
+        # What ended an update within the backward is raised in step(), on every rank.
+        if self.torn or (self.within is None and self.updater.error is not None):
             raise UsageError(
                 "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
-            )
+            ) from self.updater.error
 
     def step(self) -> None:
         """Take one optimizer step with the gradients accumulated, or skip it where they are not finite in fp16, and in
@@ -194,7 +244,9 @@ class Training:
             elif not overflow:
                 self._update(scale_factor(self.norm, self.config.gradient_clipping, self.scaler.scale))
         finally:
-            self._end_within()
+            # Still there: the step failed. What this rank did not change, another did.
+            self.torn |= self.within is not None
+            self.give_up_within()
             self.gradients.drop()
         self._note(overflow)
 
@@ -205,22 +257,25 @@ class Training:
             more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             raise UsageError(
                 f"step {self.counters.global_steps + 1}: on no rank was there a gradient for "
-                f"{', '.join(map(repr, unused[:_NAMED]))}{more}; nothing was changed. Use them in the loss, freeze them "
+                f"{', '.join(map(repr, unused[:_NAMED]))}{more}; {self._what_changed()}. Use them in the loss, freeze them "
                 "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
             )
 
     def _non_finite(self, norm: float) -> str:
         step = self.counters.global_steps + 1
-        changed = "no parameter and no optimizer state was changed"
-        if self.within is not None:
-            changed = 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
         return (
-            f"step {step}: the norm of the gradients is {norm}; {changed}. Look for a loss that is NaN or infinite, or "
-            "lower the learning rate"
+            f"step {step}: the norm of the gradients is {norm}; {self._what_changed()}. Look for a loss that is NaN or "
+            "infinite, or lower the learning rate"
         )
 
+    def _what_changed(self) -> str:
+        if self.within is None:
+            return "no parameter and no optimizer state was changed"
+        return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
+
     def _finish_within(self, within: WithinBackward) -> None:
-        self._change(lambda: within.finish(self.updater))
+        now = self._settings(1.0)
+        self._change(lambda: within.finish(self.updater, now))
         self.within = None
 
     def _update(self, factor: float) -> None:
@@ -237,15 +292,18 @@ class Training:
             update.run()
             update.note_scalars(records)
 
-        self._change(at_once)
-        if behind:
+        def later() -> None:
             held = {record: self.gradients.take(record) for record in behind}
-            later = Update(self.state, behind, settings, held.pop)
-            later.note_scalars(behind)
-            self.updater.start(later)
+            update = Update(self.state, behind, settings, held.pop)
+            update.note_scalars(behind)
+            self.behind = True
+            self.updater.start(update)
 
-    def _change(self, change: Callable[[], None]) -> None:
-        """Change the state, on every rank or with an error on every rank; resident parameters follow."""
+        self._change(at_once, later if behind else None)
+
+    def _change(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Change the state, on every rank or with an error on every rank; resident parameters follow, and then what
+        `then` does."""
         error: Exception | None = None
         self.torn = True
         try:
@@ -255,6 +313,8 @@ class Training:
             error = raised
         self.world.raise_together(error)
         self.gather_resident(self.trained)
+        if then is not None:
+            then()
         self.torn = False
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
@@ -281,7 +341,14 @@ class Training:
 
     def close(self) -> None:
         """Give hooks, memory, threads and the run folder back."""
+        # Before all else: an update that waits for a backward would never end.
+        self.give_up_within()
+        error = self.updater.wait()
+        if error is not None and not self.torn:
+            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
         self.updater.close()
+        if self.guard is not None:
+            self.guard.remove()
         self.gradients.close()
         if self.hooks is not None:
             self.hooks.remove()

@@ -9,7 +9,8 @@ first, then the one that rank 0 saw in the first backward. Each reduced row is a
 parameter's type. Alone, a gradient is its own rows, and there is nothing to wait for.
 
 A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
-several parts. In the last backward of a step it is final then, which an update within the backward waits for.
+several parts. In the last backward of a step it is final then, which an update within the backward waits for. Before
+any backward nothing is known, and gradients are final at the end.
 
 Rows of gradients that the host budget cannot hold go to disk when they are complete, and come back to be added to; their
 sum of squares is taken on the way.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -111,9 +113,20 @@ class UnitGradients:
         self.on_final = _nothing
 
     @property
-    def order(self) -> list[ParameterRecord]:
-        """The records in the order in which their gradients are expected."""
-        return [record for unit in self._order for record in unit.owned if record.group is not None]
+    def expected(self) -> list[ParameterRecord]:
+        """The records that had a gradient in the backward before, in the order in which they are expected."""
+        return [record for unit in self._order for record in unit.owned if self._expected[record]]
+
+    @cached_property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of this rank's rows of the gradients of one unit, at most."""
+        sizes = (sum(r.owned_numel * r.dtype.itemsize for r in u.owned if r.group is not None) for u in self._order)
+        return max(sizes, default=0)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether another rank may have got gradients of this backward."""
+        return self._world.world_size > 1 and self._next > 0
 
     def _hook(self, record: ParameterRecord) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
@@ -232,7 +245,7 @@ class UnitGradients:
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        if not self._last or self._closing:
+        if not self._last or self._closing or not self._order_is_agreed:
             return  # what the end of a backward sends may turn out to be no rank's
         if self._rules.squares_at_once and record in self._rows:
             self._squares[record] = sum_of_squares(self._rows[record])
@@ -337,7 +350,8 @@ class UnitGradients:
 
     def held_bytes(self) -> int:
         """See Gradients."""
-        return sum(rows.nbytes for rows in self._rows.values())
+        # A copy: an update within the backward takes rows meanwhile.
+        return sum(rows.nbytes for rows in list(self._rows.values()))
 
     def close(self) -> None:
         """See Gradients."""

@@ -10,14 +10,16 @@ forward   `step()` takes the norm and fixes what the step is: skipped or not, le
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
           is left, and so does every call that reads the state. A save takes each array as its update is done.
 All give the same bits. An error is raised, with the number of its step, in whatever waits for the update, and the state
-is torn from then on.
+is torn from then on. What may go wrong, and what follows from it, is in docs/design/0005-step-modes.md.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -31,6 +33,13 @@ from zstore.tiers import LocalShard, PinnedShard
 from .parameters import ParameterRecord
 from .update import Update
 
+Admit = Callable[[ParameterRecord, bool], bool]
+"""Asked, with the record and whether to wait for it, before its state is touched."""
+
+
+def _nothing() -> None:
+    """Nobody has to hear of the end."""
+
 
 class StepMode(Enum):
     """When the update runs. See [Note: step modes]."""
@@ -43,19 +52,30 @@ class StepMode(Enum):
     """Behind `step()`, before the next forward needs it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """An update to carry out, and who is to hear of it."""
+
+    update: Update
+    admit: Admit | None
+    over: Callable[[], None]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 class Updater:
     """Runs one update at a time on a thread of its own. Safe to use from several threads."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self._thread: ThreadPoolExecutor | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._pending: dict[ParameterRecord, list[LatePin]] = {}
         """Records whose update is not done, and the pins that wait for it."""
         self._held_back: set[ParameterRecord] = set()
         """Those of them that may be read meanwhile, since their update was not admitted yet."""
         self._error: BaseException | None = None
-        self._running: Future[None] | None = None
+        self._running: _Task | None = None
         self.waits = 0
         """Times that somebody had to wait for an update."""
 
@@ -64,37 +84,53 @@ class Updater:
         """What ended an update before its end."""
         return self._error
 
-    def start(self, update: Update, admit: Callable[[ParameterRecord, bool], bool] | None = None) -> None:
-        """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was."""
+    def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
+        """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was.
+
+        `over` is called from the thread when the update ended, well or badly.
+        """
         self.complete()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zstore-update")
+            # A daemon: the interpreter would wait for another before it closes engines that were left open, whose
+            # update may wait for a backward that never comes.
+            self._thread = threading.Thread(target=self._serve, name="zstore-update", daemon=True)
+            self._thread.start()
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = self._thread.submit(self._run, update, admit)
+        self._running = _Task(update=update, admit=admit, over=over)
+        self._tasks.put(self._running)
 
-    def _run(self, update: Update, admit: Callable[[ParameterRecord, bool], bool] | None) -> None:
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._run(task)
+            task.ended.set()
+            del task  # what it holds is not this thread's to keep
+
+    def _run(self, task: _Task) -> None:
         def admitted(record: ParameterRecord, wait: bool) -> bool:
-            if admit is None or not admit(record, wait):
-                return admit is None
+            if task.admit is None or not task.admit(record, wait):
+                return task.admit is None
             with self._changed:
                 self._held_back.discard(record)
             return True
 
+        update = task.update
+        error: BaseException | None = None
         try:
             update.run(admit=admitted, done=self._done)
-        except BaseException as error:
-            error.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
-            with self._changed:
-                self._error = error
-        finally:
-            with self._changed:
-                left, self._pending = self._pending, {}
-                self._changed.notify_all()
-            for pins in left.values():
-                for pin in pins:
-                    pin.resolve(self._store, self._error)
+        except BaseException as raised:
+            raised.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
+            error = raised
+        with self._changed:
+            # At once with the error: from here on nothing is pinned.
+            self._error = error
+            left, self._pending = self._pending, {}
+            self._changed.notify_all()
+        for pins in left.values():
+            for pin in pins:
+                pin.resolve(self._store, error)
+        task.over()
 
     def _done(self, record: ParameterRecord) -> None:
         with self._changed:
@@ -117,20 +153,30 @@ class Updater:
             if self._error is not None:
                 raise self._error
 
+    def wait(self) -> BaseException | None:
+        """Return when no update is under way: what ended the last one before its end, None where nothing did."""
+        if self._running is not None:
+            # May be interrupted: the update goes on, and the next call waits again.
+            self._running.ended.wait()
+            self._running = None
+        return self._error
+
     def complete(self) -> None:
         """Return when the update under way is done; raise what ended it."""
-        self._wait()
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self) -> None:
-        if self._running is not None:
-            self._running.result()
-            self._running = None
+        error = self.wait()
+        if error is not None:
+            raise error
 
     def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
-        """Return pins of arrays of `record`: of the present version, or of the one that its update will make."""
+        """Return pins of arrays of `record`: of the present version, or of the one that its update will make.
+
+        Raises UsageError where an update failed.
+        """
         with self._changed:
+            if self._error is not None:
+                raise UsageError(
+                    "an update failed, so that the state is a mixture of two steps: load a checkpoint before saving one"
+                ) from self._error
             waiting = self._pending.get(record)
             if waiting is None:
                 return dict(self._store.snapshot(names).pins)
@@ -140,14 +186,16 @@ class Updater:
 
     def forget(self) -> None:
         """Wait for the end of an update and forget its error (before a load, which mends what it left)."""
-        self._wait()
+        self.wait()
         self._error = None
 
     def close(self) -> None:
         """Complete what is under way and end the thread."""
         self.forget()
         if self._thread is not None:
-            self._thread.shutdown()
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
 
 
 class LatePin:
@@ -159,22 +207,18 @@ class LatePin:
         self._tier = store.tier_of(name)
         self._found: Future[PinnedShard] = Future()
         self._lock = threading.Lock()
-        self._released = False
 
     def resolve(self, store: TensorStore, error: BaseException | None) -> None:
         """Pin the present version, or carry the error that kept it from being made (the updater's call)."""
         with self._lock:
-            if error is None:
-                try:
-                    pin = store.snapshot([self._name]).pins[self._name]
-                except BaseException as raised:
-                    error = raised
-                else:
-                    self._found.set_result(pin)
-                    if self._released:
-                        pin.release()
-                    return
-            self._found.set_exception(error)
+            if self._found.done():  # released before
+                return
+            try:
+                if error is not None:
+                    raise error
+                self._found.set_result(store.snapshot([self._name]).pins[self._name])
+            except BaseException as raised:
+                self._found.set_exception(raised)
 
     @property
     def local(self) -> LocalShard:
@@ -190,12 +234,15 @@ class LatePin:
         """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError where the update failed."""
         error = self._found.exception()
         if error is not None:
-            raise UsageError(f"array {self._name!r}: its update failed, so there is nothing to save") from error
+            raise UsageError(
+                f"array {self._name!r}: its update failed, so there is nothing to save: {error}"
+            ) from error
         return self._found.result().publish(res, path, grid, shard, priority)
 
     def release(self) -> None:
         """See `PinnedShard.release`."""
         with self._lock:
-            self._released = True
-            if self._found.done() and self._found.exception() is None:
+            if not self._found.done():
+                self._found.set_exception(UsageError(f"array {self._name!r}: the pin was released"))
+            if self._found.exception() is None:
                 self._found.result().release()

@@ -113,7 +113,27 @@ class Config:
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
-        return replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        overlap = resolved._overlap_notice(context.world_size)
+        return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
+
+    def _overlap_notice(self, world_size: int) -> Notice | None:
+        """Say what a step mode that was asked for comes to, where that is another one."""
+        asked = self.settings.zstore.step_overlap
+        gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
+        message = None
+        if asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
+            message = (
+                'acts as "none": only what is gathered before its use (stage 3, with more ranks or offload_param) '
+            )
+            message += "can be updated behind step()"
+        elif asked != self.step_overlap == "forward" and asked == "backward":
+            message = (
+                'acts as "forward": clipping, loss scaling and overflow checks need all gradients before any update'
+            )
+        elif asked == "backward" and self.stage < 2 and world_size > 1:
+            message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
+        return None if message is None else Notice(key="zstore.step_overlap", message=message)
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:
@@ -222,10 +242,12 @@ class Config:
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
-        """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state is offloaded."""
+        """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
+        offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
         chosen = self.settings.zstore.step_overlap
         if chosen == "auto":
-            chosen = "none" if self.offload_optimizer.device == "none" else "forward"
+            offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
+            chosen = "forward" if offloads else "none"
         if chosen == "backward" and (self.gradient_clipping > 0 or self.skips_overflow):
             chosen = "forward"
         return cast("Literal['none', 'backward', 'forward']", chosen)

@@ -313,6 +313,11 @@ class GatedFiles(WatchedFiles):
             self._open_for_all = True
             self._changed.notify_all()
 
+    def close_gate(self) -> None:
+        """Hold what comes from now on, after `open_gate`."""
+        with self._changed:
+            self._open_for_all = False
+
     @contextmanager
     def backwards(self, batch: int) -> Iterator[None]:
         """Inside the `with` block, let operations go last come, first served, `batch` at a time.

@@ -1,0 +1,676 @@
+"""The step modes `backward` and `forward`: the bits of `none`, whatever a loop does, and errors where that cannot be."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zstore
+from tests.engine_models import Net, batch, make_net
+from tests.engine_runs import make_config, start, state_of
+from tests.test_engine_bits import engine_digests
+from zstore.checkpoint import tags
+from zstore.engine import Engine, wiring, within
+from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.updater import LatePin
+from zstore.errors import CheckpointError, NonFiniteError, RankError, StorageError, UsageError
+from zstore.store import TensorStore
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.ranks import run_ranks
+
+WIDTH = 136
+"""Wide enough that a block's matrices rest on disk."""
+HELD = "*optimizer*up.weight*"
+"""Files of the blocks' updates."""
+
+
+def make_model() -> Net:
+    return make_net(vocab=67, width=WIDTH)
+
+
+def end(engine: Engine, loss: torch.Tensor) -> None:
+    """Take the backward and the step."""
+    engine.backward(loss)
+    engine.step()
+
+
+def data(number: int) -> tuple[Any, ...]:
+    return batch(number, 0, 0, vocab=67)
+
+
+def config(mode: str, nvme: str | Path, *, threshold: int = 0, **keys: Any) -> dict[str, Any]:
+    """Everything on disk at stage 3, one micro-batch a step."""
+    made = make_config(3, "nvme", nvme, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
+    zero = made["zero_optimization"]
+    zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
+    zero["stage3_param_persistence_threshold"] = threshold
+    return made | keys
+
+
+def plain(**keys: Any) -> dict[str, Any]:
+    """All in memory, updated in step(): what the others are compared with."""
+    return make_config(0, gradient_accumulation_steps=1, **keys)
+
+
+def step(engine: Engine) -> None:
+    engine.backward(engine(*data(engine.global_steps)))
+    engine.step()
+
+
+@functools.cache
+def expected(steps: int) -> dict[str, Any]:
+    """Return the state after so many steps."""
+    with start(plain(), make_model()) as engine:
+        for _ in range(steps):
+            step(engine)
+        return state_of(engine)
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, mode: str, nvme: Path, **keys: Any) -> Iterator[tuple[Engine, GatedFiles]]:
+    """Give an engine one step old, and a gate that, once closed, holds its updates."""
+    files = GatedFiles("write", pattern=HELD)
+    files.open_gate()
+    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    with start(config(mode, nvme, **keys), make_model()) as engine, files.holding():
+        step(engine)
+        engine.training_state.complete()
+        yield engine, files
+
+
+def opening(files: GatedFiles, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, which a reader of the state makes first, so that it opens the gate."""
+
+    def first_open(*args: Any) -> Any:
+        files.open_gate()
+        return call(*args)
+
+    return first_open
+
+
+# -- forward: step() fixes everything ---------------------------------------------------------------------------------
+
+
+def test_what_changes_after_step_is_of_the_next_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with held(monkeypatch, "forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        files.arrived(1)
+        before = [dict(group) for group in engine.optimizer.param_groups]
+        for group in engine.optimizer.param_groups:
+            group |= {"lr": 7.0, "betas": (0.1, 0.2), "weight_decay": 3.0, "eps": 1.0}
+        for record, scalars in engine.training_state.state.scalars.items():
+            assert scalars == {"step": 0.0 if "unused" in record.name else 2.0}
+        files.open_gate()
+        engine.training_state.complete()
+        for group, values in zip(engine.optimizer.param_groups, before, strict=True):
+            group.update(values)
+        assert state_of(engine) == expected(2)
+
+
+WAYS: dict[str, Callable[[Engine], Any]] = {
+    "forward": lambda engine: engine(*data(5)),
+    "no_grad": lambda engine: torch.no_grad()(engine)(*data(5)),
+    "eval": lambda engine: engine.eval()(*data(5)),
+    "the model": lambda engine: engine.module(*data(5)),
+    "a part": lambda engine: engine.module.blocks[0](torch.ones(2, WIDTH, dtype=torch.bfloat16)),
+}
+
+
+def test_any_forward_applies_the_update(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme) as (engine, files):
+        step(other)
+        residence = engine.training_state.hooks.residence
+        for way in WAYS.values():
+            files.close_gate()
+            step(engine)
+            # The gate opens when somebody waits for an update: what does not, reads old values.
+            residence.on_ready(opening(files, engine.training_state.updater.wait_for))
+            step(other)
+            assert torch.equal(way(engine), way(other))
+            engine.train()
+            other.train()
+        files.open_gate()
+        assert state_of(engine) == state_of(other)
+
+
+def test_residents_are_updated_in_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme, threshold=1000) as (engine, files):
+        step(other)
+        files.close_gate()
+        step(engine)
+        step(other)
+        for name in ("start", "mix", "blocks.0.gain", "blocks.1.norm.weight"):
+            assert torch.equal(engine.module.get_parameter(name), other.module.get_parameter(name))
+
+
+class Branches(nn.Module):
+    """Uses the layers that it is told to, each as often; those of `reads` without a gradient; with checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.order = [0, 1, 2, 3]
+        self.reads: int | None = None
+        self.reentrant: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        if self.reads is not None:
+            x = nn.functional.linear(x, self.layers[self.reads].weight.detach())
+        for number in self.order:
+            layer = self.layers[number]
+            y = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = x + torch.tanh(y)
+        return x.float().square().mean()
+
+
+def _branches(given: dict[str, Any], orders: list[list[int]], reentrant: bool | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Branches()
+    model.reentrant = reentrant
+    with start(given, model) as engine:
+        for order in orders:
+            model.order = order
+            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
+            engine.step()
+        return engine_digests(engine)
+
+
+ORDERS = [[0, 1, 2, 3], [0, 2], [3, 1], [1, 1, 0], [0, 1, 2, 3]]
+"""Layers that go unused keep every bit, though weight decay would change them."""
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_layers_that_come_and_go_have_the_bits_of_none(mode: str, reentrant: bool | None, nvme: Path) -> None:
+    orders = ORDERS if reentrant is not True else [[1, 1, 0, 2], [1, 1, 0], [1, 2, 0]]
+    wanted = _branches(plain(), orders, reentrant)
+    assert _branches(config(mode, nvme), orders, reentrant) == wanted
+    if mode == "backward":
+        assert _branches(plain(zstore={"step_overlap": mode}), orders, reentrant) == wanted
+
+
+# -- forward: who waits -----------------------------------------------------------------------------------------------
+
+
+def _gathered(engine: Engine) -> torch.Tensor:
+    with zstore.gather(engine.module.blocks[0].up.weight):
+        return engine.module.blocks[0].up.weight.clone()
+
+
+def _exported(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(engine.save_16bit_model(folder)[0])
+
+
+READERS: dict[str, Callable[[Engine, Path], Any]] = {
+    "parameter": lambda engine, _: engine.get_full_parameter("blocks.0.up.weight"),
+    "slot": lambda engine, _: engine.get_optimizer_state("blocks.0.up.weight", "exp_avg"),
+    "gather": lambda engine, _: _gathered(engine),
+    "weights": lambda engine, folder: _exported(engine, folder)["blocks.1.up.weight"],
+    "state dict": lambda engine, _: engine.module_state_dict()["blocks.0.up.weight"],
+}
+
+
+def test_readers_see_the_finished_step(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme) as (engine, files):
+        step(other)
+        updater = engine.training_state.updater
+        updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
+        for name, read in READERS.items():
+            engine.training_state.complete()
+            files.close_gate()
+            step(engine)
+            step(other)
+            assert torch.equal(read(engine, tmp_path / name), read(other, tmp_path / f"{name} of none")), name
+
+
+def test_statistics_do_not_wait(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with held(monkeypatch, "forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        files.arrived(1)
+        assert engine.statistics().held.optimizer_state > 0
+        with pytest.raises(UsageError, match="whose parameters are sharded"):
+            engine.module.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_ctrl_c_while_waiting(mode: str, monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with held(monkeypatch, mode, nvme) as (engine, files):
+        updater = engine.training_state.updater
+        original, interrupter = updater.wait, threading.Thread(target=_thread.interrupt_main)
+
+        def interrupted() -> Any:
+            if interrupter.ident is None:
+                interrupter.start()
+            else:
+                files.open_gate()
+            return original()
+
+        files.close_gate()
+        if mode == "forward":
+            step(engine)
+        else:
+            engine.backward(engine(*data(1)))
+        updater.wait = interrupted  # type: ignore[method-assign]
+        # The backward of a loss that gathers nothing, or step(), waits for the update.
+        waits = engine.step if mode == "backward" else lambda: engine.backward(torch.zeros((), requires_grad=True))
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+        if mode == "backward":  # what was changed cannot be taken back
+            with pytest.raises(UsageError, match="a mixture of two"):
+                engine.save_checkpoint(str(nvme / "ckpt"))
+        else:
+            files.open_gate()
+            step(engine)
+            assert state_of(engine) == expected(3)
+
+
+# -- forward: saves ---------------------------------------------------------------------------------------------------
+
+
+def _pins(engine: Engine) -> int:
+    """Return the pins that are left on this run's arrays."""
+    store = engine.training_state.state.store
+    disk = sum(shard.current.pins for shard in store._disk._shards.values())  # type: ignore[union-attr]
+    return disk + sum(store._host._pins.values()) + sum(store._device._pins.values())
+
+
+def test_a_save_takes_what_the_update_finishes(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    with held(monkeypatch, "forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        ticket = engine.save_checkpoint(folder, "behind", wait=False)
+        files.arrived(1)
+        assert not ticket.done()
+        assert list(tags(folder)) == []
+        files.open_gate()
+        # A further step, and the save is what the step before left.
+        step(engine)
+        ticket.wait()
+        assert state_of(engine) == expected(3)
+        assert _pins(engine) == 0
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(2)
+
+
+def test_steps_go_on_while_a_save_is_linked(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    files = GatedFiles("link")
+    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    with start(config("forward", nvme), make_model()) as engine, files.holding():
+        step(engine)
+        ticket = engine.save_checkpoint(folder, wait=False)
+        step(engine)
+        step(engine)
+        files.arrived(1)
+        assert not ticket.done()
+        files.open_gate()
+        ticket.wait()
+        assert state_of(engine) == expected(3)
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(1)
+
+
+def test_a_failed_update_fails_the_save_and_a_load_mends(
+    monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "ckpt")
+    files = FaultyFiles()
+    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    with start(config("forward", nvme), make_model()) as engine:
+        step(engine)
+        engine.save_checkpoint(folder, "good")
+        gate = threading.Event()
+        monkeypatch.setattr(files, "step", lambda kind, path: gate.wait() if kind == "read" else None)
+        files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO, times=None))
+        step(engine)
+        ticket = engine.save_checkpoint(folder, "bad", wait=False)
+        gate.set()
+        with pytest.raises(UsageError, match=r"its update failed, so there is nothing to save: .*Input/output"):
+            ticket.wait()
+        files.heal()
+        assert [info.tag for info in tags(folder)] == ["good"]
+        assert _pins(engine) == 0
+        with pytest.raises(StorageError):
+            step(engine)
+        # The failed save, of which the engine's caller has not heard, keeps it from no load.
+        with pytest.raises(UsageError, match="load a whole checkpoint"):
+            engine.load_checkpoint(folder, load_module_only=True)
+        with pytest.raises(UsageError, match="a mixture of two"):
+            engine.save_checkpoint(folder, "torn")
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(1)
+        step(engine)
+        assert state_of(engine) == expected(2)
+
+
+def test_a_save_given_up_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    with held(monkeypatch, "forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        ticket = engine.save_checkpoint(folder, wait=False)
+        ticket.give_up()
+        files.open_gate()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            engine.wait_for_checkpoint()
+        engine.training_state.complete()
+        assert _pins(engine) == 0
+        store = engine.training_state.state.store
+        name = "model/blocks.0.up.weight"
+        for error in (None, OSError("no")):
+            late = LatePin(store, name)
+            late.release()
+            late.resolve(store, error)
+            late.release()
+            assert _pins(engine) == 0
+        early = LatePin(store, name)
+        early.resolve(store, None)
+        assert _pins(engine) == 1
+        early.release()
+        early.release()
+        assert _pins(engine) == 0
+
+
+# -- errors in the update's thread ------------------------------------------------------------------------------------
+
+
+def _say(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def _disk_error(rank: int, mode: str, folder: str, world_size: int) -> dict[str, Any]:
+    """A write of rank 0's fails in the update of step 2; a load mends that, and step 2 is taken again."""
+    files = FaultyFiles()
+    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    found: dict[str, Any] = {}
+    with start(config(mode, f"{folder}/nvme"), make_model()) as engine:
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt")
+        if rank == 0:
+            files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO, times=None))
+        try:
+            step(engine)
+            step(engine)
+        except (StorageError, RankError) as error:
+            found["error"] = type(error).__name__, _say(error)
+        files.heal()
+        for name, refused in {
+            "train": lambda: step(engine),
+            "save": lambda: engine.save_checkpoint(f"{folder}/torn"),
+            "read": lambda: engine.get_full_parameter("blocks.0.up.weight"),
+        }.items():
+            try:
+                refused()
+            except Exception as error:
+                found[name] = _say(error)
+        engine.load_checkpoint(f"{folder}/ckpt")
+        step(engine)
+        found["digests"] = engine_digests(engine)
+        return found
+
+
+def _without_error(rank: int, folder: str) -> dict[str, str]:
+    with start(config("none", folder), make_model()) as engine:
+        step(engine)
+        step(engine)
+        return engine_digests(engine)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_error_is_raised_on_every_rank_and_a_load_mends(world_size: int, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    good = run_ranks(_without_error, world_size, str(tmp_path / "nvme"))
+    for rank, found in enumerate(run_ranks(_disk_error, world_size, mode, str(tmp_path), world_size)):
+        kind, text = found["error"]
+        assert kind == ("StorageError" if rank == 0 else "RankError")
+        assert "in the update of step 2, which was applied in part" in text
+        assert "Input/output error" in text
+        assert "a mixture of two" in found["save"] or "rank 0 of 2 failed" in found["save"]
+        assert found["train"]
+        assert found["read"]
+        assert found["digests"] == good[rank]
+    assert not (tmp_path / "torn").exists()
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+NOTICES = [
+    ({"gradient_clipping": 1.0}, 3, 'acts as "forward": clipping'),
+    ({"fp16": {"enabled": True}}, 3, 'acts as "forward": clipping'),
+    ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 3, 'acts as "forward": clipping'),
+    ({"gradient_clipping": 1.0}, 2, 'acts as "none": only what is gathered'),
+    ({}, 1, 'acts as "none": at stages 0 and 1'),
+    ({}, 3, None),
+]
+
+
+@pytest.mark.parametrize(("keys", "stage", "message"), NOTICES)
+def test_what_the_mode_comes_to_is_reported_once(keys: dict[str, Any], stage: int, message: str | None) -> None:
+    given = make_config(stage, zstore={"step_overlap": "backward"}) | {"bf16": {"enabled": False}} | keys
+    notices = [str(n) for n in load_config(given).resolve(ResolveContext(world_size=2)).notices()]
+    assert [n for n in notices if "step_overlap" in n] == ([] if message is None else notices[-1:])
+    assert message is None or message in notices[-1]
+
+
+@pytest.mark.parametrize(
+    ("offloads", "mode"), [((), "none"), (("offload_optimizer",), "forward"), (("offload_param",), "forward")]
+)
+def test_auto_runs_behind_where_anything_is_offloaded(offloads: tuple[str, ...], mode: str) -> None:
+    zero = {"stage": 3} | {key: {"device": "cpu"} for key in offloads}
+    given = {"train_batch_size": 1, "zero_optimization": zero, "zstore": {"step_overlap": "auto"}}
+    resolved = load_config(given).resolve(ResolveContext(world_size=1))
+    assert resolved.step_overlap == mode
+    assert [n for n in resolved.notices() if n.key == "zstore.step_overlap"] == []
+
+
+def _non_finite(rank: int, folder: str) -> str:
+    with start(config("backward", folder), make_model()) as engine:
+        step(engine)
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt", "2")
+        before = engine_digests(engine)
+        loss = engine(*data(2))
+        # Only rank 0's rows of one parameter are bad, late in the backward.
+        engine.module.embed.weight.register_hook(lambda g: g * torch.inf if rank == 0 else g)
+        with pytest.raises(NonFiniteError) as caught:
+            end(engine, loss)
+        for call in (lambda: step(engine), lambda: engine.save_checkpoint(f"{folder}/torn")):
+            with pytest.raises((UsageError, RankError), match="a mixture of two"):
+                call()
+        engine.load_checkpoint(f"{folder}/ckpt")
+        assert engine_digests(engine) == before
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_are_not_finite_tear_the_state_on_every_rank(world_size: int, nvme: Path) -> None:
+    for message in run_ranks(_non_finite, world_size, str(nvme)):
+        assert 'with "step_overlap": "backward" parameters were changed before it was known: load' in message
+
+
+def _fails(rank: int, folder: str) -> tuple[bool, bool]:
+    torn = []
+    with start(config("backward", folder), make_model()) as engine:
+        step(engine)
+        before = engine_digests(engine)
+        for where in ("head", "embed"):  # the first and the last of the backward
+
+            def fail(gradient: torch.Tensor) -> None:
+                raise ValueError("in the middle")
+
+            loss = engine(*data(1))
+            logits = engine.module.norm if where == "head" else engine.module.blocks[0]
+            handle = logits.register_forward_hook(lambda module, args, out, fail=fail: out.register_hook(fail) and None)
+            loss = engine(*data(1))
+            with pytest.raises(ValueError, match="in the middle") as caught:
+                engine.backward(loss)
+            handle.remove()
+            torn.append(engine.training_state.torn)
+            assert torn[-1] == ("parameters were updated before: load a checkpoint" in _say(caught.value))
+            if not torn[-1]:
+                assert engine_digests(engine) == before
+    return torn[0], torn[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_that_fails_counts_as_torn_once_something_was_updated(world_size: int, nvme: Path) -> None:
+    assert run_ranks(_fails, world_size, str(nvme)) == [(False, True)] * world_size
+
+
+def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> None:
+    def engine_of(mode: str = "backward") -> Engine:
+        engine = start(config(mode, nvme), make_model())
+        step(engine)
+        return engine
+
+    with engine_of() as engine:
+        loss = engine(*data(1))
+        engine.backward(loss)
+        with pytest.raises(UsageError, match="a second backward before step"):
+            engine.backward(loss * 2)
+        for call in (engine, engine.module, lambda ids: engine.module.blocks[0](torch.ones(1, WIDTH).bfloat16())):
+            with pytest.raises(
+                UsageError, match=r"is called after the backward updated parameters of it, and before step"
+            ):
+                call(*data(1))
+        with pytest.raises(UsageError, match="between backward"):
+            engine.get_full_parameter("start")
+        engine.step()
+        assert state_of(engine) == expected(2)
+    with engine_of() as engine:
+        engine.save_checkpoint(str(tmp_path))
+        engine.backward(engine(*data(1)))
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(UsageError, match=r"group 0: lr was .* at the backward and is 0.5 at step\(\)"):
+            engine.step()
+        with pytest.raises(UsageError, match="a mixture of two"):
+            step(engine)
+        engine.load_checkpoint(str(tmp_path))
+        step(engine)
+        assert state_of(engine) == expected(2)
+        engine.backward(engine(*data(2)))
+        engine.load_checkpoint(str(tmp_path))  # between backward and step
+        assert state_of(engine) == expected(1)
+    unused = config("backward", nvme)
+    unused["zero_optimization"]["ignore_unused_parameters"] = False
+    with start(unused, make_model()) as engine:
+        engine.backward(engine(*data(0)))
+        with pytest.raises(UsageError, match=r"'unused.weight'.*parameters were changed before it was known"):
+            engine.step()
+        with pytest.raises(UsageError, match="a mixture of two"):
+            step(engine)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nvme: Path) -> None:
+    given = config("backward", nvme) if offloaded else plain(zstore={"step_overlap": "backward"})
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    for change in ({"reads": 2}, {"order": [2, 0, 1, 2, 3], "reentrant": True}):
+        torch.manual_seed(0)
+        model = Branches()
+        with start(given, model) as engine:
+            for _ in range(2):
+                engine.backward(engine(x.clone()))
+                engine.step()
+            vars(model).update(change)
+            with pytest.raises(
+                (RuntimeError, UsageError), match=r"modified by an inplace|is called after the backward"
+            ):
+                engine.backward(engine(x.clone()))
+            with pytest.raises(UsageError, match="a mixture of two"):
+                engine.backward(engine(x.clone()))
+
+
+def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    monkeypatch.setattr(within, "LEAST_WAITING_BYTES", 0)
+    torch.manual_seed(0)
+    model = Branches()
+    model.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
+    model.order = list(range(16))
+    with start(config("backward", nvme), model) as engine:
+        gradients = engine.training_state.gradients
+        most: list[int] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: most.append(gradients.held_bytes()))
+        for _ in range(2):
+            most.clear()
+            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
+            engine.step()
+        assert 0 < max(most) <= 4 * gradients.largest_unit_bytes
+        assert gradients.held_bytes() == 0
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_close_with_an_update_under_way(mode: str, monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    with held(monkeypatch, mode, nvme) as (engine, files):
+        updater = engine.training_state.updater
+        updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
+        files.close_gate()
+        engine.backward(engine(*data(1)))
+        if mode == "forward":
+            engine.step()
+    assert not [thread for thread in threading.enumerate() if thread.name == "zstore-update"]
+    assert not list(nvme.rglob("*.shard"))
+
+
+def test_a_failed_update_is_told_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FaultyFiles()
+    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    with start(config("forward", nvme), make_model()) as engine:
+        step(engine)
+        engine.training_state.complete()
+        files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
+        step(engine)
+    assert "the last update failed, and nobody had asked for it yet" in caplog.text
+
+
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+from tests.test_engine_step_modes import config, data, make_model, start, step
+engines = []
+for mode in ("forward", "backward"):
+    folder = Path(sys.argv[1]) / mode
+    folder.mkdir()
+    engines.append(start(config(mode, folder), make_model()))
+    step(engines[-1])
+    step(engines[-1])
+engines[1].backward(engines[1](*data(2)))
+print("the end")
+raise ValueError("before step()")
+"""
+
+
+def test_the_interpreter_ends_with_engines_left_open(nvme: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("the end\n", 1), done.stderr
+    assert done.stderr.strip().endswith("ValueError: before step()")
+    assert not list(nvme.rglob("*.shard"))
