@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -90,6 +90,8 @@ class UnitGradients:
         self._agreed: set[ParameterRecord] = set()
         self._squares: dict[ParameterRecord, float] = {}
         self._final: set[ParameterRecord] = set()
+        self._lost: Exception | None = None
+        """Why a gradient that belongs on disk is not there."""
         self._order_is_agreed = False
         self._fired: Counter[ParameterRecord] = Counter()
         self._due: dict[Unit, set[ParameterRecord]] = {}
@@ -238,7 +240,7 @@ class UnitGradients:
     def _complete(self, record: ParameterRecord) -> None:
         """The rows of this backward are complete: take them to disk where they belong there."""
         if self._rules.spill is not None and record in self._rules.spill:
-            self._rules.spill.add(record, self._rows.pop(record))
+            self._on_disk(partial(self._rules.spill.add, record, self._rows.pop(record)))
             self._squares.pop(record, None)
         if record in self._final and self.on_final is not _nothing:
             raise UsageError(
@@ -253,10 +255,22 @@ class UnitGradients:
 
     def _finish(self, record: ParameterRecord) -> None:
         """Tell that the gradient is final, and there to be used."""
-        if self._rules.spill is not None and record in self._rules.spill and self.on_final is not _nothing:
-            self._rules.spill.settle()
         self._final.add(record)
-        self.on_final(record)
+        if self.on_final is _nothing:
+            return
+        if self._rules.spill is not None and record in self._rules.spill:
+            self._on_disk(self._rules.spill.settle)
+        if self._lost is None:
+            self.on_final(record)
+
+    def _on_disk(self, call: Callable[[], None]) -> None:
+        """Do something with gradients on disk. Its error waits for `reduce`: this rank alone has it, and the others are in
+        the same backward."""
+        try:
+            call()
+        except Exception as error:
+            error.add_note("This happened to a gradient that waits on disk for the update.")
+            self._lost = self._lost or error
 
     def end_backward(self) -> None:
         """See Gradients."""
@@ -303,8 +317,10 @@ class UnitGradients:
 
     def reduce(self) -> None:
         """See Gradients."""
-        if self._rules.spill is not None:
-            self._rules.spill.settle()
+        if self._rules.spill is None:
+            return
+        self._on_disk(self._rules.spill.settle)
+        self._world.raise_together(self._lost)
 
     def has(self, record: ParameterRecord) -> bool:
         """See Gradients."""
@@ -342,6 +358,7 @@ class UnitGradients:
         self._agreed.clear()
         self._squares.clear()
         self._final.clear()
+        self._lost = None
         if not self._rules.keeps_rows or self._world.world_size == 1:
             self._rows.clear()
         if self._rules.spill is not None:

@@ -1,0 +1,174 @@
+"""Gradients that wait on disk: the bits of those in memory, errors at the next call, and bounded memory."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from zstore.dist import World
+from zstore.engine import spill as spill_module
+from zstore.engine.norm import sum_of_squares
+from zstore.engine.parameters import ParameterRecord, make_record
+from zstore.engine.sharding import Sharding
+from zstore.engine.spill import GradientSpill
+from zstore.engine.unit_gradients import GradientRules, UnitGradients
+from zstore.engine.units import Unit
+from zstore.errors import StorageError
+from zstore.files import Files
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+
+ROWS, COLS = 300, 257
+"""150 KB of bf16, so that a gradient rests on disk, in chunks of which the last is not full."""
+
+
+@contextmanager
+def opened(
+    folder: Path, files: Files | None = None, count: int = 3
+) -> Iterator[tuple[GradientSpill, list[ParameterRecord]]]:
+    """Give a spill of so many parameters, and their records."""
+    with TensorStore(StoreOptions(run_path=folder), files=files) as store:
+        arrays: dict[ParameterRecord, str] = {}
+        for number in range(count):
+            parameter = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
+            sharding = Sharding.of_stage(3, 1, offloads_parameters=True)
+            record = make_record(f"p{number}", (), parameter, group=0, sharding=sharding, rank=0)
+            spec = record.spec("gradient", torch.bfloat16)
+            store.create(spec, grid=record.state_grid, shard=0, tier="disk")
+            assert store.tier_of(spec.name) == "disk"
+            arrays[record] = spec.name
+        spill = GradientSpill(store, arrays)
+        try:
+            yield spill, list(arrays)
+        finally:
+            spill.close()
+
+
+def rows(seed: int) -> torch.Tensor:
+    return torch.randn(ROWS * COLS, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def kept(spill: GradientSpill, record: ParameterRecord) -> torch.Tensor:
+    found = spill.owned(record)
+    assert found is not None
+    return found
+
+
+def test_what_is_kept_has_the_bits_of_a_sum_in_memory(nvme: Path) -> None:
+    with opened(nvme) as (spill, records):
+        wanted = [rows(number) for number in range(len(records))]
+        for record, values in zip(records, wanted, strict=True):
+            assert record in spill
+            assert spill.owned(record) is None
+            assert spill.squares(record) is None
+            spill.add(record, values.clone())
+        for turn in (10, 20):
+            for number in (2, 0):
+                spill.add(records[number], rows(turn + number))
+                wanted[number].add_(rows(turn + number))  # in bf16, as autograd accumulates
+        for record, values in zip(records, wanted, strict=True):
+            assert torch.equal(kept(spill, record), values)
+            assert spill.squares(record) == sum_of_squares(values)
+
+
+def test_the_next_step_begins_anew(nvme: Path) -> None:
+    with opened(nvme, count=2) as (spill, (one, other)):
+        for record in (one, other):
+            spill.add(record, rows(1))
+        spill.drop()
+        assert spill.owned(one) is None
+        assert spill.squares(one) is None
+        spill.add(one, rows(2))
+        assert torch.equal(kept(spill, one), rows(2))
+        assert spill.owned(other) is None
+
+
+@pytest.mark.parametrize("call", ["settle", "owned", "add again"])
+def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) -> None:
+    files = FaultyFiles()
+    with opened(nvme, files) as (spill, (one, other, _)):
+        files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
+        spill.add(one, rows(1))
+        with pytest.raises(StorageError, match="No space left"):
+            {"settle": spill.settle, "owned": lambda: spill.owned(one), "add again": lambda: spill.add(one, rows(2))}[
+                call
+            ]()
+        spill.drop()
+        spill.add(one, rows(3))
+        spill.add(other, rows(4))
+        assert torch.equal(kept(spill, one), rows(3))
+        assert torch.equal(kept(spill, other), rows(4))
+
+
+def test_drop_forgets_errors_too(nvme: Path) -> None:
+    files = FaultyFiles()
+    with opened(nvme, files) as (spill, (one, *_)):
+        files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.EIO))
+        spill.add(one, rows(1))
+        spill.drop()
+        spill.settle()
+        spill.add(one, rows(2))
+        assert torch.equal(kept(spill, one), rows(2))
+
+
+def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    nbytes = ROWS * COLS * 2
+    monkeypatch.setattr(spill_module, "_MOST_UNDER_WAY_BYTES", 2 * nbytes)
+    files = GatedFiles("write", pattern="*gradient*")
+    files.open_gate()
+    with opened(nvme, files) as (spill, records), files.holding():
+        files.close_gate()
+        for record in records[:2]:  # these need not wait
+            spill.add(record, rows(1))
+        wait = spill._under_way[0][0].wait
+        waited = []
+
+        def opening() -> None:
+            waited.append(True)
+            files.open_gate()
+            wait()
+
+        spill._under_way[0][0].wait = opening  # type: ignore[method-assign, assignment]
+        spill.add(records[2], rows(1))  # without the gate's opening this would not return
+        assert waited == [True]
+        for record in records:
+            assert torch.equal(kept(spill, record), rows(1))
+
+
+def test_close_ends_what_is_under_way(nvme: Path) -> None:
+    with opened(nvme) as (spill, (one, *_)):
+        spill.add(one, rows(1))
+        spill.close()
+        assert torch.equal(kept(spill, one), rows(1))
+        with pytest.raises(RuntimeError, match="shutdown"):
+            spill.add(one, rows(1))
+
+
+def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
+    """One rank's full disk must not leave the others alone in their backward."""
+    files = FaultyFiles()
+    with opened(nvme, files) as (spill, records):
+        unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
+        gradients = UnitGradients([unit], [], World(), GradientRules(bucket_numel=10**9, spill=spill))
+        for faulty in (True, False):
+            if faulty:
+                files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
+            for _ in range(2):
+                gradients.start_backward(last=True)
+                loss = sum((record.parameter.float() * (n + 1)).sum() for n, record in enumerate(records))
+                loss.backward()  # type: ignore[union-attr]
+                gradients.end_backward()
+            if faulty:
+                with pytest.raises(StorageError, match="No space left") as caught:
+                    gradients.reduce()
+                assert "a gradient that waits on disk" in str(caught.value.__notes__)
+            else:
+                gradients.reduce()
+                for number, record in enumerate(records):
+                    assert torch.equal(kept(spill, record), torch.full((ROWS * COLS,), 2.0 * (number + 1)).bfloat16())
+            gradients.drop()
