@@ -594,12 +594,13 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
                 engine.backward(engine(x.clone()))
                 engine.step()
             vars(model).update(change)
+            loss = engine(x.clone())
             with pytest.raises(
                 (RuntimeError, UsageError), match=r"modified by an inplace|is called after the backward"
-            ):
-                engine.backward(engine(x.clone()))
-            with pytest.raises(UsageError, match="a mixture of two"):
-                engine.backward(engine(x.clone()))
+            ) as caught:
+                engine.backward(loss)
+            # The update may not have begun with anything yet.
+            assert engine.training_state.torn == ("parameters were updated before: load" in _say(caught.value))
 
 
 def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from zstore.dist import World
 from zstore.engine import spill as spill_module
+from zstore.engine.gradients import ReduceRules
 from zstore.engine.norm import sum_of_squares
 from zstore.engine.parameters import ParameterRecord, make_record
 from zstore.engine.sharding import Sharding
@@ -154,7 +155,9 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, records):
         unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
-        gradients = UnitGradients([unit], [], World(), GradientRules(bucket_numel=10**9, spill=spill))
+        gradients = UnitGradients(
+            [unit], [], World(), GradientRules(reduce=ReduceRules(bucket_numel=10**9), spill=spill)
+        )
         for faulty in (True, False):
             if faulty:
                 files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
