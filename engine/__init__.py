@@ -2,7 +2,7 @@
 
 Read in this order: sharding, parameters, units, hooks, collectives, gradients, norm, kernel, state, training, engine;
 then wiring and initialize, and checkpointing with record; and whole, access, gathered, export, calls. Before a model is
-given to the engine: building, init, handover.
+given to the engine: building, init, handover, pretrained.
 """
 
 from .config import add_config_arguments
@@ -11,6 +11,16 @@ from .engine import Engine
 from .gathered import gather
 from .init import Init
 from .initialize import initialize
+from .pretrained import from_pretrained
 from .statistics import EngineStatistics
 
-__all__ = ["Engine", "EngineStatistics", "Init", "add_config_arguments", "gather", "init_distributed", "initialize"]
+__all__ = [
+    "Engine",
+    "EngineStatistics",
+    "Init",
+    "add_config_arguments",
+    "from_pretrained",
+    "gather",
+    "init_distributed",
+    "initialize",
+]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +38,9 @@ from zstore.store import TensorStore
 from .building_guard import BuildingGuard
 from .state import TierName
 from .tensors import as_bytes, as_torch, dtype_name, return_free_memory
+
+FillRows = Callable[[int, torch.Tensor], None]
+"""`fill(first, out)` sets `out`, 1-D on the CPU, to a parameter's flat elements from `first` on."""
 
 DEFAULT_LIVE_BYTES = 64 * 1024 * 1024
 _TRIM_BYTES = 32 * 1024 * 1024
@@ -140,15 +143,28 @@ class Builder:
 
     def enter(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         """Take note of a parameter that has its values in memory."""
-        self._sweep()
         built = self.find(parameter)
         if built is None:
-            built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label)
-            built.ref = weakref.ref(parameter, partial(_note_death, weakref.ref(self), built))
-            self._count += 1
-            self._by_id[id(parameter)] = built
+            built = self._note(parameter, owner, label)
             self._note_live(built, parameter)
         return built
+
+    def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
+        self._sweep()
+        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label)
+        built.ref = weakref.ref(parameter, partial(_note_death, weakref.ref(self), built))
+        self._count += 1
+        self._by_id[id(parameter)] = built
+        return built
+
+    def enter_at_rest(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
+        """Put a new parameter away whose rows `fill` sets; its memory is not looked at."""
+        built = self._note(parameter, owner, label)
+        rows = self.make_rows(built, tuple(parameter.shape), parameter.dtype, parameter.device)
+        with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
+            for tile in tiles:
+                fill(rows.owned_range[0] + tile.first, as_torch(tile.views[0]))
+        self.make_hole(built, parameter)
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
         live = self._statistics.live_bytes - built.live_bytes + parameter.nbytes

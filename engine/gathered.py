@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from .access import Access, live
+from .building import Builder, Built, find_built
 from .gradients import agree_any
 from .parameters import ParameterRecord, Residency
 
@@ -37,13 +38,15 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
     rank, ends it on all ranks, and changes are undone.
 
     Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
-    the block stay valid after it. Parameters that no open engine trains are left alone.
+    the block stay valid after it. Parameters of a model that was built within `zstore.Init`, or loaded by
+    `zstore.from_pretrained`, and not yet given to `initialize` are given their values likewise. Others are left alone.
 
     Raises UsageError for changes within a forward or backward, and where the ranks gather different parameters.
     """
     listed = _listed(params)
-    blocks = [_Block(access, records, modifier_rank) for access, records in _by_run(listed)]
-    opened: list[_Block] = []
+    blocks: list[_Block | _BuiltBlock] = [_Block(access, records, modifier_rank) for access, records in _by_run(listed)]
+    blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in _by_builder(listed)]
+    opened: list[_Block | _BuiltBlock] = []
     error: BaseException | None = None
     try:
         for block in blocks:
@@ -83,6 +86,16 @@ def _by_run(parameters: Sequence[nn.Parameter]) -> list[tuple[Access, list[Param
         if records:
             found.append((access, records))
     return found
+
+
+def _by_builder(parameters: Sequence[nn.Parameter]) -> list[tuple[Builder, list[Built]]]:
+    """Return what rests in shards of models that are not trained yet, by who built it."""
+    found: dict[Builder, list[Built]] = {}
+    for parameter in parameters:
+        one = find_built(parameter)
+        if one is not None:
+            found.setdefault(one[0], []).append(one[1])
+    return list(found.items())
 
 
 class _Block:
@@ -178,6 +191,52 @@ class _Block:
         first, stop = record.owned_range
         here = record.full[first:stop]
         return not torch.equal(here.view(torch.uint8), record.shard.view(torch.uint8))
+
+
+class _BuiltBlock:
+    """The part of a block that belongs to a model that is not trained yet."""
+
+    def __init__(self, builder: Builder, built: Sequence[Built], modifier_rank: int | None) -> None:
+        self.world = builder.world
+        self._builder = builder
+        self._built = built
+        self._modifier_rank = modifier_rank
+        self._parameters = [parameter for one in built if (parameter := one.ref()) is not None]
+        self._versions: list[int] = []
+        self._guard = ExitStack()
+
+    def open(self) -> None:
+        """Give the parameters their values (all ranks)."""
+        rank, world_size = self._modifier_rank, self.world.world_size
+        if rank is not None and not 0 <= rank < world_size:
+            raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world_size - 1}")
+        for built in self._built:
+            self._builder.touch(built)
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._guard.enter_context(self._builder.guard.suspended())
+
+    def close(self, error: BaseException | None) -> None:
+        """Write changes back, or drop them; `error` ended the block (all ranks)."""
+        self._guard.close()
+        changed = [p._version != version for p, version in zip(self._parameters, self._versions, strict=True)]
+        kept = False
+        try:
+            if error is None or isinstance(error, Exception):
+                self.world.raise_together(error)
+                if self._modifier_rank is None and any(agree_any(self.world, changed)):
+                    raise UsageError(
+                        "gather() without modifier_rank is for reading, but parameters changed in the block on some rank; the "
+                        "change is undone. Pass modifier_rank=RANK to keep what that rank makes of them"
+                    )
+                kept = self._modifier_rank is not None
+        finally:
+            for built, parameter in zip(self._built, self._parameters, strict=True):
+                if not kept:
+                    self._builder.make_hole(built, parameter)
+        if self._modifier_rank is not None:
+            for built, parameter in zip(self._built, self._parameters, strict=True):
+                self.world.broadcast(parameter.data, self._modifier_rank)
+                self._builder.put_away(built, parameter)
 
 
 def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any, Self
@@ -30,21 +29,14 @@ from torch.overrides import TorchFunctionMode
 from zstore.arrays import ArraySpec
 from zstore.dist import World
 from zstore.errors import UsageError
-from zstore.store import StoreOptions, TensorStore
 
-from .building import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built, open_builder
-from .config import Config, load_config
+from .building import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
+from .building_plan import open_building, plan_building
+from .config import load_config
 from .distributed import init_distributed
 from .garbage import CollectorPause
 from .logs import show_messages
-from .placing import budget_of_rank
-from .state import TierName
 from .tensors import dtype_name
-from .wiring import open_store, store_key
-
-_THRESHOLD_NUMEL = 100_000
-"""Smallest parameter that is put away where the config leaves it open."""
-_TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 class Init(AbstractContextManager["Init"]):
@@ -81,7 +73,7 @@ class Init(AbstractContextManager["Init"]):
         self._dtype = dtype
         self._live_bytes = live_bytes
         self._builder: Builder | None = None
-        self._threshold_numel = _THRESHOLD_NUMEL
+        self._threshold_numel = 0
         self._ends = ExitStack()
         self._meta: list[tuple[weakref.ref[nn.Module], str]] = []
         self._thread = 0
@@ -124,17 +116,7 @@ class Init(AbstractContextManager["Init"]):
             self._builder = None
             return
         self._threshold_numel = plan.threshold_numel
-        key = None if config is None else store_key(config)
-        former = None if key is None else open_builder(key)
-        self._began_empty = former is None
-        if former is None:
-            store = (
-                TensorStore(StoreOptions(), rank=world.rank)
-                if config is None
-                else open_store(config, world, budget_of_rank(config, world))
-            )
-            former = Builder(store, world, key=key, tier=plan.tier)
-        self._builder = former
+        self._builder, self._began_empty = open_building(config, world, plan)
 
     def _watch(self, builder: Builder, stack: ExitStack) -> None:
         """Begin to see what [Note: what the block sees] lists."""
@@ -268,34 +250,6 @@ class Init(AbstractContextManager["Init"]):
             self._builder.close()
 
 
-@dataclass(frozen=True)
-class BuildPlan:
-    """Where parameters go while a model is built."""
-
-    tier: TierName
-    threshold_numel: int
-    """Smaller parameters stay in memory."""
-
-
-def plan_building(config: Config | None, world: World) -> BuildPlan | None:
-    """Return where parameters go; None where they stay whole in memory. The config need not be resolved."""
-    if config is None:
-        return BuildPlan("host", _THRESHOLD_NUMEL) if world.world_size > 1 else None
-    zero = config.settings.zero_optimization
-    state = _TIERS[config.offload_optimizer.device]
-    own = _TIERS[config.offload_param.device] if config.stage == 3 else "device"
-    if own == state == "device" and (config.stage < 3 or world.world_size == 1):
-        return None
-    # Where the fp32 values will rest, which need no copy then.
-    halves = config.settings.bf16.enabled is not False or config.settings.fp16.enabled is not False
-    first, second = (state, own) if halves else (own, state)
-    tier = first if first != "device" else second
-    threshold = zero.stage3_param_persistence_threshold
-    if config.stage < 3 or not isinstance(threshold, int):
-        threshold = _THRESHOLD_NUMEL
-    return BuildPlan("host" if tier == "device" else tier, threshold)
-
-
 class _Watch(TorchFunctionMode):
     """Tells of every torch function before it runs, but of those that no values matter to."""
 
@@ -378,7 +332,7 @@ _active: list[Init] = []
 """The block that is open, if one is."""
 
 
-def require_no_init() -> None:
-    """Raise UsageError within a block of `zstore.Init`."""
+def require_no_init(call: str) -> None:
+    """Raise UsageError where `call` comes within a block of `zstore.Init`."""
     if any(init.puts_away for init in _active):
-        raise UsageError("initialize() within `with zstore.Init(...)`: end the block first")
+        raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")

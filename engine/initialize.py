@@ -58,7 +58,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
-    require_no_init()
+    require_no_init("initialize()")
     show_messages()
     loaded = load_config(_config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -319,6 +319,56 @@ def test_a_model_that_was_not_given_to_the_engine_says_what_to_do(tmp_path: Path
         assert differences(values_of(model), values_of(seeded(Stack, 7))) == []
 
 
+def test_gather_works_before_there_is_an_engine(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)):
+        model = seeded(Stack)
+    first, second = model.layers[0].weight, model.layers[1].weight
+    with zstore.gather(model):
+        assert differences(values_of(model), values_of(seeded(Stack))) == []
+    with zstore.gather([first], modifier_rank=0):
+        with torch.no_grad():
+            first.fill_(2.0)
+        assert second.isnan().all()
+    assert first.isnan().all()
+
+    def change() -> None:
+        with zstore.gather(second), torch.no_grad():
+            second.fill_(3.0)
+
+    def fail() -> None:
+        with zstore.gather(second, modifier_rank=0), torch.no_grad():
+            second.fill_(3.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(UsageError, match="is for reading"):
+        change()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(UsageError, match="there are ranks 0 to 0"), zstore.gather(second, modifier_rank=1):
+        pass
+    with zstore.gather(model):
+        assert first.eq(2.0).all()
+        assert torch.equal(second, seeded(Stack).layers[1].weight)
+    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
+        weight = engine.get_full_parameter("layers.0.weight")
+        assert weight is not None
+        assert weight.eq(2.0).all()
+
+
+def _gather_on_ranks(rank: int, folder: str) -> list[bool]:
+    with zstore.Init(config=config_of(folder)):
+        model = seeded(Stack)
+    weight = model.layers[0].weight
+    with zstore.gather(weight, modifier_rank=1), torch.no_grad():
+        weight.fill_(float(rank + 5))
+    with zstore.gather(model):
+        return [bool(weight.eq(6.0).all()), torch.equal(model.layers[1].weight, seeded(Stack).layers[1].weight)]
+
+
+def test_gather_takes_one_ranks_values(tmp_path: Path) -> None:
+    assert run_ranks(_gather_on_ranks, 2, str(tmp_path)) == [[True, True]] * 2
+
+
 def test_a_model_that_is_gone_leaves_no_files(tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path)) as init:
         model = seeded(Stack)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore.engine import Init, add_config_arguments, gather, init_distributed, initialize
+    from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed, initialize
 
     from .errors import ZstoreError
     from .store import TensorStore
@@ -22,6 +22,7 @@ __all__ = [
     "ZstoreError",
     "__version__",
     "add_config_arguments",
+    "from_pretrained",
     "gather",
     "init_distributed",
     "initialize",
@@ -32,6 +33,7 @@ _HOMES = {
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
+    "from_pretrained": "zstore.engine",
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
     "initialize": "zstore.engine",

@@ -1,11 +1,12 @@
 """Weights as safetensors files in the Hugging Face layout, in bounded memory. Imports no torch.
 
-Read in this order: layout, cast, file, writer; then from_checkpoint.
+Read in this order: layout, cast, file, writer; then from_checkpoint; and reader.
 """
 
 from .cast import Overflow, cast_into
 from .from_checkpoint import DTYPES, list_weights, write_weights
 from .layout import MAX_FILE_BYTES, FileLayout, Weight, index_document, natural_key, plan_files
+from .reader import StoredWeight, WeightsReader
 from .writer import Lost, WeightsWriter, lost_text
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "FileLayout",
     "Lost",
     "Overflow",
+    "StoredWeight",
     "Weight",
+    "WeightsReader",
     "WeightsWriter",
     "cast_into",
     "index_document",

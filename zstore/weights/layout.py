@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as transformers has it."""
 
 _ALIGN_BYTES = 4096
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -120,7 +120,7 @@ def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
     for weight in ordered:
         stop = position + weight.nbytes
         entries[weight.name] = {
-            "dtype": _DTYPES[weight.dtype],
+            "dtype": SAFETENSORS_DTYPES[weight.dtype],
             "shape": list(weight.shape),
             "data_offsets": [position, stop],
         }

@@ -1,0 +1,167 @@
+"""Safetensors folders in the Hugging Face layout, read by ranges of elements. Imports no torch, runs no pickle.
+
+A file is 8 bytes with the length of its header, the header in JSON, and the tensors, little-endian, in row-major order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import numpy_dtype
+from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, storage_error
+from .layout import SAFETENSORS_DTYPES
+
+_MAX_HEADER_BYTES = 100 * 1000 * 1000
+_DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A tensor in a file."""
+
+    name: str
+    dtype: str
+    """Data type by its Zarr name."""
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class WeightsReader:
+    """The tensors of the safetensors files in `folder`: `model.safetensors`, or those that its index names, or the only
+    one there is. Close it, or use it in a `with` block.
+
+    Raises CheckpointNotFoundError where there are none, CorruptionError for files that are damaged, UsageError for
+    pickled weights and for data types that cannot be trained.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, int] = {}
+        self._ends = contextlib.ExitStack()
+        self.read_bytes = 0
+        """Bytes of tensors read so far."""
+        try:
+            self.weights = self._find()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self) -> dict[str, StoredWeight]:
+        if not self.folder.is_dir():
+            raise CheckpointNotFoundError(f"expected a folder with safetensors files, found none at {self.folder}")
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            return self._header(self._only_file())
+        try:
+            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptionError(f"{index} is no index of safetensors files: {error!r}") from error
+        found: dict[str, StoredWeight] = {}
+        for name in dict.fromkeys(placed.values()):
+            if Path(name).name != name:
+                raise CorruptionError(f"{index} names {name!r}, which is not a file beside it")
+            found |= self._header(self.folder / name)
+        lost = [name for name in placed if name not in found]
+        if lost:
+            raise CorruptionError(f"{index} lists {lost[0]!r}, but {placed[lost[0]]} does not have it")
+        return found
+
+    def _only_file(self) -> Path:
+        usual = self.folder / "model.safetensors"
+        found = sorted(self.folder.glob("*.safetensors"))
+        if usual in found or len(found) == 1:
+            return usual if usual in found else found[0]
+        if found:
+            raise UsageError(
+                f"{self.folder} has {len(found)} safetensors files and no model.safetensors.index.json that says which "
+                "belong together: save the model anew with transformers' save_pretrained()"
+            )
+        pickled = [path.name for pattern in _PICKLED for path in sorted(self.folder.glob(pattern))]
+        if pickled:
+            raise UsageError(
+                f"{self.folder} has its weights in {pickled[0]}, a pickle, which could run anything and is not read: "
+                "convert it once, with transformers `AutoModel.from_pretrained(folder).save_pretrained(other)` where you "
+                "trust the file"
+            )
+        raise CheckpointNotFoundError(f"{self.folder} has no safetensors files: expected model.safetensors or an index")
+
+    def _header(self, path: Path) -> dict[str, StoredWeight]:
+        """Read the header of a file, which stays open."""
+        try:
+            file = os.open(path, os.O_RDONLY)
+            self._ends.callback(os.close, file)
+            size = os.fstat(file).st_size
+            length = int.from_bytes(os.pread(file, 8, 0), "little")
+            text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
+        except OSError as error:
+            raise storage_error(error, "the weights cannot be read", path=str(path)) from error
+        self._files[path] = file
+        try:
+            if not text or len(text) != length:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            entries = json.loads(text)
+            entries.pop("__metadata__", None)
+            return {name: _weight(name, entry, path, 8 + length, size) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptionError(f"{path} is no whole safetensors file: {error}") from error
+
+    def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
+        """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
+
+        Raises StorageError where the file cannot be read, or has become shorter.
+        """
+        data: Any = out.view(np.uint8)
+        memory = memoryview(data)
+        offset, done = weight.offset + first * out.itemsize, 0
+        path = str(weight.path)
+        while done < len(memory):
+            try:
+                count = os.preadv(self._files[weight.path], [memory[done:]], offset + done)
+            except OSError as error:
+                raise storage_error(
+                    error, f"reading {weight.name!r} failed", path=path, offset=offset + done, nbytes=len(memory) - done
+                ) from error
+            if count == 0:
+                raise StorageError(f"{weight.name!r}: the file has ended", path=path, offset=offset + done)
+            done += count
+        self.read_bytes += done
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._ends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *others: object) -> None:
+        self.close()
+
+
+def _weight(name: str, entry: dict[str, Any], path: Path, data_offset: int, size: int) -> StoredWeight:
+    theirs, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+    if theirs not in _DTYPES:
+        raise UsageError(
+            f"{name!r} in {path} is of type {theirs}, which is not trained: expected one of {', '.join(_DTYPES)}"
+        )
+    weight = StoredWeight(name=name, dtype=_DTYPES[theirs], shape=shape, path=path, offset=data_offset + begin)
+    nbytes = weight.numel * numpy_dtype(weight.dtype).itemsize
+    if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - data_offset or end - begin != nbytes:
+        raise ValueError(f"{name!r} of shape {shape} in {theirs} at bytes {begin} to {end} of {size - data_offset}")
+    return weight
