@@ -54,5 +54,5 @@ def open_building(config: Config | None, world: World, plan: BuildPlan) -> tuple
     former = open_builder(store_key(config))
     if former is not None:
         return former, False
-    store = open_store(config, world, budget_of_rank(config, world))
+    store = open_store(config, world, budget_of_rank(config, world), pins=world.device.type == "cuda")
     return Builder(store, world, key=store_key(config), tier=plan.tier), True

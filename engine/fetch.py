@@ -30,8 +30,10 @@ from zstore.errors import RankError, UsageError
 from zstore.store import TensorStore
 
 from .collectives import Bucket, plan_buckets, unpack
+from .lanes import Mark, Within
 from .parameters import ParameterRecord
 from .tensors import as_torch
+from .transfers import Transfers
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -48,9 +50,8 @@ class Reading:
     rows: list[tuple[ParameterRecord, torch.Tensor]]
     ahead: bool
     """Whether nothing waits for it yet."""
-    start: torch.cuda.Event | None
+    start: Mark
     """When the memory may be written."""
-    end: torch.cuda.Event | None = None
     error: BaseException | None = None
     cancelled: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -58,42 +59,39 @@ class Reading:
     def wait(self) -> BaseException | None:
         """Wait for the end, and return the error."""
         self.ended.wait()
-        if self.end is not None:
-            torch.cuda.current_stream().wait_event(self.end)
         return self.error
 
 
 class RowReader:
     """One thread that reads the rows of records that rest in `store`, in the order in which they are asked for."""
 
-    def __init__(self, store: TensorStore, pool: Pool) -> None:
+    def __init__(self, store: TensorStore, pool: Pool, transfers: Transfers) -> None:
         self._store = store
         self._pool = pool
+        self._transfers = transfers
         self._waiting: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.ready: Ready = _nothing
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
     def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> Reading:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
-        start = None
-        if any(memory.device.type == "cuda" for _, memory in rows):
-            start = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            start.record()
-        reading = Reading(label, rows, ahead, start)
+        reading = Reading(label, rows, ahead, self._transfers.lane.mark())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="zstore-prefetch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._transfers.within(),), name="zstore-prefetch", daemon=True
+            )
             self._thread.start()
         self._waiting.put(reading)
         return reading
 
-    def _serve(self) -> None:
+    def _serve(self, within: Within) -> None:
         while (reading := self._waiting.get()) is not None:
             try:
                 if not reading.cancelled:
-                    self._carry_out(reading)
+                    with within():
+                        self._carry_out(reading)
             except BaseException as error:
                 error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
                 reading.error = error
@@ -114,8 +112,11 @@ class RowReader:
         for tile in self._store.stream(names, "read", pool=self._pool, ahead=reading.ahead):
             memory = rows[tile.group][1]
             target = memory[tile.first : tile.stop]
-            if target.device.type == "cuda":
-                self._copy_to_device(target, as_torch(tile.views[0]), reading)
+            source = as_torch(tile.views[0])
+            if self._transfers.link(source, target) is not None:
+                with self._store.links.moving("host_to_device", target.nbytes, None):
+                    # The buffer is given back when the next tile is asked for.
+                    self._transfers.begin(target, source, after=reading.start, counted=False).wait()
             else:
                 # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
                 # make its storage one that cannot be resized.
@@ -123,20 +124,6 @@ class RowReader:
             self.read_bytes += target.nbytes
             if reading.cancelled:
                 break
-
-    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor, reading: Reading) -> None:
-        if target.device not in self._streams:
-            self._streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
-        stream = self._streams[target.device]
-        with torch.cuda.stream(stream):
-            if reading.end is None and reading.start is not None:
-                stream.wait_event(reading.start)
-            with self._store.links.moving("host_to_device", target.nbytes, None):
-                target.copy_(source, non_blocking=True)
-                reading.end = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                reading.end.record(stream)
-                # The buffer is given back when the next tile is asked for.
-                reading.end.synchronize()
 
     def close(self) -> None:
         """End the thread after what was asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,9 +14,7 @@ from zstore.dist import World
 from zstore.errors import UsageError
 
 from .config import Config
-from .kernel import Kernel
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
-from .parameters import named_parameters
 from .placement import Plan, make_plan
 from .placement_report import check_fits, describe
 
@@ -33,26 +31,27 @@ def budget_of_rank(config: Config, world: World) -> int | None:
     return None if budget is None else budget // world.local_world_size
 
 
-def plan_run(  # all that a plan depends on
+def plan_run(
     model: nn.Module,
     config: Config,
     world: World,
-    kernels: Sequence[Kernel],
-    groups: Mapping[nn.Parameter, int],
+    slots: Mapping[str, tuple[str, ...]],
     budget_bytes: int | None,
+    *,
+    device_is_host: bool,
 ) -> Plan:
     """Return where everything will rest (all ranks). Nothing is changed.
 
-    Raises BudgetError, on every rank, where it cannot fit: the host budget, the drive, the device.
+    `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
+    cannot fit: the host budget, the drive, the device.
     """
-    slots = {name: kernels[groups[p]].slots for name, _, p in named_parameters(model) if p in groups}
     shapes = shapes_of_model(model, config.precision)
     plan: Plan | None = None
     error: Exception | None = None
     try:
         plan = make_plan(
             find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank),
-            placement_settings(config, budget_bytes=budget_bytes, device_is_host=world.device.type == "cpu"),
+            placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host),
             units_of_model(model, config.live_numel),
         )
         check_fits(

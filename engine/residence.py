@@ -23,6 +23,7 @@ from .fetch import Fetch, Fetcher, Ready, RowReader
 from .needs import parameter_pool_bytes
 from .parameters import ParameterRecord, Residency
 from .prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
+from .transfers import Transfers
 from .units import Unit
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
@@ -320,11 +321,13 @@ class Residence:
         self.fetcher.ready = ready
 
 
-def make_residence(units: Sequence[Unit], config: Config, store: TensorStore, world: World) -> Residence:
+def make_residence(
+    units: Sequence[Unit], config: Config, store: TensorStore, world: World, transfers: Transfers
+) -> Residence:
     """Return the residence of `units` as the config says; nothing is gathered."""
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
-        reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)))
+        reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
     limits = PrefetchLimits(
         prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
     )

@@ -16,10 +16,11 @@ import torch
 from zstore.io import Ticket
 from zstore.store import TensorStore
 
+from .lanes import Within
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
 from .tensors import as_torch
-from .transfers import copy_into
+from .transfers import Transfers
 
 _POOL_BYTES = 16 * 1024 * 1024
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
@@ -34,9 +35,14 @@ class GradientSpill:
     """Rows of the records in `arrays`, each in its array of the store. Used from one thread."""
 
     def __init__(
-        self, store: TensorStore, arrays: Mapping[ParameterRecord, str], pool_bytes: int = _POOL_BYTES
+        self,
+        store: TensorStore,
+        arrays: Mapping[ParameterRecord, str],
+        transfers: Transfers,
+        pool_bytes: int = _POOL_BYTES,
     ) -> None:
         self._store = store
+        self._transfers = transfers
         self._arrays = arrays
         self._pool = store.make_pool(pool_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zstore-gradients")
@@ -59,18 +65,19 @@ class GradientSpill:
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
-        self._under_way.append((Ticket(self._thread.submit(self._write, self._arrays[record], rows)), nbytes))
+        within = self._transfers.within()
+        self._under_way.append((Ticket(self._thread.submit(self._write, self._arrays[record], rows, within)), nbytes))
 
-    def _write(self, name: str, rows: torch.Tensor) -> None:
-        with closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
+    def _write(self, name: str, rows: torch.Tensor, within: Within) -> None:
+        with within(), closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
             for tile in tiles:
-                copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop], self._store.links)
+                self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
     def _read(self, record: ParameterRecord, device: torch.device) -> torch.Tensor:
         rows = torch.empty(record.owned_numel, dtype=record.dtype, device=device)
         with closing(self._store.stream([[self._arrays[record]]], "read", pool=self._pool)) as tiles:
             for tile in tiles:
-                copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]), self._store.links)
+                self._transfers.copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]))
         return rows
 
     def settle(self) -> None:

@@ -19,7 +19,7 @@ from .kernel import Kernel, Scalars
 from .parameters import ParameterRecord
 from .placement import Placement
 from .tensors import as_torch
-from .transfers import copy_into
+from .transfers import Transfers
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
@@ -28,8 +28,9 @@ Tiles = Generator[Tile, None, None]
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group."""
 
-    def __init__(self, store: TensorStore, kernels: Sequence[Kernel]) -> None:
+    def __init__(self, store: TensorStore, kernels: Sequence[Kernel], transfers: Transfers) -> None:
         self.store = store
+        self.transfers = transfers
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
@@ -90,7 +91,7 @@ class OptimizerState:
         if fill is not None:
             with self.passing([[spec.name]], "fill") as tiles:
                 for tile in tiles:
-                    copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop], self.store.links)
+                    self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])
         return spec.name
 
     def is_master(self, record: ParameterRecord) -> bool:
@@ -141,4 +142,4 @@ class OptimizerState:
             for tile in tiles:
                 record = records[tile.group]
                 rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
-                copy_into(rows, as_torch(tile.views[0]), self.store.links)
+                self.transfers.copy_into(rows, as_torch(tile.views[0]))

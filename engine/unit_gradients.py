@@ -31,10 +31,11 @@ from zstore.errors import UsageError
 
 from .collectives import Reduction, pack, plan_buckets
 from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient
+from .landing import Landing
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
 from .spill import GradientSpill
-from .transfers import copy_to
+from .transfers import Transfers
 from .units import Unit
 
 Told = Callable[[ParameterRecord], None]
@@ -70,6 +71,7 @@ class UnitGradients:
         others: Sequence[torch.nn.Parameter],
         world: World,
         rules: GradientRules,
+        transfers: Transfers,
         arrived: Told = _nothing,
     ) -> None:
         self._order = [unit for unit in reversed(units) if any(record.group is not None for record in unit.owned)]
@@ -79,6 +81,8 @@ class UnitGradients:
         self._world = world
         self._reduce_world = world.second()
         self._rules = rules
+        self._transfers = transfers
+        self._landing = Landing(transfers, self._count_segment)
         self._tell = arrived
         self.on_final: Told = _nothing
         """Told each record whose gradient is complete in the last backward of a step."""
@@ -174,7 +178,6 @@ class UnitGradients:
             for record, gradient in gradients.items():
                 if gradient is not None:
                     self._add(record, gradient.view(-1))
-                    self._complete(record)
             return
         # What is on disk is added when the rows are complete.
         fresh = {record for record in records if record not in self._filled or self._is_spilled(record)}
@@ -206,31 +209,35 @@ class UnitGradients:
             self._reduce_world.all_gather(everyone, row, kind="all_reduce")
         for segment in reduction.bucket.segments:
             record = segment.record
-            held = self._rows.get(record)
-            if held is None:
-                device = "cpu" if record in self._rules.to_host else row.device
-                held = self._rows[record] = torch.empty(record.owned_numel, dtype=record.dtype, device=device)
-            rows = held[segment.first : segment.stop]
+            if record not in self._rows:
+                self._rows[record] = self._empty(record, row)
+            rows = self._rows[record][segment.first : segment.stop]
             part = row[segment.offset : segment.offset + rows.numel()]
-            part = copy_to(part, held.device, part.dtype, self._world.links)
-            if record in fresh:
-                rows.copy_(part)
-            else:
-                rows.add_(part)
-            self._segments_left[record] -= 1
-            if not self._segments_left[record]:
-                self._complete(record)
+            self._landing.put(record, rows, part, add=record not in fresh)
+
+    def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
+        if record in self._rules.to_host:
+            return self._transfers.lane.empty_host(record.owned_numel, record.dtype)
+        return like.new_empty(record.owned_numel)
+
+    def _count_segment(self, record: ParameterRecord) -> None:
+        """Note that a segment of a gradient is in its rows."""
+        self._segments_left[record] -= 1
+        if not self._segments_left[record]:
+            self._complete(record)
 
     def _add(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
         """Add a gradient to the rows, where one rank has all of them."""
-        if record in self._rules.to_host:
-            gradient = gradient.cpu()
-        held = self._rows.get(record) if record in self._filled else None
-        if held is None:
-            self._rows[record] = gradient
-        else:
-            held.add_(gradient)
+        add = record in self._filled and record in self._rows
         self._filled.add(record)
+        self._segments_left[record] += 1
+        if not add and (record not in self._rules.to_host or self._transfers.lane.device_is_host):
+            self._rows[record] = gradient
+            self._count_segment(record)
+            return
+        if not add:
+            self._rows[record] = self._empty(record, gradient)
+        self._landing.put(record, self._rows[record], gradient, add=add)
 
     # -- complete rows ----------------------------------------------------------------------------------------------
 
@@ -274,6 +281,7 @@ class UnitGradients:
 
     def end_backward(self) -> None:
         """See Gradients."""
+        self._landing.settle()
         self._closing = True
         if self._world.world_size > 1:
             while self._next < len(self._order):
@@ -284,6 +292,7 @@ class UnitGradients:
         self._send([record for record, any_ in zip(self._records, late, strict=True) if any_])
         while self._under_way:
             self._add_up()
+        self._landing.settle()
         self._expected = Counter(
             {r: max(self._fired[r], 1) for r, any_ in zip(self._records, fired, strict=True) if any_}
         )
@@ -352,6 +361,7 @@ class UnitGradients:
     def drop(self) -> None:
         """See Gradients."""
         self._in_backward = False
+        self._landing.drop()
         self._under_way.clear()
         self._segments_left.clear()
         self._filled.clear()

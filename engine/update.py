@@ -16,19 +16,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from zstore.links import LinkCounters
 from zstore.stream import Tile
 
 from .kernel import ParameterStep
 from .parameters import ParameterRecord
 from .state import OptimizerState
 from .tensors import as_torch
-from .transfers import copy_into, copy_to
+from .transfers import GradientTiles, RowsUp, Transfers
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None where they are on disk (`OptimizerState.spilled`)."""
@@ -70,21 +70,28 @@ class _Change:
     """The parameter's own rows, where the master is to be cast into them."""
     step: ParameterStep
     factor: float
-    links: LinkCounters
+    rising: RowsUp
+    transfers: Transfers
+
+    @cached_property
+    def _gradient(self) -> GradientTiles | None:
+        return None if self.rows is None else GradientTiles(self.transfers, self.rows)
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
         master, *views = [as_torch(view) for view in tile.views]
         slots, others = views[: self.num_state - 1], views[self.num_state - 1 :]
-        part = self.rows[tile.first : tile.stop] if self.rows is not None else others.pop(0)
-        gradient = copy_to(part, master.device, torch.float32, self.links)
+        if self._gradient is None:
+            gradient = GradientTiles(self.transfers, others.pop(0)).tile(0, master.numel(), master)
+        else:
+            gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self.factor != 1.0:
             gradient.mul_(self.factor)
         self.step.tile(master, gradient, slots)
         if others:
-            others[0].copy_(master)
+            self.transfers.copy_into(others[0], master)
         elif self.own is not None:
-            copy_into(self.own[tile.first : tile.stop], master, self.links)
+            self.rising.put(self.own[tile.first : tile.stop], master)
 
 
 class Update:
@@ -112,7 +119,10 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
 
+        rising = RowsUp(self._state.transfers)
+
         def ended(group: int) -> None:
+            rising.settle()
             if done is not None:
                 done(mine[group])
 
@@ -126,8 +136,9 @@ class Update:
             change: _Change | None = None
             for tile in tiles:
                 if change is None or change.group != tile.group:
-                    change = self._change_of(mine[tile.group], tile.group)
+                    change = self._change_of(mine[tile.group], tile.group, rising)
                 change.apply(tile)
+        rising.settle()
 
     def _arrays(self, record: ParameterRecord) -> list[str]:
         names = self._state.arrays_of(record)
@@ -144,7 +155,7 @@ class Update:
                 modes[record.rest] = "fill"
         return modes
 
-    def _change_of(self, record: ParameterRecord, group: int) -> _Change:
+    def _change_of(self, record: ParameterRecord, group: int, rising: RowsUp) -> _Change:
         casts = record.rest is None and not self._state.is_master(record)
         return _Change(
             group=group,
@@ -153,7 +164,8 @@ class Update:
             own=record.owned() if casts else None,
             step=self._step_of(record),
             factor=self.settings.factor,
-            links=self._state.store.links,
+            rising=rising,
+            transfers=self._state.transfers,
         )
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:

@@ -30,7 +30,9 @@ from zstore.shardio import IoResources, ShardSummary
 from zstore.store import TensorStore
 from zstore.tiers import LocalShard, PinnedShard
 
+from .lanes import Within
 from .parameters import ParameterRecord
+from .transfers import Transfers
 from .update import Update
 
 Admit = Callable[[ParameterRecord, bool], bool]
@@ -59,14 +61,16 @@ class _Task:
     update: Update
     admit: Admit | None
     over: Callable[[], None]
+    within: Within
     ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Updater:
     """Runs one update at a time on a thread of its own. Safe to use from several threads."""
 
-    def __init__(self, store: TensorStore) -> None:
+    def __init__(self, store: TensorStore, transfers: Transfers) -> None:
         self._store = store
+        self._transfers = transfers
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -98,7 +102,7 @@ class Updater:
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = _Task(update=update, admit=admit, over=over)
+        self._running = _Task(update=update, admit=admit, over=over, within=self._transfers.within())
         self._tasks.put(self._running)
 
     def _serve(self) -> None:
@@ -118,7 +122,8 @@ class Updater:
         update = task.update
         error: BaseException | None = None
         try:
-            update.run(admit=admitted, done=self._done)
+            with task.within():
+                update.run(admit=admitted, done=self._done)
         except BaseException as raised:
             raised.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
             error = raised

@@ -18,6 +18,7 @@ from .gradients import Gradients, ReduceRules, WholeGradients
 from .handover import BuiltModel, StoreKey
 from .hooks import UnitHooks
 from .kernel import kernel_for
+from .lanes import lane_for
 from .loader import TrainingLoader
 from .loss_scale import LossScaler
 from .model import check_model, own_memory, place_buffers, place_parameter
@@ -32,6 +33,7 @@ from .spill import GradientSpill, spill_pool_bytes
 from .state import OptimizerState
 from .tensors import PRECISIONS, return_free_memory
 from .training import Training
+from .transfers import Transfers
 from .unit_gradients import GradientRules, UnitGradients
 from .units import Unit, find_units
 from .updater import StepMode, Updater
@@ -61,11 +63,15 @@ def wire(
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world)
     budget_bytes = budget_of_rank(config, world)
-    plan = plan_run(model, config, world, kernels, groups, budget_bytes)
-    store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes)
+    lane = lane_for(world.device)
+    slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
+    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=lane.device_is_host)
+    pins = not lane.device_is_host
+    store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins)
+    transfers = Transfers(lane, store.links)
     try:
         place_buffers(model, world, PRECISIONS[config.precision])
-        state = OptimizerState(store, kernels)
+        state = OptimizerState(store, kernels, transfers)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -73,9 +79,10 @@ def wire(
             _log.warning("rank %d: %s", world.rank, message)
         live_numel = config.live_numel if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
-        hooks = UnitHooks(model, units, make_residence(units, config, store, world)) if sharding.parameters else None
-        updater, mode = Updater(store), StepMode(config.step_overlap)
-        if hooks is not None:
+        updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
+        hooks = None
+        if sharding.parameters:
+            hooks = UnitHooks(model, units, make_residence(units, config, store, world, transfers))
             hooks.residence.on_ready(updater.wait_for)
         return Training(
             world=world,
@@ -188,8 +195,9 @@ def store_key(config: Config) -> StoreKey:
     return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
 
 
-def open_store(config: Config, world: World, budget_bytes: int | None) -> TensorStore:
-    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget."""
+def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: bool) -> TensorStore:
+    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
+    `pins` registers its buffers with CUDA."""
     io = config.io
     optimizer, parameters = (
         offload.nvme_paths if offload.device == "nvme" else ()
@@ -206,7 +214,7 @@ def open_store(config: Config, world: World, budget_bytes: int | None) -> Tensor
         block_bytes=io.block_bytes,
         verify=config.verify_reads,
         device=str(world.device),
-        pin_buffers=world.device.type == "cuda",
+        pin_buffers=pins,
         pin_state=config.pin_memory,
     )
     error: BaseException | None = None
@@ -241,13 +249,15 @@ def _gradients(
     reduce = ReduceRules(
         bucket_numel=config.reduce_bucket_numel, scatter=config.reduce_scatter, overlap=config.overlap_comm
     )
-    by_unit = sharding.gradients or (world.world_size == 1 and (within or sharding.parameters or bool(state.spilled)))
+    # Alone, they are taken off the device as they come where they wait in host memory.
+    leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.lane.device_is_host)
+    by_unit = sharding.gradients or (world.world_size == 1 and (within or sharding.parameters or leaves))
     if not by_unit:
         return WholeGradients(trained, others, world, sharding, reduce)
     spill = None
     if state.spilled:
         budget_bytes = state.store.options.host_budget_bytes
-        spill = GradientSpill(state.store, state.spilled, spill_pool_bytes(budget_bytes or 0))
+        spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     rules = GradientRules(
         reduce=ReduceRules(bucket_numel=reduce.bucket_numel) if sharding.parameters else reduce,
         to_host=frozenset(state.gradients_on_host),
@@ -255,7 +265,7 @@ def _gradients(
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=within,
     )
-    return UnitGradients(units, others, world, rules, hooks.arrived if hooks is not None else _nothing)
+    return UnitGradients(units, others, world, rules, state.transfers, hooks.arrived if hooks is not None else _nothing)
 
 
 def _nothing(record: ParameterRecord) -> None:

@@ -13,8 +13,9 @@ from tests.engine_models import batch
 from tests.engine_runs import make_config, start, step
 from zstore.engine import Engine
 from zstore.engine.reporting import state_text
-from zstore.engine.transfers import copy_into, copy_to, link_between
+from zstore.engine.transfers import Transfers
 from zstore.links import LinkCounters, LinkStatistics
+from zstore.testing.fake_device import FakeDevice
 from zstore.testing.ranks import run_ranks
 
 
@@ -130,23 +131,24 @@ def test_what_others_count_with_the_worlds_counters_stands_there_too() -> None:
 
 
 def test_copies_are_counted_where_the_two_memories_differ() -> None:
-    cpu, cuda, fake = torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")
-    assert link_between(cuda, cpu) == "device_to_host"
-    assert link_between(cpu, cuda) == "host_to_device"
-    assert link_between(cpu, cpu) is None
-    assert link_between(cuda, torch.device("cuda", 0)) is None
-    links = LinkCounters()
-    source = torch.ones(6, dtype=torch.bfloat16)
-    copy_into(torch.empty(6, dtype=torch.float16, device=fake), source.float(), links)
-    assert copy_to(source, fake, torch.float32, links).device == fake
-    found = links.statistics()["host_to_device"]
+    device, links = FakeDevice(), LinkCounters()
+    transfers = Transfers(device, links)
+    here = device.empty_host(6, torch.float32)
+    there = torch.ones(6, dtype=torch.bfloat16)
+    assert transfers.link(here, there) == "host_to_device"
+    assert transfers.link(there, here) == "device_to_host"
+    assert transfers.link(here, here) is None
+    assert transfers.link(there, there) is None
+    transfers.copy_into(there.float(), there)
+    assert links.statistics() == {}
+    transfers.copy_into(here, there)
+    assert here.tolist() == [1.0] * 6
+    transfers.copy_into(torch.empty(6, dtype=torch.float16), here)
+    transfers.finish(transfers.begin(device.empty_host(6, torch.bfloat16), there))
+    found = links.statistics()
     # In the type of the device's side.
-    assert (found.operations, found.bytes) == (2, 12 + 24)
-    target = torch.empty(6)
-    copy_into(target, source, links)
-    assert target.tolist() == [1.0] * 6
-    assert copy_to(target, cpu, torch.float32, links) is target
-    assert list(links.statistics()) == ["host_to_device"]
+    assert (found["host_to_device"].operations, found["host_to_device"].bytes) == (1, 12)
+    assert (found["device_to_host"].operations, found["device_to_host"].bytes) == (2, 24)
 
 
 @pytest.mark.cuda
