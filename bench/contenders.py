@@ -74,8 +74,7 @@ def _zstore(spec: Spec, tell: Callable[..., None]) -> None:
     import zstore
 
     started = time.perf_counter()
-    # Older versions build the whole model in memory.
-    model = build_model(spec["model"], zstore.Init(config=spec["config"]) if "Init" in zstore.__all__ else None)
+    model = build_model(spec["model"], zstore.Init(config=spec["config"]))
     engine, *_ = zstore.initialize(model=model, config=spec["config"])
 
     def moved() -> Moved:

@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -74,6 +76,7 @@ class Limits:
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the contender and removes its files
     figures: dict[str, Any] = {
         "machine": machine(options.path),
         "memory_limit_bytes": options.memory_limit,
@@ -106,6 +109,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--clip", type=_words("off", "on"), default=["off", "on"])
     parser.add_argument("--budget", type=_words("none", "peer"), default=["none", "peer"], help="host budgets")
+    parser.add_argument("--peer-memory", type=_bytes, help="bytes, or 13GB, for `--budget peer` (default: as measured)")
     parser.add_argument(
         "--memory-limit", type=_bytes, help="bytes, or 4GiB: limit zstore's processes, page cache included"
     )

@@ -61,7 +61,7 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
         sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]
     )
     offload.main()
-    compute, ours = json.loads(out.read_text())["models"][0]["rows"]
+    compute, ours, within_budget = json.loads(out.read_text())["models"][0]["rows"]
     assert compute["error"] is None
     assert ours["error"] is None
     assert compute["parameters"] == ours["parameters"]
@@ -74,6 +74,9 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
     assert 12 < ours["write_bytes_per_parameter"] < 16
     assert ours["step_percent_of_limit"] > 0
     assert ours["iteration_s"] == pytest.approx(ours["forward_s"] + ours["backward_s"] + ours["step_s"])
+    assert within_budget["host_budget_bytes"] == 2 * 10**9 - ours["steps_peak_bytes"]
+    assert within_budget["read_bytes_per_parameter"] == 0
+    assert within_budget["losses"] == ours["losses"]
     assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
 
 
