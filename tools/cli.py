@@ -116,7 +116,10 @@ def train(  # noqa: PLR0913 - one parameter per option
     ],
     model: Annotated[
         str,
-        typer.Option(help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf)."),
+        typer.Option(
+            help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf), whose weights "
+            "and tokenizer are used where it has them."
+        ),
     ],
     steps: Annotated[int, typer.Option(help="Steps in all, those before a resume included.", min=1)],
     data: Annotated[

@@ -55,7 +55,7 @@ class Corpus:
     def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
         """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal: the model does the shift by one."""
         self.require(seq_len)
-        start = _start(number, seed, self.num_bytes - seq_len + 1)
+        start = start_of(number, seed, self.num_bytes - seq_len + 1)
         ids = torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))
         return ids, ids.clone()
 
@@ -143,8 +143,8 @@ def _read_at(file: Path, offset: int, num_bytes: int) -> bytes:
     return piece
 
 
-def _start(number: int, seed: int, span: int) -> int:
-    """A place in [0, span) that depends on (seed, number) alone: see [Note: sample order]."""
+def start_of(number: int, seed: int, span: int) -> int:
+    """Return a place in [0, span) that depends on (seed, number) alone: see [Note: sample order]."""
     if number < 0:
         raise ValueError(f"sample numbers start at 0, got {number}")
     key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from zstore.errors import ConfigError
 
+from .tokens import has_tokenizer
+
 BYTE_VOCABULARY = 256
 
 
@@ -191,6 +193,25 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
     return _build_transformers(path, seq_len)
 
 
+def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
+    """A model in shards, as `config`, of `zstore.initialize`, lets it rest (all ranks).
+
+    With the weights of the folder `name_or_path` where that has safetensors files, else with random ones, as
+    `build_model` makes it. Raises what that raises.
+    """
+    import zstore
+
+    folder = Path(name_or_path).expanduser()
+    if not (folder.is_dir() and any(folder.glob("*.safetensors"))):
+        with zstore.Init(config=config):
+            return build_model(name_or_path, seq_len)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(_unknown(name_or_path, path))
+    automatic, _ = _transformers_config(path, seq_len)
+    return zstore.from_pretrained(automatic, folder, config=config)
+
+
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
     """Parameter name -> shape of a shipped model; no tensor is filled. The tied output head is not listed again."""
     with torch.device("meta"):
@@ -218,26 +239,32 @@ def _unknown(name: str, path: Path) -> str:
     )
 
 
-def _build_transformers(path: Path, seq_len: int) -> nn.Module:
+def _transformers_config(path: Path, seq_len: int) -> tuple[Any, Any]:
+    """Return transformers' class that makes causal language models, and the config at `path`, which can be trained."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"{path} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        _check_transformers(config, path, seq_len)
-        model = AutoModelForCausalLM.from_config(config)
-    except ConfigError:
-        raise
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
-    built: nn.Module = model.float()
-    return built
+    _check_transformers(config, path, seq_len)
+    return AutoModelForCausalLM, config
+
+
+def _build_transformers(path: Path, seq_len: int) -> nn.Module:
+    automatic, config = _transformers_config(path, seq_len)
+    try:
+        built: nn.Module = automatic.from_config(config)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
+    return built.float()
 
 
 def _check_transformers(config: Any, path: Path, seq_len: int) -> None:
     vocab_size = getattr(config, "vocab_size", BYTE_VOCABULARY)
-    if vocab_size < BYTE_VOCABULARY:
+    if vocab_size < BYTE_VOCABULARY and not has_tokenizer(str(path.parent)):
         raise ConfigError(
             f"{path}: vocab_size is {vocab_size}, but text is read as bytes and needs {BYTE_VOCABULARY} or more"
         )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from zstore.engine import Engine
 
     from .corpus import Corpus
+    from .tokens import TokenCorpus
+
+    Text = Corpus | TokenCorpus
 
 _STATE_KEY = "zstore_train"
 
@@ -32,7 +35,8 @@ class TrainOptions:
     config: Path
     """JSON file in the DeepSpeed dialect."""
     model: str
-    """A shipped model's name, or a transformers `config.json` or model folder."""
+    """A shipped model's name, or a transformers `config.json` or model folder: its weights and its tokenizer are used, where
+    it has them."""
     steps: int
     """Optimizer steps in total, those before a resume included."""
     data: Path | None = None
@@ -124,16 +128,17 @@ def _launch(options: TrainOptions) -> None:
         raise SystemExit(128 + error.sigval) from error
 
 
-def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Position, Corpus]:
+def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Position, Text]:
     """Return (checkpoint to go on from, where to start, text). Raises what can be known before anything is built."""
     from zstore.engine.config import load_config
 
     from .corpus import open_corpus
     from .resume import resume_source, saved_position
+    from .tokens import with_tokenizer
 
     source = resume_source(options.resume, options.save)
     position = _position(options, None if source is None else saved_position(*source, _STATE_KEY))
-    corpus = open_corpus(options.data)
+    corpus = with_tokenizer(open_corpus(options.data), options.model)
     corpus.require(position.seq_len)
     load_config(_config(options))
     if options.save is not None:
@@ -157,13 +162,14 @@ def _train(options: TrainOptions) -> None:
 
     import zstore
 
-    from .models import build_model
+    from .models import load_or_build
 
     source, position, corpus = _prepare(options)
     zstore.init_distributed()
     torch.manual_seed(position.seed)
-    model = build_model(options.model, position.seq_len)
-    engine, *_ = zstore.initialize(model=model, config=_config(options))
+    config = _config(options)
+    model = load_or_build(options.model, position.seq_len, config)
+    engine, *_ = zstore.initialize(model=model, config=config)
     with engine:
         if source is not None:
             engine.load_checkpoint(str(source[0]), source[1])
@@ -210,7 +216,7 @@ def _config(options: TrainOptions) -> dict[str, Any]:
 class TrainLoop:
     """Steps from where the engine stands to `options.steps`, with metrics and saves."""
 
-    def __init__(self, options: TrainOptions, engine: Engine, corpus: Corpus, position: _Position) -> None:
+    def __init__(self, options: TrainOptions, engine: Engine, corpus: Text, position: _Position) -> None:
         from .metrics import StepMeter
 
         self._options = options

@@ -1,0 +1,97 @@
+"""Text to train on as a model's own tokenizer sees it.
+
+[Note: samples of tokens] Like a sample of bytes, sample n of a run with seed s begins at a place that depends on (s, n)
+alone. The text from there on is tokenised until it gives as many tokens as are needed; text that ends before goes on at
+its beginning. So nothing is prepared, nothing is kept, and any number of ranks sees the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zstore.errors import ConfigError
+
+from .corpus import Corpus, start_of
+
+_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_BYTES_PER_TOKEN = 6
+"""More than a token has on average: one tokenisation is enough, mostly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCorpus:
+    """A corpus as tokens. `encode` gives the tokens of a text."""
+
+    corpus: Corpus
+    encode: Callable[[str], list[int]]
+
+    def require(self, seq_len: int) -> None:
+        """Raise `ConfigError` unless samples of `seq_len` tokens can be made from the text."""
+        if seq_len < 2:
+            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
+        self.sample(0, seq_len, 0)
+
+    def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal. See [Note: samples of tokens]."""
+        total = self.corpus.num_bytes
+        start = start_of(number, seed, total)
+        wanted = seq_len * _BYTES_PER_TOKEN
+        while True:
+            tokens = self.encode(self._text(start, wanted))
+            if len(tokens) >= seq_len:
+                ids = torch.tensor(tokens[:seq_len], dtype=torch.int64)
+                return ids, ids.clone()
+            if not tokens and wanted > total:
+                raise ConfigError(
+                    f"{self.corpus.name} holds no text that the tokenizer makes tokens of: give other text"
+                )
+            wanted *= 2
+
+    def _text(self, start: int, num_bytes: int) -> str:
+        """The text of `num_bytes` from `start` on, from the beginning again after the end; characters cut apart are left
+        out."""
+        pieces, position = [], start
+        while num_bytes > 0:
+            size = min(num_bytes, self.corpus.num_bytes - position)
+            pieces.append(self.corpus.read(position, size))
+            num_bytes -= size
+            position = 0
+        return b"".join(pieces).decode("utf-8", errors="ignore")
+
+    def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The samples of `numbers` as `(input_ids, labels)`, int64 [len(numbers), seq_len]."""
+        ids, labels = zip(*(self.sample(number, seq_len, seed) for number in numbers), strict=True)
+        return torch.stack(ids), torch.stack(labels)
+
+
+def has_tokenizer(model: str) -> bool:
+    """Return whether `model` is a folder with a tokenizer's files."""
+    folder = Path(model).expanduser()
+    return folder.is_dir() and any((folder / name).is_file() for name in _FILES)
+
+
+def with_tokenizer(corpus: Corpus, model: str) -> Corpus | TokenCorpus:
+    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes where that has none (extra `hf`)."""
+    if not has_tokenizer(model):
+        return corpus
+    folder = Path(model).expanduser()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{folder} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
+    # A sample is longer than the model's window before it is cut, which is no mistake.
+    tokenizer.model_max_length = int(1e30)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return TokenCorpus(corpus=corpus, encode=encode)
