@@ -27,6 +27,7 @@ from zstore.engine import Engine, wiring, within
 from zstore.engine.config import ResolveContext, load_config
 from zstore.engine.updater import LatePin
 from zstore.errors import CheckpointError, NonFiniteError, RankError, StorageError, UsageError
+from zstore.files import OpenFile
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
@@ -329,21 +330,34 @@ def test_steps_go_on_while_a_save_is_linked(monkeypatch: pytest.MonkeyPatch, nvm
         assert state_of(engine) == expected(1)
 
 
+class HeldFaults(FaultyFiles):
+    """Faulty files whose writes of optimizer state wait while `gate` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _pwritev(self, file: OpenFile, data: Any, offset: int) -> int:
+        if "optimizer" in file.path:
+            self.gate.wait()
+        return super()._pwritev(file, data, offset)
+
+
 def test_a_failed_update_fails_the_save_and_a_load_mends(
     monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "ckpt")
-    files = FaultyFiles()
+    files = HeldFaults()
     monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
     with start(config("forward", nvme), make_model()) as engine:
         step(engine)
         engine.save_checkpoint(folder, "good")
-        gate = threading.Event()
-        monkeypatch.setattr(files, "step", lambda kind, path: gate.wait() if kind == "read" else None)
+        files.gate.clear()
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO, times=None))
         step(engine)
         ticket = engine.save_checkpoint(folder, "bad", wait=False)
-        gate.set()
+        files.gate.set()
         with pytest.raises(UsageError, match=r"its update failed, so there is nothing to save: .*Input/output"):
             ticket.wait()
         files.heal()
@@ -388,6 +402,38 @@ def test_a_save_given_up_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, nvme: Pa
         early.release()
         early.release()
         assert _pins(engine) == 0
+
+
+def _save_behind(rank: int, folder: str) -> list[dict[str, str]]:
+    digests = []
+    with start(config("forward", f"{folder}/nvme"), make_model()) as engine:
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt", wait=False)
+        step(engine)
+        digests.append(engine_digests(engine))
+        engine.load_checkpoint(f"{folder}/ckpt")
+        step(engine)
+        digests.append(engine_digests(engine))
+    return digests
+
+
+def test_two_ranks_save_behind(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    good = run_ranks(_without_error, 2, str(tmp_path / "nvme"))
+    assert run_ranks(_save_behind, 2, str(tmp_path)) == [[digests, digests] for digests in good]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_skipped_step_leaves_every_bit(mode: str, nvme: Path) -> None:
+    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+    with start(plain(**fp16), make_model()) as other, start(config(mode, nvme, **fp16), make_model()) as engine:
+        for number in range(32):
+            for each in (other, engine):
+                each.backward(each(*data(number)))
+                each.step()
+            if number in (0, 31):
+                assert state_of(engine) == state_of(other)
+        assert 0 < engine.skipped_steps < 32
 
 
 # -- errors in the update's thread ------------------------------------------------------------------------------------
