@@ -44,19 +44,9 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
 ) -> None:
     out = tmp_path / "offload.json"
     monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    arguments = [
-        "--models",
-        "tiny",
-        "--steps",
-        "1",
-        "--no-peer",
-        "--overlap",
-        "none",
-        "--clip",
-        "on",
-        "--budget",
-        "none",
-    ]
+    arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
+    arguments += ["--budget", "none,peer", "--peer-memory", "2GB"]
+    monkeypatch.setattr(offload.signal, "signal", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]
     )
