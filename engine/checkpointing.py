@@ -182,6 +182,7 @@ class Checkpoints:
         reserve_bytes = 0 if copied else store.require_room(list(grids), num_stores=training.world.local_world_size)
         pins: dict[str, PinnedShard] = {}
         try:
+            training.state.transfers.settle()  # the save reads memory of the device from threads of its own
             for one in training.state.records:
                 pins |= training.updater.pin(one, training.state.arrays_of(one))
             request = SaveRequest(

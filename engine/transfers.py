@@ -53,6 +53,10 @@ class Transfers:
         """Return what a thread that works for the caller enters."""
         return self.lane.within()
 
+    def settle(self) -> None:
+        """Return when the device has done what this thread asked of it: others may read its memory on streams of theirs."""
+        self.lane.wait(self.lane.mark())
+
     def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
         """Return the link of a copy from one tensor to another, None within one memory."""
         if self.lane.is_host(source) == self.lane.is_host(target):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import test_engine_bits
+from tests.engine_models import make_net
+from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import Case, compare
 from zstore import pinning
 from zstore.engine import wiring
@@ -75,3 +79,47 @@ FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("mark", CASES[0]), ("down", 
 def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tuple[Any, ...]) -> None:
     with fake_device([forgotten]), suppress(HandOverError, NonFiniteError):
         assert compare(case(*chosen), 0, 1) != []
+
+
+def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
+    config = make_config(3, "nvme", nvme, **keys)
+    zero = config["zero_optimization"]
+    zero["offload_optimizer"]["pin_memory"] = True
+    zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": True}
+    return config
+
+
+@pytest.mark.parametrize("keys", [{}, {"zstore": {"host_budget_bytes": 40_000_000}}])
+def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: Path) -> None:
+    with start(make_config(3)) as plain:
+        for _ in range(2):
+            step(plain)
+        expected = state_of(plain)
+        weight = plain.get_full_parameter("blocks.0.up.weight")
+    with fake_device() as device:
+        with start(pinned_config(nvme, **keys)) as first:
+            step(first)
+            first.save_checkpoint(str(tmp_path / "ckpt"))
+        with start(pinned_config(nvme, **keys), make_net(1)) as second:
+            second.load_checkpoint(str(tmp_path / "ckpt"))
+            step(second)
+            assert state_of(second) == expected
+            found = second.get_full_parameter("blocks.0.up.weight")
+            assert found is not None
+            assert weight is not None
+            assert torch.equal(found, weight)
+        assert device.num_under_way == 0
+
+
+def test_what_crosses_is_counted() -> None:
+    config = make_config(1, "cpu")
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True  # the fake device knows host memory by that
+    with fake_device(), start(config) as engine:
+        step(engine)
+        before = engine.statistics()
+        step(engine)
+        moved = engine.statistics().links_since(before)
+        numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
+    # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
+    assert moved["device_to_host"]["bytes"] == 2 * 2 * numel
+    assert moved["host_to_device"]["bytes"] == 2 * numel
