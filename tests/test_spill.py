@@ -13,14 +13,17 @@ import torch
 from zstore.dist import World
 from zstore.engine import spill as spill_module
 from zstore.engine.gradients import ReduceRules
+from zstore.engine.lanes import HostLane
 from zstore.engine.norm import sum_of_squares
 from zstore.engine.parameters import ParameterRecord, make_record
 from zstore.engine.sharding import Sharding
 from zstore.engine.spill import GradientSpill
+from zstore.engine.transfers import Transfers
 from zstore.engine.unit_gradients import GradientRules, UnitGradients
 from zstore.engine.units import Unit
 from zstore.errors import StorageError
 from zstore.files import Files
+from zstore.links import LinkCounters
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 
@@ -43,7 +46,7 @@ def opened(
             store.create(spec, grid=record.state_grid, shard=0, tier="disk")
             assert store.tier_of(spec.name) == "disk"
             arrays[record] = spec.name
-        spill = GradientSpill(store, arrays)
+        spill = GradientSpill(store, arrays, Transfers(HostLane(), store.links))
         try:
             yield spill, list(arrays)
         finally:
@@ -155,9 +158,8 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, records):
         unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
-        gradients = UnitGradients(
-            [unit], [], World(), GradientRules(reduce=ReduceRules(bucket_numel=10**9), spill=spill)
-        )
+        rules = GradientRules(reduce=ReduceRules(bucket_numel=10**9), spill=spill)
+        gradients = UnitGradients([unit], [], World(), rules, Transfers(HostLane(), LinkCounters()))
         for faulty in (True, False):
             if faulty:
                 files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
