@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from zstore.dist import Kind, World
 from zstore.errors import UsageError
 
-from .collectives import Reduction, pack, plan_buckets
+from .collectives import Reduction, bucket_limit, pack, plan_buckets
 from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient
 from .landing import Landing
 from .norm import sum_of_squares
@@ -188,7 +188,8 @@ class UnitGradients:
             return None if gradient is None else gradient.view(-1)
 
         kind: Kind = "reduce_scatter" if self._rules.reduce.scatter else "all_reduce"
-        for bucket in plan_buckets(records, self._world.world_size, self._rules.reduce.bucket_numel):
+        limit = bucket_limit(self._world, self._rules.reduce.bucket_numel)
+        for bucket in plan_buckets(records, self._world.world_size, limit):
             matrix = pack(bucket, self._world.world_size, flat)
             self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
             self._segments_left.update(segment.record for segment in bucket.segments)

@@ -20,7 +20,7 @@ import zstore
 from tests.engine_models import make_net
 from zstore.dist import World
 from zstore.engine.client_state import join, split
-from zstore.engine.collectives import mean_of_rows, pack, plan_buckets, unpack
+from zstore.engine.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
 from zstore.engine.config import BatchSizes
 from zstore.engine.hooks import tensors_in
 from zstore.engine.loader import TrainingLoader
@@ -121,6 +121,12 @@ def test_derived_random_states_differ_by_step_and_rank() -> None:
         derive_rng_state(3, step, rank)
         seen.add(tuple(draw()))
     assert len(seen) == 3
+
+
+def test_buckets_are_small_on_gloo_alone() -> None:
+    assert bucket_limit(World(world_size=2, backend="gloo"), 500_000_000) == 4 * 2**20
+    assert bucket_limit(World(world_size=2, backend="gloo"), 1000) == 1000
+    assert bucket_limit(World(world_size=2, backend="nccl"), 500_000_000) == 500_000_000
 
 
 # -- norm -------------------------------------------------------------------------------------------------------------
