@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from zstore.dist import World
-from zstore.errors import UsageError
+from zstore.errors import DiskFullError, UsageError
+from zstore.sizes import format_bytes
 
 from .config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
@@ -43,7 +44,7 @@ def plan_run(
     """Return where everything will rest (all ranks). Nothing is changed.
 
     `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
-    cannot fit: the host budget, the drive, the device.
+    cannot fit into the host budget or the device.
     """
     shapes = shapes_of_model(model, config.precision)
     plan: Plan | None = None
@@ -57,7 +58,6 @@ def plan_run(
         check_fits(
             plan,
             device_bytes=torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None,
-            disk_bytes=free_disk_bytes(config),
             local_ranks=world.local_world_size,
         )
     except Exception as raised:
@@ -70,16 +70,27 @@ def plan_run(
     return plan
 
 
-def free_disk_bytes(config: Config) -> int | None:
-    """Return the free bytes of the drives in use together; None where none is, or it cannot be told yet."""
+def check_drives(plan: Plan, config: Config, world: World, present_bytes: int) -> None:
+    """Raise DiskFullError, on every rank, where the drives have no room for the plan's files (all ranks).
+
+    `present_bytes` of this rank's files are there already.
+    """
     folders = {
-        folder
+        folder: None
         for offload in (config.offload_optimizer, config.offload_param)
         if offload.device == "nvme"
         for folder in offload.nvme_paths
     }
-    drives = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders if folder.exists()}
-    return sum(drives.values()) if drives else None
+    error: Exception | None = None
+    if plan.file_bytes:
+        free = sum({folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}.values())
+        needed = (plan.file_bytes - present_bytes) * world.local_world_size
+        if needed > free:
+            error = DiskFullError(
+                f"the plan's files take {format_bytes(needed)} in {', '.join(map(str, folders))}, where "
+                f"{format_bytes(free)} are free: give another `nvme_path`, or raise `host_budget_bytes`"
+            )
+    world.raise_together(error)
 
 
 def _available_bytes() -> int:

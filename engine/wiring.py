@@ -25,7 +25,7 @@ from .model import check_model, own_memory, place_buffers, place_parameter
 from .optimizer import ZeroOptimizer, group_of_parameters
 from .parameters import ParameterRecord, make_record, named_parameters
 from .placement import Plan
-from .placing import budget_of_rank, plan_run
+from .placing import budget_of_rank, check_drives, plan_run
 from .residence import make_residence
 from .schedules import Schedule
 from .sharding import Sharding
@@ -70,6 +70,7 @@ def wire(
     store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins)
     transfers = Transfers(lane, store.links)
     try:
+        check_drives(plan, config, world, store.statistics().disk_bytes)
         place_buffers(model, world, PRECISIONS[config.precision])
         state = OptimizerState(store, kernels, transfers)
         layout = _Layout(config, sharding, built, plan)

@@ -285,9 +285,9 @@ def test_a_scheduler_by_function_and_one_that_needs_a_metric() -> None:
 
 
 def test_config_notices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with start(zero_optimization={"stage": 1, "overlap_comm": True}):
+    with start(zero_optimization={"stage": 1, "round_robin_gradients": True}):
         pass
-    assert len([r for r in caplog.records if "zero_optimization.overlap_comm" in r.message]) == 1
+    assert len([r for r in caplog.records if "zero_optimization.round_robin_gradients" in r.message]) == 1
 
 
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,9 +68,9 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
                 gradients = engine.statistics().held.gradients
                 engine.step()
             held, store = engine.statistics().held, engine.statistics().store
-        state = store.device_bytes + store.host_bytes + store.disk_bytes
-        found.append({"parameters": held.parameters, "gradients": gradients, "optimizer state": held.optimizer_state,
-                      "state in the store": state, "on disk": store.disk_bytes})  # fmt: skip
+        state = store.device_bytes + store.host_bytes + store.disk_bytes - held.resting
+        found.append({"parameters": held.parameters + held.resting, "gradients": gradients,
+                      "optimizer state": held.optimizer_state, "state in the store": state, "on disk": store.disk_bytes})  # fmt: skip
     return found
 
 
