@@ -69,8 +69,9 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
                 engine.step()
             held, store = engine.statistics().held, engine.statistics().store
         state = store.device_bytes + store.host_bytes + store.disk_bytes - held.resting
-        found.append({"parameters": held.parameters + held.resting, "gradients": gradients,
-                      "optimizer state": held.optimizer_state, "state in the store": state, "on disk": store.disk_bytes})  # fmt: skip
+        counted = {"parameters": held.parameters + held.resting, "gradients": gradients}
+        counted |= {"optimizer state": held.optimizer_state, "state in the store": state, "on disk": store.disk_bytes}
+        found.append(counted)
     return found
 
 
