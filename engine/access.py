@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.partition import BITS
 
 from .collectives import reduce_whole
 from .gradients import WholeGradients, agree_any
@@ -40,6 +41,8 @@ class Access:
         """Blocks of `zstore.gather` that are open."""
         self.accepted: dict[ParameterRecord, int] = {}
         """Version counters of parameters after changes that were written back."""
+        self._kept: dict[ParameterRecord, torch.Tensor] = {}
+        """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         self._by_name = {name: record for record in training.state.records for name in (record.name, *record.aliases)}
         self._by_parameter = {record.parameter: record for record in training.state.records}
         self.guard = None if training.hooks is None else StateDictGuard(training.model, self.record_of)
@@ -120,7 +123,7 @@ class Access:
         """Return a parameter's fp32 master, or itself where it is not trained."""
         self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
         record = self.record(name)
-        return self._whole(self.source(record), rank0_only)
+        return self._whole(self.master(record), rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
@@ -175,7 +178,21 @@ class Access:
             reduce_whole(training.world, [record], limit, lambda _: mine, everywhere=True)
         return mine.cpu().view(record.parameter.shape)
 
-    def source(self, record: ParameterRecord, group: str = "model") -> Source:
+    def master(self, record: ParameterRecord) -> Source:
+        """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""
+        state = self.training.state
+        if not state.is_split(record):
+            return self.source(record, "model")
+
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            weight, low, ties = state.master_arrays(record)
+            tickets = [state.store.read(name, first, stop) for name in (weight, low)]
+            tickets.append(state.store.read(ties, first // BITS, -(-stop // BITS)))
+            return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
+
+        return Source(record=record, name=f"model/{record.name}", dtype=torch.float32, begin=begin)
+
+    def source(self, record: ParameterRecord, group: str) -> Source:
         """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
         store, name = self.training.state.store, f"{group}/{record.name}"
 
@@ -197,8 +214,9 @@ class Access:
     def _resting(self, record: ParameterRecord) -> Source:
         if record.rest is not None:
             return self.source(record, record.rest.partition("/")[0])
-        rows = record.owned()
+        return self._rows_of(record, record.owned())
 
+    def _rows_of(self, record: ParameterRecord, rows: torch.Tensor) -> Source:
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
             return lambda: rows[first:stop]
 
@@ -255,7 +273,7 @@ class Access:
             scalars[slot] = float(self.training.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
-        self._changing(lambda: self._fill(f"optimizer/{slot}/{record.name}", record, full))
+        self._changing(lambda: self._fill(record, full, f"optimizer/{slot}/{record.name}"))
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
         if values is None and self.training.world.rank > 0:
@@ -281,22 +299,26 @@ class Access:
 
         def each() -> None:
             for record, full in values:
-                self._fill(f"model/{record.name}", record, full)
-                if record.rest not in (None, f"model/{record.name}"):
-                    self._fill(record.rest, record, full)
+                self._fill(record, full, *self.training.state.master_arrays(record))
+                if record.rest is not None and record.rest != f"model/{record.name}":
+                    self._fill(record, full, record.rest)
                 elif record.shard is not None:
                     record.shard.copy_(full[slice(*record.owned_range)])
                 if record.residency is not Residency.RELEASED and record.full is not full:
                     record.full.copy_(full)
+                if record in self._kept:
+                    self._kept[record].copy_(record.owned())
 
         self._changing(each)
 
-    def _fill(self, name: str, record: ParameterRecord, full: torch.Tensor) -> None:
+    def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
+        """Set this rank's rows of an array, or of what a master is made of, to those of `full`."""
         first, stop = record.owned_range
         rows = full[first:stop]
-        with self.training.state.passing([[name]], "fill") as tiles:
+        state = self.training.state
+        with state.passing([names], "fill") as tiles:
             for tile in tiles:
-                as_torch(tile.views[0]).copy_(rows[tile.first : tile.stop])
+                state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
 
     def _changing(self, change: Callable[[], None]) -> None:
         training = self.training
@@ -312,6 +334,20 @@ class Access:
         training.world.raise_together(error)
         training.torn = False
 
+    def enter_block(self, records: Sequence[ParameterRecord]) -> None:
+        """Note that a block of `zstore.gather` begins."""
+        self.open_blocks += 1
+        for record in records:
+            resident = record.residency is Residency.RESIDENT
+            if resident and self.training.state.is_split(record) and record not in self._kept:
+                self._kept[record] = record.owned().clone()
+
+    def leave_block(self) -> None:
+        """Note that a block ends."""
+        self.open_blocks -= 1
+        if not self.open_blocks:
+            self._kept.clear()
+
     def differ(self, records: Sequence[ParameterRecord]) -> list[bool]:
         """Return for each parameter, all of whose values are in `full`, whether it differs from its master on any rank.
 
@@ -325,7 +361,9 @@ class Access:
                     record = records[tile.group]
                     first = record.owned_range[0]
                     here = record.full[first + tile.first : first + tile.stop]
-                    there = as_torch(tile.views[0]).to(here.device, record.dtype)
+                    kept = self._kept.get(record)
+                    there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
+                    there = there.to(here.device, record.dtype)
                     found[tile.group] |= not torch.equal(here.view(torch.uint8), there.view(torch.uint8))
         except Exception as raised:
             error = raised
@@ -340,7 +378,8 @@ class Access:
             if record.residency is not Residency.RELEASED:
                 record.full[piece.first : piece.stop] = piece.values.to(record.full.device)
 
-        self.each([self.source(record) for record in records], take, rank0_only=False)
+        kept = (self._rows_of(r, self._kept[r]) if r in self._kept else self.source(r, "model") for r in records)
+        self.each(list(kept), take, rank0_only=False)
         self.accept(records)
 
     def accept(self, records: Sequence[ParameterRecord]) -> None:

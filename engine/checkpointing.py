@@ -38,6 +38,7 @@ from zstore.checkpoint import (
     tag_text,
 )
 from zstore.checkpoint.ahead import ReadAhead
+from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
@@ -175,16 +176,17 @@ class Checkpoints:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
-        grids = {name: record.grid for record in training.state.records for name in training.state.arrays_of(record)}
+        state = training.state
+        grids = {name: state.grid_in_files(one, name) for one in state.records for name in state.arrays_of(one)}
         # What is copied to another drive before training goes on stays nobody's after that.
         drives = store.options.all_paths
         copied = wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
         reserve_bytes = 0 if copied else store.require_room(list(grids), num_stores=training.world.local_world_size)
         pins: dict[str, PinnedShard] = {}
         try:
-            training.state.transfers.settle()  # the save reads memory of the device from threads of its own
-            for one in training.state.records:
-                pins |= training.updater.pin(one, training.state.arrays_of(one))
+            state.transfers.settle()  # the save reads memory of the device from threads of its own
+            for one in state.records:
+                pins |= training.updater.pin(one, state.arrays_of(one))
             request = SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -322,13 +324,17 @@ class Checkpoints:
     def _load_arrays(self, reader: CheckpointReader, plan: LoadPlan) -> None:
         state, arrays = self._training.state, plan.arrays
         with (
-            ReadAhead(reader, arrays) as ahead,
-            state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
+            ReadAhead(reader, [one.stored for one in arrays]) as ahead,
+            state.passing([one.into for one in arrays], "fill") as tiles,
         ):
             for tile in tiles:
-                name, first, _ = arrays[tile.group]
-                stored = reader.array(name).spec.dtype
-                read_into(ahead, stored, name, first + tile.first, as_torch(tile.views[0]))
+                one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
+                name, first, _ = one.stored
+                if one.converts:
+                    values = _read_master(ahead, reader, name, first + tile.first, tile.stop - tile.first)
+                    state.put_master(values, views)
+                else:
+                    read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
         for name, buffer in stored_buffers(self._training.model):
             if name in plan.buffers:
                 buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
@@ -386,6 +392,14 @@ def _engine_of(reader: CheckpointReader) -> dict[str, Any]:
             f"checkpoint {reader.path} was not saved by an engine, so it has no counters to go on from"
         )
     return engine
+
+
+def _read_master(ahead: ReadAhead, reader: CheckpointReader, name: str, first: int, numel: int) -> torch.Tensor:
+    """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
+    stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
+    ahead.read(name, first, first + numel, stored)
+    master = complete_master(reader, name, first, stored)
+    return as_torch(stored if master is None else master)
 
 
 def read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def save_weights(
 
     access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision})", check)
     layouts = plan_files(_weights(training, DTYPES[precision]), max_file_bytes, stem)
-    sources = {f"model/{record.name}": access.source(record) for record in training.state.records}
+    sources = {f"model/{record.name}": access.master(record) for record in training.state.records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     error: Exception | None = None
     try:
@@ -164,7 +164,7 @@ def module_state_dict(access: Access) -> dict[str, Any]:
     def take(piece: Piece) -> None:
         values[piece.source.record][piece.first : piece.stop] = piece.values
 
-    access.each([access.source(record) for record in sharded], take, rank0_only=True)
+    access.each([access.master(record) for record in sharded], take, rank0_only=True)
     if not leader:
         return {}
     with access.guard.suspended():

@@ -117,7 +117,7 @@ class _Block:
         hooks = self._access.training.hooks
         if hooks is not None:
             hooks.residence.hold(self._records, self._access.fill)
-        self._access.open_blocks += 1
+        self._access.enter_block(self._records)
         self._versions = [record.parameter._version for record in self._records]
 
     def _check(self) -> None:
@@ -140,7 +140,7 @@ class _Block:
         finally:
             for record, shape in zip(self._records, self._shapes, strict=True):
                 _take_over(record, shape, keep=False)
-            self._access.open_blocks -= 1
+            self._access.leave_block()
             if training.hooks is not None:
                 training.hooks.residence.let_go(self._records)
 

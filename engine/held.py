@@ -20,7 +20,8 @@ class HeldBytes:
     optimizer state."""
     gradients: int
     optimizer_state: int
-    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter."""
+    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
+    a split master the bf16 part does."""
 
 
 def held_bytes(training: Training) -> HeldBytes:
@@ -31,15 +32,16 @@ def held_bytes(training: Training) -> HeldBytes:
             parameters += record.shard.nbytes
         # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
         parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
-    store = training.state.store
+    state, store = training.state, training.state.store
     resting = sum(
         store.local(record.rest).nbytes
         for record in training.state.records
-        if record.rest is not None and (record.group is None or record.rest.startswith("parameter/"))
+        if record.rest is not None
+        and (record.group is None or state.is_split(record) or record.rest.startswith("parameter/"))
     )
     optimizer_state = 0
     for record in training.trained:
-        master, *slots = training.state.arrays_of(record)
-        names = slots if training.state.is_master(record) else [master, *slots]
+        master, *others = state.arrays_of(record)
+        names = others if state.is_master(record) or state.is_split(record) else [master, *others]
         optimizer_state += sum(store.local(name).nbytes for name in names)
     return HeldBytes(parameters, resting, training.gradients.held_bytes(), optimizer_state)

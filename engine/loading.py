@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import CheckpointReader
+from zstore.checkpoint.ahead import Range
+from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from .model import stored_buffers
 from .parameters import ParameterRecord
+from .state import OptimizerState
 
 if TYPE_CHECKING:
     from .training import Training
@@ -66,12 +69,23 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadedArray:
+    """Elements of an array of a checkpoint, and where they go."""
+
+    stored: Range
+    into: list[str]
+    """Arrays of the store that are filled together; their rows are those of `stored`."""
+    converts: bool = False
+    """It is a master that is split in the store or in the checkpoint, and not in both."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadPlan:
     """What is loaded from a checkpoint that was compared with the model."""
 
     options: LoadOptions
-    arrays: list[tuple[str, int, int]]
-    """Name, and this rank's global flat elements `[first, stop)`, of each array to load."""
+    arrays: list[LoadedArray]
+    """What is read, in this order."""
     buffers: list[str]
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
@@ -86,7 +100,7 @@ def plan_load(training: Training, reader: CheckpointReader, options: LoadOptions
     UsageError where it would leave a state that is a mixture as one.
     """
     state = training.state
-    names = {r: state.arrays_of(r) if options.optimizer else [f"model/{r.name}"] for r in state.records}
+    names = {r: [f"model/{r.name}", *(_slots(state, r) if options.optimizer else ())] for r in state.records}
     wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
@@ -99,11 +113,33 @@ def plan_load(training: Training, reader: CheckpointReader, options: LoadOptions
     found = {name for name in wanted if name in reader.arrays}
     return LoadPlan(
         options=options,
-        arrays=[(name, *record.owned_range) for record, arrays in names.items() for name in arrays if name in found],
+        arrays=[
+            one
+            for record, arrays in names.items()
+            for name in arrays
+            if name in found
+            for one in _from(reader, state, record, name)
+        ],
         buffers=[name for name, _ in stored_buffers(training.model) if f"buffer/{name}" in found],
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         left_out=left_out,
     )
+
+
+def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
+    """Return the arrays of the parameter that are no part of its master."""
+    return state.arrays_of(record)[len(state.master_arrays(record)) :]
+
+
+def _from(reader: CheckpointReader, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
+    """Yield what is read for the array `name` of a parameter, of a master with all that it is made of."""
+    into = state.master_arrays(record) if name == f"model/{record.name}" else [name]
+    rest = rest_of_master(reader.arrays, name)
+    if (rest is None) == (len(into) == 1):
+        for part in into:
+            yield LoadedArray(stored=(part, *state.owned_range(record, part)), into=[part])
+    else:
+        yield LoadedArray(stored=(name, *record.owned_range), into=into, converts=True)
 
 
 def _differences(
@@ -113,7 +149,8 @@ def _differences(
     frozen = {record.name for record in training.state.records if record.group is None}
 
     def counts(name: str) -> bool:
-        if name.startswith("client/"):
+        # What completes a master belongs to it, however it is kept here.
+        if name.startswith(("client/", f"{LOW}/", f"{TIE}/")):
             return False
         # Slots of a parameter that is frozen now are left alone.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)

@@ -94,6 +94,7 @@ def find_needs(
                 slots=slots.get(one.name),
                 stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,
+                splits_master=config.splits_master,
             )
         )
     return needs

@@ -13,6 +13,7 @@ The device keeps what is not offloaded, and `1 - ratio` of the optimizer state's
   budget takes an item that a smaller one has to skip, all that the smaller one may still take is worth less than that
   item, for it is smaller and saves no more per byte.
 
+A split master (bf16 alone) is the parameter, wherever that rests, and its low 16 bits and ties beside the slots.
 A trained fp32 parameter is its own master, and the master rests where the parameter does. Only where the parameter
 stays on the device and its optimizer state does not, the state has a master of its own.
 """
@@ -58,6 +59,8 @@ class Need:
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
     """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
+    splits_master: bool = False
+    """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 
     @property
     def numel(self) -> int:
@@ -268,8 +271,9 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         return _Stored(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), reads=reads, writes=writes)
 
     forwards = settings.accumulation_steps
-    own_master = _is_own_master(need, place)
-    # Forward and backward of every micro-batch gather it; the update reads it only where it is the master.
+    split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
+    own_master = split or _is_own_master(need, place)
+    # Forward and backward of every micro-batch gather it; the update reads it only where it is (in) the master.
     yield one(
         "parameters",
         place.parameter,
@@ -283,10 +287,23 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         yield one("gradients", place.gradient, need.dtype, whole=need.whole_gradient, reads=forwards, writes=forwards)
+    if split:
+        yield from _split_rest(need, place)
     if not own_master:
         yield one("master", place.state, FP32)
     for slot in need.slots:
         yield one(slot, place.state, FP32)
+
+
+def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
+    """Yield what a split master has beside the parameter."""
+    ties = need.grid.packed()
+    for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
+        nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
+        # As the store has it: each of these may be small where the others are not.
+        rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
+        layout = _layout(grid, need.shard, dtype)
+        yield _Stored(kind="master", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 
 def _is_own_master(need: Need, place: Placement) -> bool:

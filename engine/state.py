@@ -1,7 +1,9 @@
 """Masters and optimizer slots in the store, beside what rests there of parameters and gradients.
 
-`model/` and `optimizer/` arrays are what a checkpoint is made of. `parameter/` (16-bit rows of parameters that are
-offloaded) and `gradient/` (16-bit rows that wait on disk for the update) are swap: they never leave the run.
+`model/` and `optimizer/` arrays are what a checkpoint is made of. Where masters are split (see [Note: the split]),
+`model/` is the bf16 parameter itself, and `optimizer/` has what a master has more. `parameter/` (16-bit rows of
+parameters that are offloaded) and `gradient/` (16-bit rows that wait on disk for the update) are swap: they never leave
+the run.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from typing import Literal
 
 import torch
 
+from zstore.checkpoint.split import LOW, TIE, ties_spec
+from zstore.partition import BITS, Grid
 from zstore.store import ModeName, TensorStore
 from zstore.stream import Tile
 
 from .kernel import Kernel, Scalars
 from .parameters import ParameterRecord
 from .placement import Placement
+from .split import join_master, split_master
 from .tensors import as_torch
 from .transfers import Transfers
 
@@ -26,11 +31,14 @@ Tiles = Generator[Tile, None, None]
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group."""
+    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split."""
 
-    def __init__(self, store: TensorStore, kernels: Sequence[Kernel], transfers: Transfers) -> None:
+    def __init__(
+        self, store: TensorStore, kernels: Sequence[Kernel], transfers: Transfers, *, splits: bool = False
+    ) -> None:
         self.store = store
         self.transfers = transfers
+        self._splits = splits
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
@@ -54,6 +62,8 @@ class OptimizerState:
         elif record.dtype == torch.float32 and (offloaded or placement.state == "device"):
             self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
+        elif self.is_split(record):
+            self._add_split(record, initial, placement)
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
@@ -76,6 +86,17 @@ class OptimizerState:
         else:
             record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
 
+    def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
+        """Let the parameter's own rows be its `model/` array, and create what its master has more."""
+        self._add_own(record, initial, placement.parameter)
+        low = self._create(record, LOW, torch.uint16, placement.state)
+        ties = ties_spec(record.spec("model", record.dtype))
+        self.store.create(ties, grid=record.state_grid.packed(), shard=record.state_shard, tier=placement.state)
+        with self.passing([[f"model/{record.name}", low, ties.name]], "fill") as tiles:
+            for tile in tiles:
+                part = initial[tile.first : tile.stop].float()
+                self.put_master(part, [as_torch(view) for view in tile.views])
+
     def _create(
         self,
         record: ParameterRecord,
@@ -97,6 +118,58 @@ class OptimizerState:
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
         return record in self._own_master
+
+    def is_split(self, record: ParameterRecord) -> bool:
+        """Return whether the master is kept as the bf16 parameter and what it lacks. See [Note: the split]."""
+        return self._splits and record.group is not None and record.dtype == torch.bfloat16
+
+    def master_arrays(self, record: ParameterRecord) -> list[str]:
+        """Return the names of the arrays that make up the master, or the parameter where it is not trained."""
+        name = f"model/{record.name}"
+        if not self.is_split(record):
+            return [name]
+        return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
+
+    def take_master(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the master out of `views`, 1-D tiles of `master_arrays`, which it is where there is one.
+
+        A split master is on the device of its low bits.
+        """
+        if len(views) == 1:
+            return views[0]
+        weight, low, ties = views
+        here = self._beside(low, weight, weight.dtype)
+        return join_master(here, low, ties, torch.empty_like(low, dtype=torch.float32))
+
+    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""
+        if len(views) == 1:
+            if views[0] is not master:
+                self.transfers.copy_into(views[0], master)
+            return
+        weight, low, ties = views
+        master = self._beside(low, master, torch.float32)
+        here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
+        split_master(master, here, low, ties, torch.empty_like(master, dtype=torch.int32))
+        if here is not weight:
+            self.transfers.copy_into(weight, here)
+
+    def _beside(self, other: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return `values` in `dtype` in the memory that `other` is in; themselves where they are that."""
+        if self.transfers.link(values, other) is None:
+            return values.to(dtype)
+        there = torch.empty_like(other, dtype=dtype)
+        self.transfers.copy_into(there, values)
+        return there
+
+    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint."""
+        return record.grid.packed() if _is_packed(name) else record.grid
+
+    def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
+        """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
+        first, stop = record.owned_range
+        return (first // BITS, -(-stop // BITS)) if _is_packed(name) else (first, stop)
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""
@@ -129,13 +202,13 @@ class OptimizerState:
             torch.set_num_threads(num_threads)
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
-        """Return the names of master and slots, in the kernel's order: what a checkpoint has of the parameter."""
+        """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
         slots = () if record.group is None else self.kernels[record.group].slots
-        return [f"model/{record.name}", *(f"optimizer/{slot}/{record.name}" for slot in slots)]
+        return [*self.master_arrays(record), *(f"optimizer/{slot}/{record.name}" for slot in slots)]
 
     def refresh_parameters(self) -> None:
         """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""
-        records = [record for record in self.scalars if not self.is_master(record) and record.owned_numel]
+        records = [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
         groups = [[f"model/{r.name}", *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:
@@ -143,3 +216,8 @@ class OptimizerState:
                 record = records[tile.group]
                 rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
+
+
+def _is_packed(name: str) -> bool:
+    """Return whether an array has a bit for each element of a parameter."""
+    return name.startswith(f"{TIE}/")

@@ -7,8 +7,9 @@
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
-  ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots. A pass that is not begun
-  waits for a save to let go of a shard, or for the file of a new version;
+  ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
+  their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
+  a shard, or for the file of a new version;
 - `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
 What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used

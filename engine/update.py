@@ -8,7 +8,8 @@ the same on every tier and in every step mode. Phases, for each parameter that h
    scalar (1 / loss scale, and the clip);
 3. the kernel changes master and slots in place; the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
-In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do.
+In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do. A split master (see
+[Note: the split]) is put together before phase 2 and taken apart after phase 3, which is phase 4 too.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ class _Change:
 
     group: int
     """Number of the record in the pass."""
+    state: OptimizerState
+    num_master: int
+    """What comes first in a tile: the master, or its parts."""
     num_state: int
-    """Master and slots: what comes first in a tile."""
+    """Master and slots, which come next."""
     rows: torch.Tensor | None
     """This rank's rows of the gradient; None: they are in the tile."""
     own: torch.Tensor | None
@@ -79,8 +83,9 @@ class _Change:
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
-        master, *views = [as_torch(view) for view in tile.views]
-        slots, others = views[: self.num_state - 1], views[self.num_state - 1 :]
+        views = [as_torch(view) for view in tile.views]
+        held, slots, others = views[: self.num_master], views[self.num_master : self.num_state], views[self.num_state :]
+        master = self.state.take_master(held)
         if self._gradient is None:
             gradient = GradientTiles(self.transfers, others.pop(0)).tile(0, master.numel(), master)
         else:
@@ -88,6 +93,7 @@ class _Change:
         if self.factor != 1.0:
             gradient.mul_(self.factor)
         self.step.tile(master, gradient, slots)
+        self.state.put_master(master, held)
         if others:
             self.transfers.copy_into(others[0], master)
         elif self.own is not None:
@@ -156,9 +162,12 @@ class Update:
         return modes
 
     def _change_of(self, record: ParameterRecord, group: int, rising: RowsUp) -> _Change:
-        casts = record.rest is None and not self._state.is_master(record)
+        num_master = len(self._state.master_arrays(record))
+        casts = record.rest is None and num_master == 1 and not self._state.is_master(record)
         return _Change(
             group=group,
+            state=self._state,
+            num_master=num_master,
             num_state=len(self._state.arrays_of(record)),
             rows=self._rows(record),
             own=record.owned() if casts else None,

@@ -72,7 +72,7 @@ def wire(
     try:
         check_drives(plan, config, world, store.statistics().disk_bytes)
         place_buffers(model, world, PRECISIONS[config.precision])
-        state = OptimizerState(store, kernels, transfers)
+        state = OptimizerState(store, kernels, transfers, splits=config.splits_master)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()

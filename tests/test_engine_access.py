@@ -22,8 +22,18 @@ from zstore.errors import RankError, UsageError
 from zstore.testing.ranks import run_ranks
 
 CASES = {
-    1: [Case(0, "none", "fp32", 1, 0.0), Case(3, "nvme", "bf16", 2, 0.25, parameters="nvme")],
-    2: [Case(0, "none", "bf16", 1, 0.0), Case(1, "cpu", "fp32", 2, 0.0), Case(3, "none", "fp32", 1, 0.0)],
+    1: [
+        Case(0, "none", "fp32", 1, 0.0),
+        Case(3, "nvme", "bf16", 2, 0.25, parameters="nvme"),
+        Case(1, "nvme", "bf16", 1, 0.0, split=True),
+    ],
+    2: [
+        Case(0, "none", "bf16", 1, 0.0),
+        Case(1, "cpu", "fp32", 2, 0.0),
+        Case(3, "none", "fp32", 1, 0.0),
+        Case(2, "none", "bf16", 1, 0.0, split=True),
+        Case(3, "cpu", "bf16", 1, 0.0, parameters="cpu", split=True),
+    ],
     3: [Case(3, "nvme", "bf16", 1, 0.25, 40_000, parameters="cpu"), Case(2, "cpu", "fp16", 2, 0.0)],
 }
 CHANGED = ("embed.weight", "blocks.0.up.weight", "blocks.1.gain", "mix", "frozen.weight")

@@ -40,6 +40,8 @@ class Case:
     """Step mode."""
     keys: dict[str, Any] | None = None
     """Further keys of the ZeRO section."""
+    split: bool = False
+    """Whether masters are split."""
 
     def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
         zero: dict[str, Any] = {
@@ -65,7 +67,7 @@ class Case:
             "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": zero,
             "steps_per_print": 0,
-            "zstore": {"step_overlap": self.overlap},
+            "zstore": {"step_overlap": self.overlap, "split_master": self.split},
         }
         if self.precision == "bf16":
             config["bf16"] = {"enabled": True}
@@ -115,8 +117,11 @@ def engine_digests(engine: Engine) -> dict[str, str]:
     for record in training.state.records:
         found[record.name] = digest(rows_at_rest(engine, record))
         if record.group is not None:
-            for name in training.state.arrays_of(record):
-                found[name] = digest(as_torch(training.state.store.read(name).wait()))
+            arrays = [as_torch(training.state.store.read(name).wait()) for name in training.state.arrays_of(record)]
+            num_master = len(training.state.master_arrays(record))
+            found[f"model/{record.name}"] = digest(training.state.take_master(arrays[:num_master]))
+            for name, values in zip(training.state.arrays_of(record)[num_master:], arrays[num_master:], strict=True):
+                found[name] = digest(values)
     return found
 
 

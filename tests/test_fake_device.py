@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,21 @@ def test_what_crosses_is_counted() -> None:
     # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
     assert moved["device_to_host"]["bytes"] == 2 * 2 * numel
     assert moved["host_to_device"]["bytes"] == 2 * numel
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (3, "nvme", "bf16", 1, 0.25, "nvme", "forward"),
+        (2, "cpu", "bf16", 1, 0.0, "none", "backward"),
+        (3, "none", "bf16", 1, 0.0, "cpu", "none"),
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen)),
+)
+def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any, ...]) -> None:
+    with fake_device() as device:
+        one = replace(case(*chosen), split=True)
+        if one.tier == "none":
+            one = replace(one, keys={"offload_param": {"pin_memory": True}})
+        assert compare(one, 0, 1) == []
+        assert device.num_under_way == 0

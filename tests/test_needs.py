@@ -39,6 +39,8 @@ def _cases(nvme: str) -> list[dict[str, Any]]:
         _config(0, "none", "fp32", nvme),
         _config(3, "none", "fp32", nvme),
         _config(2, "nvme", "fp32", nvme),
+        _config(1, "none", "bf16", nvme) | {"zstore": {"split_master": True}},
+        _config(3, "nvme", "bf16", nvme) | {"zstore": {"split_master": True}},
     ]
 
 

@@ -14,7 +14,8 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   too many. Few ranks have large shards: there a chunk is 1/144 of the array instead, but not under 200 KiB, since
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
 - Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
-- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type.
+- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
+  array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import math
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 16
+BITS = 8
+"""Elements in a byte of an array of bits."""
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 CHUNKS_PER_SHARD = 16
@@ -84,6 +87,16 @@ class Grid:
         """Return how many leading chunks of the shard hold at least one element; the rest are marked missing."""
         first, stop = self.shard_range(shard)
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
+
+    def packed(self) -> Grid:
+        """Return how the bytes of an array of one bit an element are cut, 1-D: with the elements, chunk by chunk."""
+        return Grid(
+            rows=-(-self.rows * self.row_numel // BITS),
+            row_numel=1,
+            shard_rows=max(1, self.shard_numel // BITS),
+            chunk_rows=max(1, self.chunk_numel // BITS),
+            chunk_cols=1,
+        )
 
 
 @dataclass(frozen=True)

@@ -301,12 +301,13 @@ class TensorStore:
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.stream`.
 
-        The arrays of a group share one layout. "update": change the views in place, they go back when the next tile is
-        asked for. "fill": set every element; nothing is read. "read": changes are lost. `modes` has other modes for
-        single arrays. `pool` (of `make_pool`) is where buffers come from, for a pass that must not wait for others';
-        `ahead` marks reads that nothing waits for yet. `admit(group, wait)` is asked before a group is begun; where it
-        says no after waiting, the group is left out. New versions are the present ones when the pass is done, or, with
-        `on_end`, each group's before its number is handed to that. Exhaust the pass or close it.
+        The arrays of a group share one layout, or have a bit for each element of the first (`Grid.packed`). "update":
+        change the views in place, they go back when the next tile is asked for. "fill": set every element; nothing is
+        read. "read": changes are lost. `modes` has other modes for single arrays. `pool` (of `make_pool`) is where
+        buffers come from, for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
+        `admit(group, wait)` is asked before a group is begun; where it says no after waiting, the group is left out.
+        New versions are the present ones when the pass is done, or, with `on_end`, each group's before its number is
+        handed to that. Exhaust the pass or close it.
         """
         self._check_open()
         chosen = {name: Mode(other) for name, other in (modes or {}).items()}

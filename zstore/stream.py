@@ -28,7 +28,9 @@ import numpy as np
 from .buffers import Buffer, Bytes, Pool
 from .errors import UsageError
 from .io import Priority, Ticket
+from .partition import BITS
 from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Span, Tier, Tile
+from .tiers.base import View
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
@@ -43,7 +45,8 @@ class Pass:
     """What a stream goes over, and how."""
 
     groups: Sequence[Sequence[str]]
-    """Arrays that are brought together; those of a group share one layout."""
+    """Arrays that are brought together; those of a group share one layout, or have a bit for each element of it
+    (`Grid.packed`). The first has one value an element: tiles count in its elements."""
     mode: Mode
     pool: Pool
     """Where buffers come from."""
@@ -168,7 +171,8 @@ class Stream:
             first = self._shards[group[0]]
             for name in group[1:]:
                 shard = self._shards[name]
-                if shard.shard != first.shard or (shard.grid is not first.grid and shard.grid != first.grid):
+                alike = shard.grid is first.grid or shard.grid in (first.grid, first.grid.packed())
+                if shard.shard != first.shard or not alike:
                     raise UsageError(
                         f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
                     )
@@ -198,6 +202,11 @@ class Stream:
         chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
         return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 
+    def _numel_per_value(self, name: str, first: str) -> int:
+        """Return how many elements of the group's first array a value of another one is for."""
+        grid, firsts = self._shards[name].grid, self._shards[first].grid
+        return 1 if grid is firsts or grid == firsts else BITS
+
     def tiles(self) -> Generator[Tile, None, None]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
         return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
@@ -212,13 +221,13 @@ class Stream:
                 if start >= stop or self._admit(number) is None:
                     continue
                 self._begin(names)
-                tiers = [(self._in_memory[name], name) for name in names]
+                tiers = [(self._in_memory[name], name, self._numel_per_value(name, names[0])) for name in names]
                 shard = self._shards[names[0]]
                 chunk_numel, valid_numel = shard.grid.chunk_numel, shard.valid_numel
                 last = min(stop * chunk_numel, valid_numel)
                 for first in range(start * chunk_numel, last, step * chunk_numel):
                     end = min(first + step * chunk_numel, last)
-                    yield Tile(number, first, end, tuple([tier.view(name, first, end) for tier, name in tiers]))
+                    yield Tile(number, first, end, _views(tiers, first, end))
                 if on_end is not None:
                     self._end(names, True)
                     on_end(number)
@@ -333,11 +342,14 @@ class Stream:
         plan = loaded.plan
         names = self._groups[plan.group]
         shard = self._shards[names[0]]
-        in_memory = [tier for name in names if isinstance(tier := self._tiers[name], MemoryTier)]
+        in_memory = [
+            (tier, name, self._numel_per_value(name, names[0]))
+            for name in names
+            if isinstance(tier := self._tiers[name], MemoryTier)
+        ]
         if len(in_memory) == len(names):
             first, stop = shard.span_range(plan.span)
-            views = [tier.view(name, first, stop) for tier, name in zip(in_memory, names, strict=True)]
-            yield Tile(plan.group, first, stop, tuple(views))
+            yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
         columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
         for i, chunk in enumerate(plan.span.chunks):
@@ -396,6 +408,11 @@ class Stream:
                 errors.append(error)
         if errors and ok:
             raise errors[0]
+
+
+def _views(tiers: Sequence[tuple[MemoryTier, str, int]], first: int, stop: int) -> tuple[View, ...]:
+    """Return views of elements `[first, stop)`; each array with how many of them a value of it is for."""
+    return tuple([tier.view(name, first // numel, -(-stop // numel)) for tier, name, numel in tiers])
 
 
 def _wait_all(tickets: Iterable[Ticket[None]]) -> float:

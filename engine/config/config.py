@@ -345,6 +345,11 @@ class Config:
         return self.settings.zstore.silent_rank_s or None
 
     @property
+    def splits_master(self) -> bool:
+        """Whether a master is kept as the bf16 parameter and what that lacks of it."""
+        return self.settings.zstore.split_master
+
+    @property
     def keep(self) -> int | None:
         """Checkpoints that stay when a new one is saved; None: all."""
         return self.settings.zstore.keep

@@ -148,6 +148,11 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     bf16 = fp16 is not True and context.device_supports_bf16 if bf16 == "auto" else bf16
     values |= {"bf16.enabled": bf16, "fp16.enabled": not bf16 if fp16 == "auto" else fp16}
+    if settings.zstore.split_master and not values["bf16.enabled"]:
+        problems.append(
+            "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
+            '"bf16": {"enabled": true}, or leave split_master out'
+        )
     answers = _answers(context)
     if settings.optimizer is not None and settings.optimizer.params.lr != "auto" and context.warmup_max_lr is None:
         answers[_WARMUP_MAX] = settings.optimizer.params.lr

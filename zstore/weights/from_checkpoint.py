@@ -17,6 +17,7 @@ from pathlib import Path
 from ..arrays import FLOATING, numpy_dtype
 from ..checkpoint import CheckpointReader, ReadAhead
 from ..checkpoint.crew import Crew
+from ..checkpoint.split import complete_master
 from ..errors import CheckpointMismatchError
 from .cast import Overflow
 from .layout import FileLayout, Weight
@@ -34,7 +35,8 @@ Advance = Callable[[int], None]
 def list_weights(reader: CheckpointReader, dtype: str) -> list[Weight]:
     """Return the parameters and buffers of a checkpoint; floating ones are written as `dtype`.
 
-    Tied parameters stand there once, under their first name. Raises CheckpointMismatchError where there is none.
+    Tied parameters stand there once, under their first name. A split master is written in the precision that it has
+    with what completes it. Raises CheckpointMismatchError where there is none.
     """
     weights: dict[str, Weight] = {}
     for name, array in reader.arrays.items():
@@ -58,6 +60,7 @@ def write_weights(
 
     See [Note: the pipeline].
     """
+    bf16 = {weight.array for layout in layouts for weight in layout.weights if weight.dtype == DTYPES["bf16"]}
     ranges = [(weight.array, 0, weight.numel) for layout in layouts for weight in layout.weights if weight.numel > 0]
     num_threads = max(2, min(4, os.cpu_count() or 2))
     stopped = threading.Event()
@@ -66,7 +69,9 @@ def write_weights(
         try:
             while not stopped.is_set() and (span := ahead.take()) is not None:
                 values = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
-                writer.put(span.name, span.first, values)
+                # A master's own weight is its nearest bf16 already.
+                master = None if span.name in bf16 else complete_master(reader, span.name, span.first, values)
+                writer.put(span.name, span.first, values if master is None else master)
                 ahead.release(span)
                 advance(span.nbytes)
         except BaseException:
