@@ -108,7 +108,9 @@ def _options() -> argparse.Namespace:
         "--overlap", type=_words("none", "backward", "forward"), default=["none", "backward", "forward"]
     )
     parser.add_argument("--clip", type=_words("off", "on"), default=["off", "on"])
-    parser.add_argument("--budget", type=_words("none", "peer"), default=["none", "peer"], help="host budgets")
+    parser.add_argument(
+        "--budget", type=_budgets, default=["none", "peer"], help="host budgets: none, peer, or as 2.5GB"
+    )
     parser.add_argument("--peer-memory", type=_bytes, help="bytes, or 13GB, for `--budget peer` (default: as measured)")
     parser.add_argument(
         "--memory-limit", type=_bytes, help="bytes, or 4GiB: limit zstore's processes, page cache included"
@@ -129,6 +131,10 @@ def _words(*known: str) -> Any:
         return found
 
     return words
+
+
+def _budgets(text: str) -> list[str | int]:
+    return [word if word in ("none", "peer") else _bytes(word) for word in text.split(",")]
 
 
 def _bytes(text: str) -> int:
@@ -156,6 +162,8 @@ def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
                 settings["host_budget_bytes"] = _budget(shape, peer, peaks.get((overlap, clip)), options.peer_memory)
                 if settings["host_budget_bytes"] is None:
                     continue
+            elif budget != "none":
+                settings["host_budget_bytes"] = budget
             row = _row(shape, options, settings, {} if peer is None else peer, compute)
             if budget == "none" and row.get("steps_peak_bytes"):
                 peaks[overlap, clip] = row["steps_peak_bytes"]
