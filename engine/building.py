@@ -297,7 +297,7 @@ class Builder:
 
     def _read_into(self, rows: Rows, out: torch.Tensor) -> None:
         if self.is_closed:
-            raise UsageError("the values of this model went when its zstore.Init was closed: build it again")
+            raise gone()
         # Not `read`: its ticket would go on using the memory, for nobody knows how long.
         with closing(self.store.stream([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
@@ -378,8 +378,11 @@ class Builder:
         found = (built.owner() for built in self._by_id.values() if built.hole is not None)
         return list(dict.fromkeys(module for module in found if module is not None))
 
-    def give(self, built: Built) -> None:
-        """Forget a parameter that somebody else has taken over, and its rows."""
+    def give(self, built: Built, *, keep_rows: bool = False) -> None:
+        """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
+        if keep_rows and built.rows is not None:
+            self._note_resting(built.rows, -1)
+            built.rows = None
         parameter = built.ref()
         if parameter is not None:
             self._by_id.pop(id(parameter), None)
@@ -401,6 +404,11 @@ class Builder:
         """Close the store, unless it was handed over; values that rest in it are gone. A second call does nothing."""
         self.is_closed = self.is_closed or self._finalizer.alive
         self._finalizer()
+
+
+def gone() -> UsageError:
+    """Return the error of a model whose store is closed."""
+    return UsageError("the values of this model went when its zstore.Init was closed: build it again")
 
 
 def _rows_of(built: Built) -> Rows:

@@ -13,8 +13,9 @@ from zstore.dist import World
 from zstore.errors import UsageError
 from zstore.store import TensorStore
 
-from .building import Builder, Built, find_built
+from .building import Builder, Built, find_built, gone
 from .config import IoConfig
+from .state import RowsInStore
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ class BuiltModel:
         found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
         self._found: dict[nn.Parameter, tuple[Builder, Built]] = found
         self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
+        self._taken_over: Builder | None = None
+        self._in_store: dict[nn.Parameter, RowsInStore] = {}
         world.raise_together(self._changed())
 
     def _changed(self) -> UsageError | None:
+        if any(builder.is_closed for builder in self._builders):
+            return gone()
         for name, parameter in self._model.named_parameters():
             if parameter in self._found and not self._found[parameter][1].is_intact(parameter):
                 return UsageError(
@@ -61,6 +66,7 @@ class BuiltModel:
             if builder.is_handed_over or not isinstance(builder.key, StoreKey):
                 continue
             if builder.key == key:
+                self._taken_over = builder
                 return builder.hand_over_store()
             shared = _folders(builder.key) & _folders(key)
             if shared:
@@ -70,12 +76,16 @@ class BuiltModel:
                 )
         return None
 
-    def rows(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return this rank's rows of a parameter in shards, 1-D on the CPU; None where they are not those it needs."""
+    def rows(self, parameter: nn.Parameter, *, in_memory: bool) -> torch.Tensor | RowsInStore | None:
+        """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else where they
+        are; None where they are not those it needs."""
         builder, built = self._found.get(parameter, (None, None))
         if builder is None or built is None or builder.world.world_size != self.world.world_size:
             return None
-        return builder.own_rows(built)
+        if in_memory or builder is not self._taken_over or built.rows is None:
+            return builder.own_rows(built)
+        rows = self._in_store[parameter] = RowsInStore(built.rows.spec.name)
+        return rows
 
     def restore(self, parameter: nn.Parameter) -> bool:
         """Give a parameter in shards all its values on its device; false where it is not, or not of these ranks (all
@@ -91,7 +101,8 @@ class BuiltModel:
         """Forget the rows of a parameter: they are where they are trained."""
         builder, built = self._found.pop(parameter, (None, None))
         if builder is not None and built is not None:
-            builder.give(built)
+            rows = self._in_store.pop(parameter, None)
+            builder.give(built, keep_rows=rows is not None and rows.is_taken)
 
     def end(self) -> None:
         """Let the modules be called: every parameter was taken over."""

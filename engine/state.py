@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,6 +29,15 @@ from .transfers import Transfers
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
+
+
+@dataclass(eq=False)
+class RowsInStore:
+    """This rank's rows of a parameter, in an array that was made for it before; see `OptimizerState.add`."""
+
+    array: str
+    is_taken: bool = False
+    """The array has become one of the parameter's own."""
 
 
 class OptimizerState:
@@ -50,9 +60,10 @@ class OptimizerState:
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._own_master: set[ParameterRecord] = set()
 
-    def add(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
+    def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
+        Rows that are in the store become its `model/` array where they rest as that should; else they are copied from it.
         Where the parameter is offloaded, its rows rest in `record.rest` from now on.
         """
         self.records.append(record)
@@ -63,6 +74,8 @@ class OptimizerState:
             self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
         elif self.is_split(record):
+            if isinstance(initial, RowsInStore):
+                initial = as_torch(self.store.read(initial.array).wait())
             self._add_split(record, initial, placement)
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
@@ -79,7 +92,7 @@ class OptimizerState:
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", record.dtype, "disk")
 
-    def _add_own(self, record: ParameterRecord, initial: torch.Tensor, tier: TierName) -> None:
+    def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
         if tier == "device":
             self._create(record, "model", record.dtype, "device", memory=record.owned())
@@ -105,11 +118,18 @@ class OptimizerState:
         tier: TierName,
         *,
         memory: torch.Tensor | None = None,
-        fill: torch.Tensor | None = None,
+        fill: torch.Tensor | RowsInStore | None = None,
     ) -> str:
         spec = record.spec(group, dtype)
+        if isinstance(fill, RowsInStore) and not fill.is_taken and self.store.rename(fill.array, spec, tier=tier):
+            fill.array, fill.is_taken = spec.name, True
+            return spec.name
         self.store.create(spec, grid=record.state_grid, shard=record.state_shard, tier=tier, memory=memory)
-        if fill is not None:
+        if isinstance(fill, RowsInStore):
+            with self.passing([[spec.name, fill.array]], "fill", modes={fill.array: "read"}) as tiles:
+                for tile in tiles:
+                    self.transfers.copy_into(as_torch(tile.views[0]), as_torch(tile.views[1]))
+        elif fill is not None:
             with self.passing([[spec.name]], "fill") as tiles:
                 for tile in tiles:
                     self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])

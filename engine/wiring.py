@@ -30,7 +30,7 @@ from .residence import make_residence
 from .schedules import Schedule
 from .sharding import Sharding
 from .spill import GradientSpill, spill_pool_bytes
-from .state import OptimizerState
+from .state import OptimizerState, RowsInStore
 from .tensors import PRECISIONS, return_free_memory
 from .training import Training
 from .transfers import Transfers
@@ -145,10 +145,13 @@ class _Layout:
         """Return whether a parameter is gathered only where it is used."""
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
-    def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+    def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
         """Bring a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
-        if self._is_released(name) and (rows := self._built.rows(parameter)) is not None:
-            return rows
+        if self._is_released(name):
+            offloaded = self._plan.placements[name].parameter != "device"
+            rows = self._built.rows(parameter, in_memory=not offloaded)
+            if rows is not None:
+                return rows
         if not self._built.restore(parameter):
             place_parameter(parameter, self._world)
         return None
@@ -156,12 +159,12 @@ class _Layout:
     def _lay_out(
         self,
         parameter: tuple[str, tuple[str, ...], nn.Parameter, int | None],
-        rows: torch.Tensor | None,
+        rows: torch.Tensor | RowsInStore | None,
         state: OptimizerState,
     ) -> ParameterRecord:
         """Return the record of a parameter; its arrays are in the store and its memory is as it will rest.
 
-        `rows`: 1-D, this rank's rows of a parameter that has no values in memory.
+        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors where it is not offloaded.
         """
         name, aliases, tensor, group = parameter
         given = tensor.data
@@ -170,7 +173,7 @@ class _Layout:
         placement = self._plan.placements[name]
         offloaded = placement.parameter != "device"
         if not offloaded and self._is_released(name):
-            record.shard_memory(rows)
+            record.shard_memory(rows if isinstance(rows, torch.Tensor) else None)
         elif rows is not None:
             record.release()
         if rows is None:

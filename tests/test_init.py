@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,11 @@ def test_training_goes_as_from_a_plain_model(place: tuple[int, str, str], precis
     assert files_in(tmp_path) == []
 
 
+def test_split_masters_start_from_the_values_that_were_built(tmp_path: Path) -> None:
+    config = config_of(tmp_path, zstore={"split_master": True})
+    assert _train(config, in_shards=True) == _train(config, in_shards=False)
+
+
 def _train_on_ranks(rank: int, folder: str) -> list[str]:
     found: list[str] = []
     for stage, state, own in [(3, "none", "none"), (3, "nvme", "nvme"), (3, "cpu", "none")]:
@@ -160,6 +166,39 @@ def _train_on_ranks(rank: int, folder: str) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_goes_as_from_a_plain_model_on_every_rank(world_size: int, tmp_path: Path) -> None:
     assert run_ranks(_train_on_ranks, world_size, str(tmp_path)) == [[]] * world_size
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, bf16={"enabled": precision == "bf16"})
+    with zstore.Init(config=config) as init:
+        model = make_net()
+    on_disk = sum(p.numel() for p in model.parameters() if p.nbytes >= 64 * 1024)
+    assert files_in(tmp_path)[0].startswith("building")
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        assert init.statistics().resting_bytes == 0
+        # Once as it was built, in fp32, and the halves; in whole blocks, so a little more.
+        expected = on_disk * (6 if precision == "bf16" else 4)
+        assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
+        assert not any(name.startswith("building") for name in files_in(tmp_path))
+        step(engine)
+
+
+def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files become those of the run."""
+    config = config_of(tmp_path)
+    with zstore.initialize(model=make_net(), config=config)[0] as engine:
+        needed_bytes = engine.training_state.plan.file_bytes
+    model = make_net()
+    built_bytes = sum(p.nbytes for p in model.parameters() if p.nbytes >= 64 * 1024)
+    free = SimpleNamespace(free=needed_bytes - built_bytes)
+    monkeypatch.setattr("zstore.engine.placing.shutil.disk_usage", lambda _: free)
+    with pytest.raises(DiskFullError):
+        zstore.initialize(model=make_net(), config=config)
+    zstore.Init(module=model, config=config)
+    zstore.initialize(model=model, config=config)[0].close()
 
 
 def test_a_model_may_be_put_away_after_it_was_built(tmp_path: Path) -> None:

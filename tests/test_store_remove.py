@@ -1,14 +1,16 @@
-"""Arrays that a store forgets again: their space is free, their names too."""
+"""Arrays that a store forgets again, or knows by another name: their space is free, their names too."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from zstore.arrays import ArraySpec
 from zstore.errors import BudgetError, UsageError
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import StoreOptions, TensorStore, TierName
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import create, other_than
+from zstore.testing.stores import LARGE, create, other_than
 
 TIERS = ["device", "host", "disk"]
 MIB = 1024 * 1024
@@ -78,3 +80,54 @@ def test_a_closed_store_has_nothing_to_remove(tmp_path: Path) -> None:
     create(store, "disk")
     store.close()
     store.remove("model/w")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("shape", [(600, 1000), (30, 20)])
+def test_a_renamed_array_keeps_its_values(store: TensorStore, tier: TierName, shape: tuple[int, ...]) -> None:
+    values = create(store, tier, shape=shape)
+    store.write("model/w", values)
+    store.prefetch(["model/w"])
+    assert store.rename("model/w", ArraySpec(name="other/v", shape=shape, dtype="float32"), tier=tier)
+    assert store.names() == ["other/v"]
+    assert same_bits(store.read("other/v").wait(), values)
+    create(store, tier, shape=shape)
+    assert not store.read("model/w").wait().any()
+    snapshot = store.snapshot()
+    later = store.write("other/v", other_than(values))
+    snapshot.release()
+    later.wait()
+    assert same_bits(store.read("other/v").wait(), other_than(values))
+    store.remove("other/v")
+    assert store.names() == ["model/w"]
+
+
+def test_versions_are_renamed_too(store: TensorStore, tmp_path: Path) -> None:
+    values = create(store, "disk")
+    snapshot = store.snapshot()
+    store.write("model/w", values).wait()
+    snapshot.release()
+    assert store.rename("model/w", ArraySpec(name="other/v", shape=LARGE, dtype="float32"), tier="disk")
+    names = sorted(path.name for path in tmp_path.rglob("*.shard"))
+    assert len(names) == 2
+    assert all(name.startswith("other") for name in names)
+    for new in (other_than(values), values, other_than(values)):
+        snapshot = store.snapshot()
+        store.write("other/v", new).wait()
+        snapshot.release()
+        assert same_bits(store.read("other/v").wait(), new)
+
+
+def test_an_array_that_would_rest_otherwise_is_not_renamed(store: TensorStore) -> None:
+    create(store, "host")
+    for dtype, tier in (("bfloat16", "host"), ("float32", "disk")):
+        spec = ArraySpec(name="other/v", shape=LARGE, dtype=dtype)
+        assert not store.rename("model/w", spec, tier=cast("TierName", tier))
+    with pytest.raises(UsageError, match="exists already"):
+        store.rename("model/w", ArraySpec(name="model/w", shape=LARGE, dtype="float32"), tier="host")
+    passing = store.stream([["model/w"]])
+    next(passing)
+    with pytest.raises(UsageError, match="being changed"):
+        store.rename("model/w", ArraySpec(name="other/v", shape=LARGE, dtype="float32"), tier="host")
+    passing.close()
+    assert store.names() == ["model/w"]

@@ -137,9 +137,7 @@ class TensorStore:
         `memory` (device tier only) becomes the resting place instead: 1-D, contiguous, the unpadded elements; it stays
         the caller's, who sees every change. A shard under 64 KiB asked for on disk rests in host memory.
         """
-        self._check_open()
-        if spec.name in self._shards:
-            raise UsageError(f"array {spec.name!r} exists already")
+        self._check_new(spec)
         local = LocalShard(spec, grid, shard)
         chosen = self._choose(local, tier)
         chosen.create(local, memory)
@@ -147,20 +145,39 @@ class TensorStore:
         self._tiers[spec.name] = chosen
         self._limit_pool()
 
-    def remove(self, name: str) -> None:
-        """Forget an array and free its space; nothing where the store is closed.
+    def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
+        """Let an array be that of `spec` with the values that it has; false where its shape or data type is another, or
+        `create` would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
+        self._check_new(spec)
+        former = self.local(name)
+        local = LocalShard(spec, former.grid, former.shard)
+        alike = (former.spec.shape, former.spec.dtype) == (spec.shape, spec.dtype)
+        if not alike or self._choose(local, tier) is not self._tiers[name]:
+            return False
+        self._at_rest(name).rename(name, local)
+        self._shards[spec.name], self._tiers[spec.name] = local, self._tiers.pop(name)
+        del self._shards[name]
+        return True
 
-        Raises UsageError while it is pinned, or a pass changes it.
-        """
-        if self._closed:
-            return
+    def remove(self, name: str) -> None:
+        """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""
+        if not self._closed:
+            self._at_rest(name).remove(name)
+            del self._tiers[name], self._shards[name]
+            self._limit_pool()
+
+    def _at_rest(self, name: str) -> Tier:
+        """Return the tier of an array once nothing is under way for it."""
         self.local(name)
         self._settle([name])
         self._ahead.drop([name])
-        self._tiers[name].remove(name)
         self._failed.pop(name, None)
-        del self._tiers[name], self._shards[name]
-        self._limit_pool()
+        return self._tiers[name]
+
+    def _check_new(self, spec: ArraySpec) -> None:
+        self._check_open()
+        if spec.name in self._shards:
+            raise UsageError(f"array {spec.name!r} exists already")
 
     def _limit_pool(self) -> None:
         """Leave for pieces larger than a pool what host-tier state and all pools do not take."""

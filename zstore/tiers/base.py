@@ -155,6 +155,10 @@ class Tier(ABC):
         """Forget a shard that no pass is over, and free its space. Raises UsageError where it is pinned or changed."""
 
     @abstractmethod
+    def rename(self, name: str, local: LocalShard) -> None:
+        """Let a shard that no pass is over be that of another array, laid out alike. Raises UsageError as `remove` does."""
+
+    @abstractmethod
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
 

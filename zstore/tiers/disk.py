@@ -107,15 +107,31 @@ class DiskTier(Tier):
 
     def remove(self, name: str) -> None:
         """See `Tier.remove`."""
-        shard = self._shards[name]
         with self._lock:
-            if shard.target is not None or shard.current.pins:
-                raise being_changed(name)
+            shard = self._at_rest(name)
             del self._shards[name]
         self._drives.given_bytes[shard.folder] -= shard.layout.file_bytes
         for file in (shard.current, shard.spare):
             if file is not None:
                 self._res.files.unlink(file.path)
+
+    def rename(self, name: str, local: LocalShard) -> None:
+        """See `Tier.rename`."""
+        with self._lock:
+            shard = self._at_rest(name)
+            for number, file in enumerate((shard.current, shard.spare)):
+                if file is not None and shard.layout.num_present:
+                    path = _path(shard.folder, local.spec.name, number)
+                    self._res.files.rename(file.path, path)
+                    file.path = path
+            shard.local, shard.number = local, 1
+            self._shards[local.spec.name] = self._shards.pop(name)
+
+    def _at_rest(self, name: str) -> DiskShard:
+        shard = self._shards[name]
+        if shard.target is not None or shard.current.pins:
+            raise being_changed(name)
+        return shard
 
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""

@@ -50,9 +50,20 @@ class MemoryTier(Tier):
     def remove(self, name: str) -> None:
         """See `Tier.remove`."""
         with self._unpinned:
-            if name in self._changing or self._pins[name]:
-                raise being_changed(name)
+            self._require_rest(name)
             del self._shards[name], self._memory[name], self._pins[name]
+
+    def rename(self, name: str, local: LocalShard) -> None:
+        """See `Tier.rename`."""
+        with self._unpinned:
+            self._require_rest(name)
+            del self._shards[name], self._pins[name]
+            self._memory[local.spec.name] = self._memory.pop(name)
+            self._shards[local.spec.name], self._pins[local.spec.name] = local, 0
+
+    def _require_rest(self, name: str) -> None:
+        if name in self._changing or self._pins[name]:
+            raise being_changed(name)
 
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`."""
