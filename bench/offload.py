@@ -96,6 +96,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=_words(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, help="run DeepSpeed (default: where it is)")
+    parser.add_argument(
+        "--compute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the computation alone (needs its memory)",
+    )
     parser.add_argument("--peer-python", help="python of an environment with deepspeed; default: this one")
     parser.add_argument(
         "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters rest"
@@ -111,6 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=_budgets, default=["none", "peer"], help="host budgets: none, peer, or as 2.5GB"
     )
+    parser.add_argument("--zstore", type=json.loads, default={}, help="JSON to put into zstore's own section")
     parser.add_argument("--peer-memory", type=_bytes, help="bytes, or 13GB, for `--budget peer` (default: as measured)")
     parser.add_argument(
         "--memory-limit", type=_bytes, help="bytes, or 4GiB: limit zstore's processes, page cache included"
@@ -148,8 +155,10 @@ def _bytes(text: str) -> int:
 
 def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for every contender; `compute` and the peer come first, for the others are compared with them."""
-    compute = _row(shape, options, {"contender": "compute"}, {}, None)
-    yield compute
+    compute = None
+    if options.compute:
+        compute = _row(shape, options, {"contender": "compute"}, {}, None)
+        yield compute
     peer = None
     if options.peer and shape.peer_memory_bytes is not None:
         peer = _row(shape, options, {"contender": "deepspeed", "clip": 0.0}, {}, compute)
@@ -213,7 +222,7 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
 def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
     if settings["contender"] == "compute":
         return {}
-    own: dict[str, Any] = {"step_overlap": settings["overlap"]}
+    own: dict[str, Any] = {"step_overlap": settings["overlap"], **options.zstore}
     if settings["host_budget_bytes"] is not None:
         own["host_budget_bytes"] = settings["host_budget_bytes"]
     offload = {"device": "nvme", "nvme_path": str(folder)}

@@ -91,6 +91,10 @@ class Training:
     guard: ReadGuard | None = None
     """Watches for reading what an update within the backward changed."""
 
+    def __post_init__(self) -> None:
+        if self.step_mode is StepMode.BACKWARD:
+            self.guard = ReadGuard(self.model, {record.parameter: record for record in self.trained})
+
     @property
     def trained(self) -> list[ParameterRecord]:
         """The parameters that the optimizer updates, in order."""
@@ -156,7 +160,7 @@ class Training:
                 'parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
             )
         if self.guard is None:
-            self.guard = ReadGuard(self.model, {record.parameter: record for record in self.trained})
+            raise UsageError("an update within the backward needs its guard")
         settings = self._settings(scale_factor(0.0, 0.0, self.scaler.scale))
         within = WithinBackward(self.state, self.gradients, self.guard, settings)
         with interrupts_wait():

@@ -86,6 +86,8 @@ class UnitGradients:
         self._tell = arrived
         self.on_final: Told = _nothing
         """Told each record whose gradient is complete in the last backward of a step."""
+        self.comes_in_parts = True
+        """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
         self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(self._records, 1))
         """How often each gradient came in the backward before, on any rank at least once."""
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
@@ -255,8 +257,8 @@ class UnitGradients:
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        if not self._last or self._closing or not self._order_is_agreed:
-            return  # what the end of a backward sends may turn out to be no rank's
+        if not self._last or self._closing or (self.comes_in_parts and not self._order_is_agreed):
+            return  # what the end of a backward sends may turn out to be no rank's; a first part is not known as one
         if self._rules.squares_at_once and record in self._rows:
             self._squares[record] = sum_of_squares(self._rows[record])
         self._finish(record)

@@ -41,7 +41,10 @@ class ReadGuard:
     def __init__(self, model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord]) -> None:
         self.changed: set[ParameterRecord] = set()
         """Parameters whose update in this backward may have begun."""
-        self._handles = []
+        self.recomputes = False
+        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
+        gradients in parts."""
+        self._handles = [model.register_forward_pre_hook(self._enter, prepend=True)]
         for name, module in model.named_modules():
             own = [records[p] for p in module.parameters() if p in records]
             if own:
@@ -49,7 +52,11 @@ class ReadGuard:
                 # Ahead of what gathers them.
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.recomputes = not torch.is_grad_enabled()
+
     def _before(self, name: str, own: list[ParameterRecord], module: nn.Module, args: Any) -> None:
+        self.recomputes |= not torch.is_grad_enabled()
         if self.changed and not self.changed.isdisjoint(own):
             raise UsageError(
                 f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
@@ -90,6 +97,7 @@ class WithinBackward:
     def start(self, updater: Updater) -> None:
         """Start the update, which takes each record when its gradient is final."""
         self._gradients.on_final = self._note_final
+        self._gradients.comes_in_parts = self._guard.recomputes
         updater.start(self._update(self._gradients.expected), self._admit, self._note_end)
 
     def _update(self, records: list[ParameterRecord]) -> Update:
