@@ -31,7 +31,7 @@ from .schedules import Schedule
 from .sharding import Sharding
 from .spill import GradientSpill, spill_pool_bytes
 from .state import OptimizerState, RowsInStore
-from .tensors import PRECISIONS, return_free_memory
+from .tensors import PRECISIONS, map_large_blocks, return_free_memory
 from .training import Training
 from .transfers import Transfers
 from .unit_gradients import GradientRules, UnitGradients
@@ -69,6 +69,8 @@ def wire(
     pins = not lane.device_is_host
     store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins)
     transfers = Transfers(lane, store.links)
+    if any(offload.device == "nvme" for offload in (config.offload_optimizer, config.offload_param)):
+        map_large_blocks()
     try:
         check_drives(plan, config, world, store.statistics().disk_bytes)
         place_buffers(model, world, PRECISIONS[config.precision])
