@@ -75,12 +75,7 @@ def check_drives(plan: Plan, config: Config, world: World, present_bytes: int) -
 
     `present_bytes` of this rank's files are there already.
     """
-    folders = {
-        folder: None
-        for offload in (config.offload_optimizer, config.offload_param)
-        if offload.device == "nvme"
-        for folder in offload.nvme_paths
-    }
+    folders = dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths))
     error: Exception | None = None
     if plan.file_bytes:
         free = sum({folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}.values())

@@ -92,7 +92,7 @@ class Training:
     """Watches for reading what an update within the backward changed."""
 
     def __post_init__(self) -> None:
-        if self.step_mode is StepMode.BACKWARD:
+        if self.step_mode is StepMode.BACKWARD and isinstance(self.gradients, UnitGradients):
             self.guard = ReadGuard(self.model, {record.parameter: record for record in self.trained})
 
     @property

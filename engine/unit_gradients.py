@@ -72,7 +72,7 @@ class UnitGradients:
         world: World,
         rules: GradientRules,
         transfers: Transfers,
-        arrived: Told = _nothing,
+        arrived: Told | None = None,
     ) -> None:
         self._order = [unit for unit in reversed(units) if any(record.group is not None for record in unit.owned)]
         self._records = [record for unit in units for record in unit.owned if record.group is not None]
@@ -83,7 +83,7 @@ class UnitGradients:
         self._rules = rules
         self._transfers = transfers
         self._landing = Landing(transfers, self._count_segment)
-        self._tell = arrived
+        self._tell = arrived or _nothing
         self.on_final: Told = _nothing
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True

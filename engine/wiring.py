@@ -69,7 +69,7 @@ def wire(
     pins = not lane.device_is_host
     store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins)
     transfers = Transfers(lane, store.links)
-    if any(offload.device == "nvme" for offload in (config.offload_optimizer, config.offload_param)):
+    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
         map_large_blocks()
     try:
         check_drives(plan, config, world, store.statistics().disk_bytes)
@@ -197,7 +197,7 @@ class _Layout:
 
 def store_key(config: Config) -> StoreKey:
     """Return what the store of a config is opened by."""
-    paths = tuple(o.nvme_paths if o.device == "nvme" else () for o in (config.offload_optimizer, config.offload_param))
+    paths = (config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths)
     return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
 
 
@@ -205,10 +205,7 @@ def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: 
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
     `pins` registers its buffers with CUDA."""
     io = config.io
-    optimizer, parameters = (
-        offload.nvme_paths if offload.device == "nvme" else ()
-        for offload in (config.offload_optimizer, config.offload_param)
-    )
+    optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
     usual = optimizer or parameters
     options = StoreOptions(
         run_path=usual[0] if usual else None,
@@ -271,8 +268,4 @@ def _gradients(
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=within,
     )
-    return UnitGradients(units, others, world, rules, state.transfers, hooks.arrived if hooks is not None else _nothing)
-
-
-def _nothing(record: ParameterRecord) -> None:
-    """Take no note of a gradient: parameters are not sharded."""
+    return UnitGradients(units, others, world, rules, state.transfers, None if hooks is None else hooks.arrived)

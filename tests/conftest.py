@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
@@ -8,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.faults import FaultyFiles
 
 pytest.register_assert_rewrite("zstore.testing.contract")
 
@@ -22,3 +26,17 @@ def nvme(tmp_path: Path) -> Path:
     path = tmp_path / "nvme"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    """File operations that a test may let fail."""
+    return FaultyFiles()
+
+
+@pytest.fixture
+def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
+    """A store with a disk tier, whose files may fail until the test is over."""
+    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
+        yield store
+        files.heal()

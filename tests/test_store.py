@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +22,6 @@ from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
-        yield store
-        files.heal()
 
 
 def count(store: TensorStore) -> int:

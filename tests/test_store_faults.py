@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,6 @@ from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
-        yield store
-        files.heal()
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------

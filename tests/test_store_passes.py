@@ -1,7 +1,6 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,6 @@ from zstore.testing.oracle import same_bits
 from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
-        yield store
-        files.heal()
 
 
 @pytest.mark.parametrize("tier", TIERS)

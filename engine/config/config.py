@@ -15,6 +15,7 @@ from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, resolve_settings
 from .scheduler import ScheduleName
 from .schema import Settings
+from .zero import OffloadOptimizerSection, OffloadParamSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class OffloadConfig:
 
     device: Literal["none", "cpu", "nvme"]
     nvme_paths: tuple[Path, ...]
-    """Absolute, one for each drive; at least one with "nvme"."""
+    """Absolute, one for each drive; none but with "nvme", which has at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +233,13 @@ class Config:
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state rests."""
         section = self.settings.zero_optimization.offload_optimizer
-        return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or ())
+        return _offload(section)
 
     @property
     def offload_param(self) -> OffloadConfig:
         """Where parameters rest between their uses (stage 3)."""
         section = self.settings.zero_optimization.offload_param
-        return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or ())
+        return _offload(section)
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
@@ -358,6 +359,11 @@ class Config:
     def seed(self) -> int:
         """Seed of data order and dropout."""
         return self.settings.seed
+
+
+def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
+    used = section.device == "nvme"
+    return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or () if used else ())
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
