@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zstore.tools.train import OFFLOAD_ENVIRONMENT
+
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 3 * 3600.0
 
@@ -38,11 +40,11 @@ def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_lim
     """Run a contender to its end; `spec` is as `bench.contenders` describes it, but for `out`."""
     command = [python or sys.executable, "-c", "from bench.contenders import run; run()"]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    # Storage is filled anew for every unit: in huge pages this costs a tenth. DeepSpeed looks for ninja on the path.
-    environment = os.environ | {"PYTHONPATH": path, "THP_MEM_ALLOC_ENABLE": "1", "DS_ACCELERATOR": "cpu"}
+    # What `zstore train` sets for state on disk, for every contender. DeepSpeed looks for ninja on the path.
+    environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"} | OFFLOAD_ENVIRONMENT
     if python is not None:
         environment["PATH"] = os.pathsep.join([str(Path(python).absolute().parent), environment.get("PATH", "")])
-    with tempfile.TemporaryDirectory(prefix="zstore-bench-") as name, _limited(memory_limit_bytes) as limit:
+    with tempfile.TemporaryDirectory(prefix="zstore-bench-") as name, limited_memory(memory_limit_bytes) as limit:
         out = Path(name) / "events"
         out.touch()
         done = subprocess.run(
@@ -72,7 +74,8 @@ def _outcome(events: list[dict[str, Any]], done: subprocess.CompletedProcess[str
     def last(event: str) -> dict[str, Any] | None:
         return next((each for each in reversed(events) if each["event"] == event), None)
 
-    peak = None if limit.group is None else limit.group / "memory.peak"
+    peaks = [] if limit.group is None else [limit.group / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
+    peak = next((path for path in peaks if path.exists()), None)
     failed = done.returncode != 0
     tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
     return Outcome(
@@ -81,14 +84,14 @@ def _outcome(events: list[dict[str, Any]], done: subprocess.CompletedProcess[str
         end=last("end"),
         error=f"exit status {done.returncode}: {tail}" if failed else None,
         memory_limit=limit.how,
-        limited_peak_bytes=int(peak.read_text()) if peak is not None and peak.exists() else None,
+        limited_peak_bytes=None if peak is None else int(peak.read_text()),
     )
 
 
 @contextmanager
-def _limited(nbytes: int | None) -> Iterator[MemoryLimit]:
+def limited_memory(nbytes: int | None) -> Iterator[MemoryLimit]:
     """Give a limit of `nbytes` on all memory of a command, page cache included, by a scope of systemd or a control group
-    (version 2) of our own below the one that we are in; where neither can be had, one that limits nothing and says why."""
+    of our own below the one that we are in; where neither can be had, one that limits nothing and says why."""
     if nbytes is None:
         yield MemoryLimit(how="none asked for")
         return
@@ -116,24 +119,34 @@ def _limited(nbytes: int | None) -> Iterator[MemoryLimit]:
 
 def _make_group(nbytes: int) -> Path:
     """Return a new control group with a limit on its memory. Raises OSError where this process may not make one."""
-    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
-    mount = next((fields[1] for fields in mounts if fields[2] == "cgroup2"), None)
-    own = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), None)
-    if mount is None or own is None:
-        raise OSError("there are no control groups of version 2")
-    parent = Path(mount) / own
-    if "memory" not in (parent / "cgroup.controllers").read_text(encoding="utf-8").split():
-        raise OSError(f"{parent} does not control memory")
-    if "memory" not in (parent / "cgroup.subtree_control").read_text(encoding="utf-8").split():
-        (parent / "cgroup.subtree_control").write_text("+memory", encoding="utf-8")
+    parent, limits = _controller()
     group = parent / f"zstore-bench-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "memory.max").write_text(str(nbytes), encoding="utf-8")
-        if (group / "memory.swap.max").exists():
-            (group / "memory.swap.max").write_text("0", encoding="utf-8")
+        for name, value in limits.items():
+            if (group / name).exists():  # of swap only where the kernel counts it
+                (group / name).write_text(str(nbytes if value is None else value), encoding="utf-8")
     except OSError:
         group.rmdir()
         raise
     return group
+
+
+def _controller() -> tuple[Path, dict[str, int | None]]:
+    """Return the control group that we are in and which files limit memory, in order; None stands for the limit."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
+    mount = next((fields[1] for fields in mounts if fields[2] == "cgroup" and "memory" in fields[3].split(",")), None)
+    if own is not None and mount is not None:
+        return Path(mount) / own.lstrip("/"), {"memory.limit_in_bytes": None, "memory.memsw.limit_in_bytes": None}
+    own = next((path for number, _, path in lines if number == "0"), None)
+    mount = next((fields[1] for fields in mounts if fields[2] == "cgroup2"), None)
+    if own is None or mount is None:
+        raise OSError("there are no control groups of memory")
+    parent = Path(mount) / own.lstrip("/")
+    if "memory" not in (parent / "cgroup.controllers").read_text(encoding="utf-8").split():
+        raise OSError(f"{parent} does not control memory")
+    if "memory" not in (parent / "cgroup.subtree_control").read_text(encoding="utf-8").split():
+        (parent / "cgroup.subtree_control").write_text("+memory", encoding="utf-8")
+    return parent, {"memory.max": None, "memory.swap.max": 0}

@@ -79,7 +79,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the contender and removes its files
     figures: dict[str, Any] = {
         "machine": machine(options.path),
-        "memory_limit_bytes": options.memory_limit,
         "models": [],
     }
     for name in options.models:
@@ -120,7 +119,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--zstore", type=json.loads, default={}, help="JSON to put into zstore's own section")
     parser.add_argument("--peer-memory", type=_bytes, help="bytes, or 13GB, for `--budget peer` (default: as measured)")
     parser.add_argument(
-        "--memory-limit", type=_bytes, help="bytes, or 4GiB: limit zstore's processes, page cache included"
+        "--memory-limit",
+        type=_bytes,
+        help="bytes, or 4GiB: limit zstore's processes, page cache included (not those with `--budget peer`)",
     )
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
     parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
@@ -167,6 +168,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     for budget in options.budget:
         for overlap, clip in _modes(options):
             settings: Row = {"contender": "zstore", "overlap": overlap, "clip": clip, "host_budget_bytes": None}
+            settings["memory_limit_bytes"] = None if budget == "peer" else options.memory_limit
             if budget == "peer":
                 settings["host_budget_bytes"] = _budget(shape, peer, peaks.get((overlap, clip)), options.peer_memory)
                 if settings["host_budget_bytes"] is None:
@@ -213,8 +215,8 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
             "steps": WARM_UP + options.steps,
             "seed": 0,
         }
-        limited = options.memory_limit if settings["contender"] == "zstore" else None
-        outcome = run_contender(spec, python=options.peer_python if theirs else None, memory_limit_bytes=limited)
+        python, limited = options.peer_python if theirs else None, settings.get("memory_limit_bytes")
+        outcome = run_contender(spec, python=python, memory_limit_bytes=limited)
         limits.append(_limits(folder, options.gib))
     return settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
 
@@ -386,6 +388,8 @@ def describe(row: Row) -> str:
     if reached := row.get("overlap_reached"):
         parts.append(f"overlap {reached[reached['judged_by']]:.2f}")
     parts.append(f"peak {_gib(row['build_peak_bytes'])} building, {_gib(row['steps_peak_bytes'])} in steps")
+    if row["limited_peak_bytes"] is not None:
+        parts.append(f"{_gib(row['limited_peak_bytes'])} charged to the {row['memory_limit']}")
     if "times_faster_than_peer" in row:
         parts.append(f"{row['times_faster_than_peer']:.1f} x the peer in {row['memory_of_peer']:.2f} of its memory")
     if row["error"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from bench import disk, limits, offload, overhead, step
-from bench.children import Outcome, run_contender
+from bench.children import Outcome, limited_memory, run_contender
 from bench.contenders import page_cache_bytes
 from bench.offload import Limits, figures_of
 
@@ -139,3 +140,16 @@ def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(
         assert row["ratio"] == pytest.approx(mine_s / theirs_s)
         # The same training: the losses of both are those of one model, one batch and one optimizer.
         assert row["engine_loss"] == pytest.approx(row["other_loss"], rel=1e-5 if row["precision"] == "fp32" else 2e-2)
+
+
+def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
+    with limited_memory(64 * 2**20) as limit:
+        taken = subprocess.run(
+            [*limit.prefix, sys.executable, "-c", "print(len(bytearray(256 * 2**20)))"],
+            check=False,
+            capture_output=True,
+        )
+    if limit.how.startswith("not limited"):
+        assert taken.returncode == 0
+    else:
+        assert taken.returncode != 0  # killed

@@ -17,7 +17,7 @@ import transformers
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, UsageError
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.train import TrainOptions, run_train
+from zstore.tools.train import OFFLOAD_ENVIRONMENT, TrainOptions, run_train
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
@@ -214,3 +214,20 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> 
         assert reader.record.step >= 2
         assert verify_checkpoint(reader) == []
     run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=reader.record.step + 1))
+
+
+@pytest.mark.parametrize(("device", "value"), [("nvme", "passive"), ("none", None)])
+def test_with_offload_the_threads_of_torch_leave_the_cores_to_others_as_they_wait(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, device: str, value: str | None
+) -> None:
+    for name in OFFLOAD_ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    (tmp_path / "nvme").mkdir()
+    offload = {"device": device, "nvme_path": str(tmp_path / "nvme")}
+    config = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
+    run_train(options(tmp_path, text, config, steps=1))
+    assert os.environ.get("OMP_WAIT_POLICY") == value
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    run_train(options(tmp_path, text, config, steps=1))
+    assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own stays
