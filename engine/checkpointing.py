@@ -27,12 +27,12 @@ import torch
 
 from zstore.arrays import ArraySpec, numpy_dtype
 from zstore.checkpoint import (
+    ArraySource,
     CheckpointReader,
     SaveHandle,
     SaveRequest,
     SaveSummary,
     new_save_id,
-    open_checkpoint,
     save_checkpoint,
     step_tag,
     tag_text,
@@ -40,6 +40,7 @@ from zstore.checkpoint import (
 from zstore.checkpoint.ahead import ReadAhead
 from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from zstore.sources import open_source
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
@@ -261,11 +262,11 @@ class Checkpoints:
         training.settle()
         self._end_save()
         error: Exception | None = None
-        reader: CheckpointReader | None = None
+        reader: ArraySource | None = None
         plan: LoadPlan | None = None
         with ExitStack() as opened:
             try:
-                reader = opened.enter_context(open_checkpoint(folder, tag, resources=training.state.store.resources))
+                reader = opened.enter_context(open_source(folder, tag, resources=training.state.store.resources))
                 plan = plan_load(training, reader, options)
                 check_record(training, _engine_of(reader), plan, reader.record.training_world_size)
             except CheckpointNotFoundError as missing:
@@ -282,7 +283,9 @@ class Checkpoints:
             training.give_up_within()
             training.updater.forget()
             if plan.left_out and training.world.rank == 0:
-                _log.warning("%s is loaded in part:%s", reader.path, "".join(f"\n  {line}" for line in plan.left_out))
+                _log.warning(
+                    "%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out)
+                )
             training.torn = True
             if training.hooks is not None:
                 training.hooks.residence.forget()
@@ -299,9 +302,9 @@ class Checkpoints:
         training.restart_accumulation()
         training.backwards = 0
         training.torn = False
-        return str(reader.path), state
+        return reader.location, state
 
-    def _bring_back(self, reader: CheckpointReader, plan: LoadPlan) -> dict[str, Any]:
+    def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Load what this rank owns; return the client's state."""
         training = self._training
         self._load_arrays(reader, plan)
@@ -321,7 +324,7 @@ class Checkpoints:
                 "loaded: the folder is local to a machine; give one that all ranks share"
             )
 
-    def _load_arrays(self, reader: CheckpointReader, plan: LoadPlan) -> None:
+    def _load_arrays(self, reader: ArraySource, plan: LoadPlan) -> None:
         state, arrays = self._training.state, plan.arrays
         with (
             ReadAhead(reader, [one.stored for one in arrays]) as ahead,
@@ -340,12 +343,12 @@ class Checkpoints:
                 buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
         state.refresh_parameters()
 
-    def _load_rng(self, reader: CheckpointReader) -> None:
+    def _load_rng(self, reader: ArraySource) -> None:
         world, step = self._training.world, self._training.counters.global_steps
         record = reader.record
         # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
         if record.training_world_size == record.world_size == world.world_size:
-            load_rng_state(dict(reader.manifest(world.rank).rank_state))
+            load_rng_state(dict(reader.rank_state(world.rank)))
             return
         derive_rng_state(self._training.config.seed, step, world.rank)
         if world.rank == 0:
@@ -385,16 +388,16 @@ def _one_drive(one: Path, other: Path) -> bool:
     return one.stat().st_dev == made.stat().st_dev
 
 
-def _engine_of(reader: CheckpointReader) -> dict[str, Any]:
+def _engine_of(reader: ArraySource) -> dict[str, Any]:
     engine = reader.record.state.get("engine")
     if not isinstance(engine, dict):
         raise CheckpointMismatchError(
-            f"checkpoint {reader.path} was not saved by an engine, so it has no counters to go on from"
+            f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from"
         )
     return engine
 
 
-def _read_master(ahead: ReadAhead, reader: CheckpointReader, name: str, first: int, numel: int) -> torch.Tensor:
+def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
     """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
     stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
     ahead.read(name, first, first + numel, stored)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import CheckpointReader
+from zstore.checkpoint import ArraySource
 from zstore.checkpoint.ahead import Range
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
@@ -93,7 +93,7 @@ class LoadPlan:
     """Differences that are accepted, for a warning."""
 
 
-def plan_load(training: Training, reader: CheckpointReader, options: LoadOptions) -> LoadPlan:
+def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> LoadPlan:
     """Return what to load.
 
     Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer, and
@@ -131,7 +131,7 @@ def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
     return state.arrays_of(record)[len(state.master_arrays(record)) :]
 
 
-def _from(reader: CheckpointReader, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
+def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
     """Yield what is read for the array `name` of a parameter, of a master with all that it is made of."""
     into = state.master_arrays(record) if name == f"model/{record.name}" else [name]
     rest = rest_of_master(reader.arrays, name)
@@ -143,7 +143,7 @@ def _from(reader: CheckpointReader, state: OptimizerState, record: ParameterReco
 
 
 def _differences(
-    training: Training, reader: CheckpointReader, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
+    training: Training, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """Return the differences that `options` accept. Raises CheckpointMismatchError for others."""
     frozen = {record.name for record in training.state.records if record.group is None}
@@ -168,7 +168,8 @@ def _differences(
     refused += _short(unequal)
     if refused:
         raise CheckpointMismatchError(
-            f"checkpoint {reader.path} is of another model or optimizer:" + "".join(f"\n  {line}" for line in refused)
+            f"checkpoint {reader.location} is of another model or optimizer:"
+            + "".join(f"\n  {line}" for line in refused)
         )
     return accepted
 

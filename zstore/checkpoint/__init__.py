@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, publish, gather, commit,
-write; catalog, read, ahead, verify,
+write; catalog, source, read, ahead, verify,
 reshard, retention.
 """
 
@@ -10,14 +10,16 @@ from .catalog import Refusal, TagInfo
 from .commit import new_folder, temporary_folder
 from .format import Manifest, Record, ShardEntry
 from .names import new_save_id, step_tag, tag_text
-from .read import CheckpointReader, StoredArray, open_checkpoint, refused, tags
+from .read import CheckpointReader, open_checkpoint, refused, tags
 from .request import SaveRequest, SaveSummary
 from .reshard import reshard_checkpoint
 from .retention import keep_newest
+from .source import ArraySource, StoredArray
 from .verify import Fault, verify_checkpoint
 from .write import SaveHandle, save_checkpoint
 
 __all__ = [
+    "ArraySource",
     "CheckpointReader",
     "Fault",
     "Manifest",

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..buffers import make_slab
 from ..errors import UsageError
-from .read import CheckpointReader, StoredArray
+from .source import ArraySource, StoredArray
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -82,7 +82,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        reader: CheckpointReader,
+        reader: ArraySource,
         ranges: Sequence[Range],
         *,
         memory_bytes: int | None = None,

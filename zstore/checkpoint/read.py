@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
-from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..arrays import ArraySpec
+from ..errors import CorruptionError, UsageError
 from ..io import Priority
 from ..partition import Grid
-from ..shardfile import layout_of
-from ..shardio import IoResources, ShardReader, open_resources
+from ..shardio import IoResources, ShardReader
 from .catalog import Refusal, TagInfo, resolve, scan
-from .format import COMPLETE, Manifest, Record, parse_json, read_json, sha256
+from .format import COMPLETE, Manifest, parse_json, read_json, sha256
 from .metadata import parse_root
-from .names import METADATA_FILE, RECORD_FILE, manifest_file, shard_file, tag_text
+from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
+from .source import ArraySource, StoredArray
 
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_OPEN_SHARDS = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredArray:
-    """An array of a checkpoint."""
-
-    spec: ArraySpec
-    grid: Grid
-    """How it is cut on disk, by its own metadata."""
-    folder: str
-    """Its folder inside the checkpoint."""
-
-    def shard_file(self, shard: int) -> str:
-        """Return the path of a shard's file inside the checkpoint."""
-        return f"{self.folder}/{shard_file(len(self.spec.stored_shape), shard)}"
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all its shard files."""
-        return sum(layout_of(self.grid, n, self.spec.dtype).file_bytes for n in range(self.grid.num_shards))
 
 
 class _Shard(ShardReader):
@@ -73,46 +50,27 @@ class _Shard(ShardReader):
         return crcs
 
 
-class CheckpointReader:
-    """An open checkpoint. Close it, or use it in a `with` block. Usable from any thread but an I/O thread."""
+class CheckpointReader(ArraySource):
+    """An open checkpoint."""
 
     def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
+        self.documents, parsed = _read_metadata(info)
+        super().__init__(str(info.path), info.tag, info.record, resources)
         self.path: Path = info.path
         """The tag's folder."""
-        self.tag: str = info.tag
-        self.record: Record = info.record
-        self._cleanup = contextlib.ExitStack()
-        self.documents, parsed = _read_metadata(info)
-        self.arrays: dict[str, StoredArray] = {
+        self.arrays = {
             name: StoredArray(spec=spec, grid=grid, folder=folder) for name, (folder, spec, grid) in parsed.items()
         }
-        self.resources: IoResources = resources or self._cleanup.enter_context(open_resources())
         self._manifests: dict[int, dict[tuple[str, int], Sequence[int]]] = {}
         self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
         self._retired_bytes = 0
-
-    def close(self) -> None:
-        """Give the threads and buffers back; a second call does nothing."""
-        self._cleanup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def read_bytes(self) -> int:
         """Bytes of chunks that were read from files so far, checksums and alignment included."""
         with self._lock:
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
-
-    def array(self, name: str) -> StoredArray:
-        """Return the array called `name`; raises CheckpointMismatchError where the checkpoint has none."""
-        if name not in self.arrays:
-            raise CheckpointMismatchError(f"checkpoint {self.path} has no array {name!r}")
-        return self.arrays[name]
 
     def manifest(self, rank: int) -> Manifest:
         """Return what rank `rank` of the saving run wrote, checked against the record.
@@ -132,11 +90,7 @@ class CheckpointReader:
         return manifest
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
-
-        `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
-        CorruptionError that names array, file and offset of what is missing or damaged; `out` then holds no result.
-        """
+        """See `ArraySource.read`."""
         array = self.array(name)
         spec, grid = array.spec, array.grid
         if not 0 <= first <= stop <= spec.numel:
@@ -155,12 +109,9 @@ class CheckpointReader:
             self.open_shard(name, shard).read(low, high, piece, priority)
             low = high
 
-    def read_array(self, name: str) -> npt.NDArray[Any]:
-        """Return the whole array in its true shape; bfloat16 as `ml_dtypes.bfloat16`."""
-        spec = self.array(name).spec
-        out = np.empty(spec.shape, numpy_dtype(spec.dtype))
-        self.read(name, 0, spec.numel, out)
-        return out
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return the JSON that belongs to rank `rank` of the saving run alone."""
+        return self.manifest(rank).rank_state
 
     def open_shard(self, name: str, shard: int) -> ShardReader:
         """Return the reader of one shard file, with its index checked."""

@@ -19,8 +19,8 @@ from .format import COMPLETE
 from .gather import Gatherer
 from .names import new_save_id
 from .publish import Publisher
-from .read import CheckpointReader
 from .request import SaveRequest
+from .source import ArraySource
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
@@ -50,7 +50,7 @@ class _StoredShard:
 
 
 def reshard_checkpoint(
-    reader: CheckpointReader, folder: Path, world_size: int, advance: Callable[[int], None] | None = None
+    reader: ArraySource, folder: Path, world_size: int, advance: Callable[[int], None] | None = None
 ) -> Path:
     """Write `reader`'s checkpoint, laid out for `world_size` ranks, into `folder` under its tag; return the tag's folder.
 
@@ -67,7 +67,7 @@ def reshard_checkpoint(
 class _Job:
     """One resharding."""
 
-    def __init__(self, reader: CheckpointReader, resources: IoResources, folder: Path, world_size: int) -> None:
+    def __init__(self, reader: ArraySource, resources: IoResources, folder: Path, world_size: int) -> None:
         self._reader = reader
         self._resources = resources
         self._folder = folder

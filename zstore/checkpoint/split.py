@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..arrays import ArraySpec, numpy_dtype
 from ..errors import CheckpointMismatchError
 from ..partition import BITS
-from .read import CheckpointReader, StoredArray
+from .source import ArraySource, StoredArray
 
 LOW = "optimizer/master_low"
 """Group of the low 16 bits of each master."""
@@ -50,7 +50,7 @@ def rest_of_master(arrays: Mapping[str, StoredArray], name: str) -> tuple[str, s
 
 
 def complete_master(
-    reader: CheckpointReader, name: str, first: int, weight: npt.NDArray[Any]
+    reader: ArraySource, name: str, first: int, weight: npt.NDArray[Any]
 ) -> npt.NDArray[np.float32] | None:
     """Return the fp32 master of which `weight` is the bf16 elements from `first` on, 1-D; None where that is all."""
     rest = rest_of_master(reader.arrays, name)

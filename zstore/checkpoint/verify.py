@@ -15,7 +15,8 @@ from ..shardio import ShardReader
 from .crew import Crew
 from .format import parse_json, read_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
-from .read import CheckpointReader, StoredArray
+from .read import CheckpointReader
+from .source import StoredArray
 
 Advance = Callable[[int], None]
 """Told, from several threads, how many bytes of shard files were checked."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..arrays import FLOATING, numpy_dtype
-from ..checkpoint import CheckpointReader, ReadAhead
+from ..checkpoint import ArraySource, ReadAhead
 from ..checkpoint.crew import Crew
 from ..checkpoint.split import complete_master
 from ..errors import CheckpointMismatchError
@@ -32,7 +32,7 @@ Advance = Callable[[int], None]
 """Told, from several threads, how many bytes of the arrays were written."""
 
 
-def list_weights(reader: CheckpointReader, dtype: str) -> list[Weight]:
+def list_weights(reader: ArraySource, dtype: str) -> list[Weight]:
     """Return the parameters and buffers of a checkpoint; floating ones are written as `dtype`.
 
     Tied parameters stand there once, under their first name. A split master is written in the precision that it has
@@ -45,16 +45,16 @@ def list_weights(reader: CheckpointReader, dtype: str) -> list[Weight]:
             continue
         key = name.partition("/")[2]
         if key in weights:
-            raise CheckpointMismatchError(f"{reader.path} has both a parameter and a buffer called {key!r}")
+            raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
         target = dtype if spec.dtype in FLOATING else spec.dtype
         weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
-        raise CheckpointMismatchError(f"{reader.path} has no weights: expected arrays under `model/`")
+        raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
     return list(weights.values())
 
 
 def write_weights(
-    reader: CheckpointReader, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow, advance: Advance
+    reader: ArraySource, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow, advance: Advance
 ) -> list[Lost]:
     """Write `layouts` into `folder`, durably; return what could not be held, with "error" also where nothing was kept.
 

@@ -1,0 +1,101 @@
+"""What arrays are read from: a checkpoint of ours, local or remote, or one that other software wrote. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec, numpy_dtype
+from ..errors import CheckpointMismatchError
+from ..io import Priority
+from ..partition import Grid
+from ..shardfile import layout_of
+from ..shardio import IoResources, open_resources
+from .format import Record
+from .names import shard_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """An array of a source."""
+
+    spec: ArraySpec
+    grid: Grid
+    """How it is cut where it is stored, by its own metadata; reads that end where chunks do cost least."""
+    folder: str
+    """Where it lies inside the source, for people; of our checkpoints its folder."""
+
+    def shard_file(self, shard: int) -> str:
+        """Return the path of a shard's file inside the checkpoint."""
+        return f"{self.folder}/{shard_file(len(self.spec.stored_shape), shard)}"
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all its shard files."""
+        return sum(layout_of(self.grid, n, self.spec.dtype).file_bytes for n in range(self.grid.num_shards))
+
+
+class ArraySource(ABC):
+    """Named arrays and the state of the run that they belong to. Close it, or use it in a `with` block.
+
+    Usable from any thread but an I/O thread. Names are those of our format: `model/...` (weights in their best
+    precision), `optimizer/<slot>/...`, `buffer/...`, `client/...`.
+    """
+
+    def __init__(self, location: str, tag: str, record: Record, resources: IoResources | None) -> None:
+        self.location: str = location
+        """Path or URL, for messages."""
+        self.tag: str = tag
+        self.record: Record = record
+        """What was committed; of other software's checkpoint what corresponds to it, with `id` empty."""
+        self.arrays: dict[str, StoredArray] = {}
+        self._cleanup = contextlib.ExitStack()
+        self.resources: IoResources = resources or self._cleanup.enter_context(open_resources())
+        """Threads and buffers; given back by `close` unless they were the caller's."""
+
+    @property
+    @abstractmethod
+    def read_bytes(self) -> int:
+        """Bytes that were read so far, checksums and alignment included."""
+
+    @abstractmethod
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
+
+        `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
+        CorruptionError that names array, file and offset of what is missing or damaged; `out` then holds no result.
+        """
+
+    @abstractmethod
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return the JSON that belongs to rank `rank` of the saving run alone; empty where there is none."""
+
+    def array(self, name: str) -> StoredArray:
+        """Return the array called `name`; raises CheckpointMismatchError where there is none."""
+        if name not in self.arrays:
+            raise CheckpointMismatchError(f"checkpoint {self.location} has no array {name!r}")
+        return self.arrays[name]
+
+    def read_array(self, name: str) -> npt.NDArray[Any]:
+        """Return the whole array in its true shape; bfloat16 as `ml_dtypes.bfloat16`."""
+        spec = self.array(name).spec
+        out = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        self.read(name, 0, spec.numel, out)
+        return out
+
+    def close(self) -> None:
+        """Give the threads and buffers back; a second call does nothing."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
