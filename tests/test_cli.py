@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import zstore
-from zstore.tools import cli
+from zstore.tools import arguments
 
 COMMANDS = ("train", "consolidate", "reshard", "inspect", "verify", "doctor", "plan")
 
@@ -61,6 +61,8 @@ def test_the_installed_script_is_the_same_command() -> None:
         ["reshard", "x", "y"],
         ["reshard", "x", "y", "--world-size", "0"],
         ["verify", "--no-such-option", "x"],
+        ["verify", "x", "--memory", "63MiB"],
+        ["inspect", "x", "--storage-option", "key"],
     ],
     ids=" ".join,
 )
@@ -70,6 +72,12 @@ def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str]) -> None:
     if words:
         assert done.stdout == ""
         assert "Usage" in done.stderr
+
+
+def test_nothing_lies_beside_a_url() -> None:
+    done = run("consolidate", "memory://bucket/run")
+    assert done.returncode == 2
+    assert "name the folder to write: `zstore consolidate memory://bucket/run OUT`" in done.stderr
 
 
 def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_a_fault_that_was_found_ends_with_1_and_data_on_stdout() -> None:
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert cli.parse_size(text) == num_bytes
+    assert arguments.parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -118,16 +126,16 @@ def test_sizes(text: str, num_bytes: int) -> None:
     [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("1.3 b", 13 * 10**8), ("150T", 15 * 10**13), ("12", 12)],
 )
 def test_numbers(text: str, number: int) -> None:
-    assert cli.parse_number(text) == number
+    assert arguments.parse_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "B", "seven", "-7e9", "7X", "0", "0.1", "1e999", "nan", "inf"])
 def test_bad_numbers(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a number"):
-        cli.parse_number(text)
+        arguments.parse_number(text)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5XB", "0", "0.1", "5 GB 3", "5iB"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a size"):
-        cli.parse_size(text)
+        arguments.parse_size(text)

@@ -301,7 +301,7 @@ def test_memory_stays_small_and_no_torch_is_imported(tmp_path: Path) -> None:
         "consolidate_command(path, base / 'out', 'fp16', 10**9, 'error')\n"
         "reshard_command(path, base / 'three', 3)\n"
         "assert verify_command(base / 'three') == 0\n"
-        "inspect_command(path, True)\n"
+        "inspect_command(path)\n"
         "assert 'torch' not in sys.modules\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
     )

@@ -13,6 +13,7 @@ import pytest
 from zstore.errors import CheckpointNotFoundError
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.inspect import inspect_command
+from zstore.tools.opening import Common
 from zstore.tools.verify import verify_command
 
 ARRAYS = {
@@ -37,7 +38,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command(saved, True) == 0
+    assert inspect_command(saved, Common(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(tag["tag"], tag["step"], tag["world_size"]) for tag in told["tags"]] == [
         ("step-00000001", 1, 2),
@@ -63,17 +64,17 @@ def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_table_names_tags_and_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command(saved, False) == 0
+    assert inspect_command(saved) == 0
     printed = capsys.readouterr().out
     for text in ("step-00000001", "[best] <-", "2 rank(s)", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
         assert text in printed
-    assert inspect_command(saved / "step-00000001", False) == 0
+    assert inspect_command(saved / "step-00000001") == 0
     assert "[best]" not in capsys.readouterr().out
 
 
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
-        inspect_command(tmp_path, False)
+        inspect_command(tmp_path)
     with pytest.raises(CheckpointNotFoundError):
         verify_command(tmp_path)
 
@@ -112,5 +113,5 @@ def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_on
     assert verify_command(copied) == 1
     assert "%5Bbest%5D: " in capsys.readouterr().out
     assert verify_command(copied / "%5Bbest%5D") == 1
-    assert inspect_command(copied, False) == 0
+    assert inspect_command(copied) == 0
     assert "is no checkpoint" in capsys.readouterr().err

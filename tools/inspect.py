@@ -3,64 +3,74 @@
 from __future__ import annotations
 
 import datetime
-import json as json_module
+import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zstore.checkpoint import CheckpointReader, StoredArray, TagInfo, open_checkpoint, refused, tags
+from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, refused, tags
 from zstore.sizes import format_bytes
 from zstore.weights import natural_key
+
+from .opening import DEFAULTS, Common, open_location, print_json
 
 _PLAIN_COLUMNS = 200
 """Width where stdout is no terminal: names are not cut for a pipe."""
 
 
-def inspect_command(ckpt: Path, json: bool) -> int:
+def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
     """Print tags and, of the newest or named checkpoint, step, world size and arrays; return the exit code.
 
     With `json`, one JSON object (see `describe`).
     """
-    with open_checkpoint(ckpt) as reader:
-        if json:
-            print(json_module.dumps(describe(ckpt, reader), indent=2))
+    with open_location(ckpt, common) as source:
+        infos, refusals = _neighbours(ckpt, source)
+        if common.json:
+            print_json(describe(source, infos, refusals))
             return 0
         console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
-        _print_tags(console, tags(ckpt), reader)
-        _print_summary(console, reader)
-        console.print(_arrays_table(reader))
-    for refusal in refused(ckpt):
+        if infos:
+            _print_tags(console, infos, source)
+        _print_summary(console, source)
+        console.print(_arrays_table(source))
+    for refusal in refusals:
         print(f"{refusal.path} is no checkpoint: {refusal.reason}", file=sys.stderr)
     return 0
 
 
-def describe(ckpt: Path, reader: CheckpointReader) -> dict[str, Any]:
-    """Return what `--json` prints: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`."""
-    record = reader.record
+def _neighbours(ckpt: str | os.PathLike[str], source: ArraySource) -> tuple[list[TagInfo], list[Refusal]]:
+    """Return the checkpoints in the folder, and what looks like one and is none; nothing of other software's."""
+    return (tags(ckpt), refused(ckpt)) if isinstance(source, CheckpointReader) else ([], [])
+
+
+def describe(source: ArraySource, infos: list[TagInfo], refusals: list[Refusal]) -> dict[str, Any]:
+    """Return what `--json` prints: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`.
+
+    What is not known of other software's checkpoint is null.
+    """
+    record = source.record
     return {
-        "tags": [_describe_tag(info) for info in tags(ckpt)],
-        "refused": [{"path": str(refusal.path), "reason": refusal.reason} for refusal in refused(ckpt)],
+        "tags": [_describe_tag(info) for info in infos],
+        "refused": [{"path": str(refusal.path), "reason": refusal.reason} for refusal in refusals],
         "checkpoint": {
-            "tag": reader.tag,
-            "path": str(reader.path),
+            "tag": source.tag,
+            "path": source.location,
+            "kind": source.kind,
             "step": record.step,
             "world_size": record.world_size,
             "training_world_size": record.training_world_size,
             "committed": _time(record.committed_ns),
             "id": record.id,
             "run": record.run,
-            "num_arrays": len(reader.arrays),
-            "num_shard_files": sum(array.grid.num_shards for array in reader.arrays.values()),
-            "num_files": _num_files(reader),
-            "array_bytes": sum(array.spec.nbytes for array in reader.arrays.values()),
-            "file_bytes": sum(array.file_bytes for array in reader.arrays.values()),
+            "num_arrays": len(source.arrays),
+            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
+            **_describe_files(source),
         },
-        "arrays": [_describe_array(array) for _, array in sorted_arrays(reader.arrays)],
+        "arrays": [_describe_array(source, array) for _, array in sorted_arrays(source.arrays)],
     }
 
 
@@ -80,14 +90,14 @@ def _describe_tag(info: TagInfo) -> dict[str, Any]:
     }
 
 
-def _describe_array(array: StoredArray) -> dict[str, Any]:
+def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
     spec, grid = array.spec, array.grid
     return {
         "name": spec.name,
         "shape": list(spec.shape),
         "dtype": spec.dtype,
         "bytes": spec.nbytes,
-        "file_bytes": array.file_bytes,
+        "file_bytes": array.file_bytes if source.record.id else None,
         "shards": grid.num_shards,
         "shard_rows": grid.shard_rows,
         "chunk": [grid.chunk_rows, grid.chunk_cols],
@@ -96,42 +106,60 @@ def _describe_array(array: StoredArray) -> dict[str, Any]:
     }
 
 
-def _num_files(reader: CheckpointReader) -> int:
-    shards = sum(array.grid.num_shards for array in reader.arrays.values())
-    # A zarr.json for each level below the root and one for the root, a manifest a rank, the record.
-    levels = len(reader.documents["consolidated_metadata"]["metadata"]) + 1
-    return shards + levels + reader.record.world_size + 1
+def _describe_files(source: ArraySource) -> dict[str, int | None]:
+    """Return how many files of how many bytes there are; null where other software laid them out."""
+    if not source.record.id:
+        return {"num_shard_files": None, "num_files": None, "file_bytes": None}
+    shards = sum(array.grid.num_shards for array in source.arrays.values())
+    folders = {""}
+    for array in source.arrays.values():
+        parts = array.folder.split("/")
+        folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return {
+        "num_shard_files": shards,
+        # A zarr.json for each level and one for the root, a manifest a rank, the record.
+        "num_files": shards + len(folders) + source.record.world_size + 1,
+        "file_bytes": sum(array.file_bytes for array in source.arrays.values()),
+    }
 
 
-def _time(committed_ns: int) -> str:
+def _time(committed_ns: int) -> str | None:
+    if not committed_ns:
+        return None
     return datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
 
 
-def _print_tags(console: Console, infos: list[TagInfo], reader: CheckpointReader) -> None:
+def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> None:
     table = Table(title=f"{len(infos)} checkpoint(s)", title_justify="left")
     for column in ("tag", "step", "world size", "committed"):
         table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
     for info in infos:
-        shown = escape(info.tag) + (" <-" if info.path == reader.path and len(infos) > 1 else "")
+        shown = escape(info.tag) + (" <-" if str(info.path) == source.location and len(infos) > 1 else "")
         record = info.record
         table.add_row(shown, str(record.step), str(record.world_size), _time(record.committed_ns))
     console.print(table)
 
 
-def _print_summary(console: Console, reader: CheckpointReader) -> None:
-    facts = describe(reader.path, reader)["checkpoint"]
+def _print_summary(console: Console, source: ArraySource) -> None:
+    facts = describe(source, [], [])["checkpoint"]
     trained = facts["training_world_size"]
     resharded = f" (resharded, trained on {trained})" if trained != facts["world_size"] else ""
+    whose = "" if source.kind == "zstore" else f"{source.kind}, "
+    files = (
+        f", {facts['num_shard_files']} shard files of {format_bytes(facts['file_bytes'])} (arrays x ranks that hold rows), "
+        f"{facts['num_files']} files in all"
+        if facts["num_files"] is not None
+        else ""
+    )
     console.print(
-        f"{facts['path']}: step {facts['step']}, {facts['world_size']} rank(s){resharded}, {facts['num_arrays']} arrays of "
-        f"{format_bytes(facts['array_bytes'])}, {facts['num_shard_files']} shard files of "
-        f"{format_bytes(facts['file_bytes'])} (arrays x ranks that hold rows), {facts['num_files']} files in all",
+        f"{facts['path']}: {whose}step {facts['step']}, {facts['world_size']} rank(s){resharded}, {facts['num_arrays']} "
+        f"arrays of {format_bytes(facts['array_bytes'])}{files}",
         markup=False,
         soft_wrap=True,
     )
 
 
-def _arrays_table(reader: CheckpointReader) -> Table:
+def _arrays_table(source: ArraySource) -> Table:
     table = Table()
     table.add_column("array", overflow="fold")
     table.add_column("shape", overflow="fold")
@@ -139,7 +167,7 @@ def _arrays_table(reader: CheckpointReader) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("shards", justify="right")
     groups: dict[str, list[StoredArray]] = {}
-    for name, array in sorted_arrays(reader.arrays):
+    for name, array in sorted_arrays(source.arrays):
         group = name.rpartition("/")[0] if name.startswith("optimizer/") else name.partition("/")[0]
         groups.setdefault(group, []).append(array)
     for group, arrays in groups.items():

@@ -39,6 +39,7 @@ class Progress:
         self._clock = clock
         self._lock = threading.Lock()
         self._started_s = self._last_line_s = clock()
+        self._stopped_s: float | None = None
         console = Console(file=self._stream)
         self._bar = _make_bar(console) if console.is_terminal else None
         self._task: rich_progress.TaskID | None = None
@@ -55,8 +56,9 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._stopped_s = self._clock()
         if kind is None:
-            elapsed_s = self._clock() - self._started_s
+            elapsed_s = self._stopped_s - self._started_s
             self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{self._rate_text(elapsed_s)}")
 
     def advance(self, num_bytes: int) -> None:
@@ -72,6 +74,12 @@ class Progress:
             self._last_line_s = now_s
             text = self._plain_line(now_s - self._started_s)
         self.say(text)
+
+    def summary(self) -> dict[str, float]:
+        """Return `bytes`, `seconds` and `gb_per_s` so far, or of the whole once it was left."""
+        elapsed_s = (self._clock() if self._stopped_s is None else self._stopped_s) - self._started_s
+        rate = self.done_bytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
+        return {"bytes": self.done_bytes, "seconds": round(elapsed_s, 6), "gb_per_s": round(rate, 6)}
 
     def say(self, text: str) -> None:
         """Print a line on stderr, above the bar where there is one."""

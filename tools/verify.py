@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from zstore.checkpoint import Fault, open_checkpoint, refused, verify_checkpoint
+from zstore.checkpoint import Fault, refused, verify_checkpoint
 from zstore.errors import CorruptionError
 
+from .opening import DEFAULTS, Common, open_location, own_reader, print_json
 from .progress import Progress
 
 
-def verify_command(ckpt: Path) -> int:
+def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 where there is one.
 
     In a folder of checkpoints the newest committed one is checked, and those whose record is not valid are faults too.
+    With `json`, one object: `path`, `faults`, and the transfer of `Progress.summary`.
     """
-    faults = [Fault(file=str(refusal.path), problem=refusal.reason) for refusal in refused(ckpt)]
+    path = Path(ckpt)
+    faults = (
+        [Fault(file=str(refusal.path), problem=refusal.reason) for refusal in refused(path)] if path.is_dir() else []
+    )
+    transfer: dict[str, Any] = {}
     try:
-        with open_checkpoint(ckpt) as reader:
+        with open_location(ckpt, common) as source:
+            reader = own_reader(source, "verify")
             total = sum(array.file_bytes for array in reader.arrays.values())
             with Progress(f"verify {reader.path}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
+            transfer = progress.summary()
     except CorruptionError as error:
-        faults.append(Fault(file=str(ckpt), problem=str(error)))
-    for fault in faults:
-        print(fault)
+        faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))
+    if common.json:
+        print_json({"path": os.fspath(ckpt), "faults": [asdict(fault) for fault in faults], **transfer})
+    else:
+        for fault in faults:
+            print(fault)
     return 1 if faults else 0

@@ -53,6 +53,8 @@ class _Shard(ShardReader):
 class CheckpointReader(ArraySource):
     """An open checkpoint."""
 
+    kind = "zstore"
+
     def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
         self.documents, parsed = _read_metadata(info)
         super().__init__(str(info.path), info.tag, info.record, resources)

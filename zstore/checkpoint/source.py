@@ -49,6 +49,9 @@ class ArraySource(ABC):
     precision), `optimizer/<slot>/...`, `buffer/...`, `client/...`.
     """
 
+    kind: str = "a checkpoint of other software"
+    """Whose checkpoint it is, for people: as "zstore", "DeepSpeed stage 2"."""
+
     def __init__(self, location: str, tag: str, record: Record, resources: IoResources | None) -> None:
         self.location: str = location
         """Path or URL, for messages."""

@@ -1,0 +1,103 @@
+"""Types of arguments that commands share, and how their texts are read."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from .opening import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES, Common
+
+
+class Dtype(StrEnum):
+    """Types that weights are written in."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class Overflow(StrEnum):
+    """What becomes of values that fp16 cannot hold."""
+
+    ERROR = "error"
+    INF = "inf"
+    CLAMP = "clamp"
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"expected a size like 5GB, 512MiB or a number of bytes, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = " kmgt".index(prefix.lower()) if prefix else 0
+    num_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+    if num_bytes < 1:
+        raise typer.BadParameter(f"expected a size of at least one byte, got {text!r}")
+    return num_bytes
+
+
+def parse_number(text: str | int) -> int:
+    """Whole number in a text like "7e9", "7B", "1.3 B" or "150T"; `typer.BadParameter` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"expected a number like 7e9, 7B or 150T, got {text!r}")
+    number, suffix = match.groups()
+    power = " kmbt".index(suffix.lower().replace("g", "b")) if suffix else 0
+    value = int(float(number) * float(1000**power))
+    if value < 1:
+        raise typer.BadParameter(f"expected a number of at least one, got {text!r}")
+    return value
+
+
+def parse_memory(text: str | int) -> int:
+    """Bytes in a size that a command can work in; `typer.BadParameter` that says the least for a smaller one."""
+    num_bytes = parse_size(text)
+    if num_bytes < LEAST_MEMORY_BYTES:
+        raise typer.BadParameter(f"expected at least {LEAST_MEMORY_BYTES // 2**20}MiB, got {text!r}")
+    return num_bytes
+
+
+Location = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT", help="A checkpoint's folder or URL, or the folder above it (then the newest one); others' too."
+    ),
+]
+"""Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Memory = Annotated[
+    int,
+    typer.Option(
+        "--memory",
+        help="Most memory to take beside the interpreter's own.",
+        metavar="SIZE",
+        parser=parse_memory,
+        show_default=f"{DEFAULT_MEMORY_BYTES // 2**20}MiB",
+    ),
+]
+"""Give it the default `DEFAULT_MEMORY_BYTES`."""
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option("--storage-option", help="For a URL's file system, as key=value; may be repeated.", metavar="K=V"),
+]
+
+
+def common(json: bool, memory: int, storage_option: list[str] | None) -> Common:
+    """Return the options that every command on checkpoints has; `typer.BadParameter` for what is no `key=value`."""
+    pairs: dict[str, str] = {}
+    for text in storage_option or ():
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"--storage-option: expected key=value, got {text!r}")
+        pairs[key] = value
+    return Common(json=json, memory_bytes=memory, storage_options=pairs)
+
+
+def finish(code: int | None) -> None:
+    """End the command with `code`, where that is no success."""
+    if code:
+        raise typer.Exit(code)

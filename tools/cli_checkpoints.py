@@ -1,0 +1,97 @@
+"""The commands on checkpoints. Each imports its module when it is run, so that they start without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import (
+    Dtype,
+    Json,
+    Location,
+    Memory,
+    Overflow,
+    StorageOption,
+    common,
+    finish,
+    parse_size,
+)
+from .opening import DEFAULT_MEMORY_BYTES
+
+
+def inspect(
+    ckpt: Location,
+    *,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Show tags, step, world size and arrays with shapes, types and bytes."""
+    from .inspect import inspect_command
+
+    finish(inspect_command(ckpt, common(json, memory, storage_option)))
+
+
+def verify(
+    ckpt: Location,
+    *,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Check the checksum of every chunk; exit code 1 when one is wrong."""
+    from .verify import verify_command
+
+    finish(verify_command(ckpt, common(json, memory, storage_option)))
+
+
+def consolidate(  # noqa: PLR0913 - one parameter per option
+    ckpt: Location,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Folder to write (default: CKPT-<type> beside CKPT).")
+    ] = None,
+    *,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.FP16,
+    max_shard_size: Annotated[
+        int,
+        typer.Option(
+            help="Largest file, in bytes or as 5GB, 512MiB.", metavar="SIZE", parser=parse_size, show_default="5GB"
+        ),
+    ] = 5 * 10**9,
+    overflow: Annotated[
+        Overflow, typer.Option(help="For values that the type cannot hold: stop, write infinity, or the largest value.")
+    ] = Overflow.ERROR,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Write a checkpoint's weights as safetensors in the Hugging Face layout."""
+    from .consolidate import consolidate_command
+
+    options = common(json, memory, storage_option)
+    finish(consolidate_command(ckpt, out, dtype, max_shard_size, overflow, common=options))
+
+
+def reshard(
+    ckpt: Location,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    *,
+    world_size: Annotated[int, typer.Option(help="Ranks to lay the state out for.", min=1, metavar="N")],
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Write the same state laid out for another number of ranks."""
+    from .reshard import reshard_command
+
+    finish(reshard_command(ckpt, out, world_size, common=common(json, memory, storage_option)))
+
+
+COMMANDS = (
+    inspect,
+    verify,
+    consolidate,
+    reshard,
+)
