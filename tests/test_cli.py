@@ -13,7 +13,7 @@ import typer
 import zstore
 from zstore.tools import arguments
 
-COMMANDS = ("train", "consolidate", "reshard", "inspect", "verify", "doctor", "plan")
+COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
 
 def run(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -62,6 +62,8 @@ def test_the_installed_script_is_the_same_command() -> None:
         ["reshard", "x", "y", "--world-size", "0"],
         ["verify", "--no-such-option", "x"],
         ["verify", "x", "--memory", "63MiB"],
+        ["diff", "x"],
+        ["ls"],
         ["inspect", "x", "--storage-option", "key"],
     ],
     ids=" ".join,

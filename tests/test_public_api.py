@@ -55,7 +55,7 @@ def command(words: Sequence[str]) -> str:
     return f"import sys; sys.argv = {['zstore', *words]!r}; from zstore.tools.cli import main; main()"
 
 
-@pytest.mark.parametrize("name", ["", "train", "consolidate", "reshard", "inspect", "verify", "doctor"])
+@pytest.mark.parametrize("name", ["", "train", "consolidate", "reshard", "inspect", "verify", "ls", "diff", "doctor"])
 def test_help_needs_no_torch(name: str) -> None:
     assert not {"torch", "zarr"} & imported_after(command([name, "--help"] if name else ["--help"]))
 
@@ -64,6 +64,6 @@ def test_zarrs_plugin_needs_no_torch() -> None:
     assert "torch" not in imported_after("import zstore.zarr_dtypes")
 
 
-@pytest.mark.parametrize("module", ["store", "checkpoint", "zarr_dtypes"])
+@pytest.mark.parametrize("module", ["store", "checkpoint", "opened", "zarr_dtypes"])
 def test_reading_needs_no_torch(module: str) -> None:
     assert "torch" not in imported_after(f"import zstore.{module}")

@@ -24,6 +24,9 @@ from .opening import DEFAULT_MEMORY_BYTES
 def inspect(
     ckpt: Location,
     *,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read all values: min, max, mean, norm, NaN count and a histogram.")
+    ] = False,
     json: Json = False,
     memory: Memory = DEFAULT_MEMORY_BYTES,
     storage_option: StorageOption = None,
@@ -31,7 +34,37 @@ def inspect(
     """Show tags, step, world size and arrays with shapes, types and bytes."""
     from .inspect import inspect_command
 
-    finish(inspect_command(ckpt, common(json, memory, storage_option)))
+    finish(inspect_command(ckpt, common(json, memory, storage_option), stats=stats))
+
+
+def ls(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints.")],
+    *,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """List a folder's checkpoints: step, world size, size, bytes shared with others, age."""
+    from .ls import ls_command
+
+    finish(ls_command(folder, common(json, memory, storage_option)))
+
+
+def diff(
+    before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as of the other commands.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The one to compare with it.")],
+    *,
+    values: Annotated[
+        bool, typer.Option("--values", help="Read what differs, and say how many elements and by how much.")
+    ] = False,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Show which arrays of two checkpoints differ, by their checksums; exit code 1 when one does."""
+    from .diff import diff_command
+
+    finish(diff_command(before, after, values=values, common=common(json, memory, storage_option)))
 
 
 def verify(
@@ -63,15 +96,26 @@ def consolidate(  # noqa: PLR0913 - one parameter per option
     overflow: Annotated[
         Overflow, typer.Option(help="For values that the type cannot hold: stop, write infinity, or the largest value.")
     ] = Overflow.ERROR,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Only weights whose name matches, as `h.0.*`; may be repeated.", metavar="PATTERN"),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave those out that match; may be repeated.", metavar="PATTERN")
+    ] = None,
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave parameters out that the optimizer did not train.")
+    ] = False,
     json: Json = False,
     memory: Memory = DEFAULT_MEMORY_BYTES,
     storage_option: StorageOption = None,
 ) -> None:
     """Write a checkpoint's weights as safetensors in the Hugging Face layout."""
-    from .consolidate import consolidate_command
+    from .consolidate import Which, consolidate_command
 
     options = common(json, memory, storage_option)
-    finish(consolidate_command(ckpt, out, dtype, max_shard_size, overflow, common=options))
+    which = Which(include=tuple(include or ()), exclude=tuple(exclude or ()), without_frozen=exclude_frozen)
+    finish(consolidate_command(ckpt, out, dtype, max_shard_size, overflow, which=which, common=options))
 
 
 def reshard(
@@ -90,8 +134,10 @@ def reshard(
 
 
 COMMANDS = (
+    ls,
     inspect,
     verify,
+    diff,
     consolidate,
     reshard,
 )

@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zstore.checkpoint import ArraySource, new_folder
-from zstore.errors import CheckpointError, UsageError
+from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.sizes import format_bytes
-from zstore.weights import DTYPES, Overflow, list_weights, lost_text, plan_files, write_weights
+from zstore.weights import (
+    DTYPES,
+    FileLayout,
+    Lost,
+    Overflow,
+    Weight,
+    choose,
+    frozen_weights,
+    list_weights,
+    lost_text,
+    plan_files,
+    write_weights,
+)
 
 from .companions import copy_companions
 from .opening import DEFAULTS, Common, open_location, print_json
 from .progress import Progress
 
 OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clamp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Which:
+    """Which weights are written."""
+
+    include: Sequence[str] = ()
+    """Patterns of names; none: all."""
+    exclude: Sequence[str] = ()
+    without_frozen: bool = False
+    """Leave parameters out that the optimizer did not train."""
+
+    def of(self, source: ArraySource, weights: Sequence[Weight]) -> tuple[list[Weight], list[str]]:
+        """Return those of `weights` that are meant, and the names of the others.
+
+        Raises CheckpointMismatchError where none is left, and for a pattern that matches no name.
+        """
+        chosen = set(choose([weight.name for weight in weights], self.include, self.exclude))
+        if self.without_frozen:
+            chosen -= frozen_weights(source)
+        if not chosen:
+            raise CheckpointMismatchError(f"of the {len(weights)} weights of {source.location} none is left to write")
+        return (
+            [weight for weight in weights if weight.name in chosen],
+            [weight.name for weight in weights if weight.name not in chosen],
+        )
+
+
+ALL = Which()
 
 
 def consolidate_command(
@@ -24,40 +67,56 @@ def consolidate_command(
     max_shard_size: int,
     overflow: str,
     *,
+    which: Which = ALL,
     common: Common = DEFAULTS,
 ) -> int:
     """Write the weights of `ckpt` into the new folder `out` (default: `ckpt`-`dtype` beside it); return the exit code.
 
     `dtype` is one of `DTYPES`, `max_shard_size` the bytes of the largest file. Raises CheckpointError, with the tensors
     named and nothing published, for values that `dtype` cannot hold (unless `overflow` says "inf" or "clamp");
-    CheckpointExistsError where `out` exists.
+    CheckpointExistsError where `out` exists; see `Which` for others.
     """
     mode = OVERFLOWS.get(overflow)
     if dtype not in DTYPES or mode is None:
         raise UsageError(f"expected a type of {', '.join(DTYPES)} and {', '.join(OVERFLOWS)}, got {dtype}, {overflow}")
     target = out or _beside(os.fspath(ckpt), f"-{dtype}")
     with open_location(ckpt, common) as source:
-        files = plan_files(list_weights(source, DTYPES[dtype]), max_shard_size)
-        total = sum(source.arrays[weight.array].spec.nbytes for file in files for weight in file.weights)
-        size = format_bytes(sum(file.file_bytes for file in files))
-        with Progress(f"consolidate {source.location}", total) as progress:
-            progress.say(
-                f"plan: {sum(len(f.weights) for f in files)} tensors, {size} in {len(files)} file(s) to {target}"
-            )
+        weights, left_out = which.of(source, list_weights(source, DTYPES[dtype]))
+        files = plan_files(weights, max_shard_size)
+        with Progress(
+            f"consolidate {source.location}", sum(source.arrays[weight.array].spec.nbytes for weight in weights)
+        ) as progress:
+            progress.say(_plan_text(files, left_out, dtype, target))
             with new_folder(source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=mode, advance=progress.advance)
                 if lost and mode == "error":
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to go on"
                     raise CheckpointError(lost_text(lost, dtype, advice))
                 copied = _copy_companions(source, folder)
-            progress.say(f"wrote {size} in {len(files)} file(s) to {target}" + (f", with {copied}" if copied else ""))
-            num_lost = sum(each.count for each in lost)
-            if lost:
-                progress.say(f"{num_lost} values do not fit {dtype}: written as {mode}")
+            progress.say(_done_text(files, lost, mode, target) + (f", with {copied}" if copied else ""))
         if common.json:
-            names = [file.name for file in files]
-            print_json({"path": str(target), "files": names, "values_lost": num_lost, **progress.summary()})
+            print_json(
+                {
+                    "path": str(target),
+                    "files": [file.name for file in files],
+                    "left_out": left_out,
+                    "values_lost": sum(each.count for each in lost),
+                    **progress.summary(),
+                }
+            )
     return 0
+
+
+def _plan_text(files: Sequence[FileLayout], left_out: Sequence[str], dtype: str, target: Path) -> str:
+    size = format_bytes(sum(file.file_bytes for file in files))
+    num_tensors = sum(len(file.weights) for file in files)
+    text = f"plan: {num_tensors} tensors as {dtype}, {size} in {len(files)} file(s), to {target}"
+    return f"{text}; {len(left_out)} left out, as {', '.join(left_out[:3])}" if left_out else text
+
+
+def _done_text(files: Sequence[FileLayout], lost: Sequence[Lost], mode: str, target: Path) -> str:
+    text = f"wrote {format_bytes(sum(file.file_bytes for file in files))} in {len(files)} file(s) to {target}"
+    return f"{text}, {sum(each.count for each in lost)} values that do not fit as {mode}" if lost else text
 
 
 def _beside(ckpt: str, suffix: str) -> Path:

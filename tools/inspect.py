@@ -1,4 +1,4 @@
-"""`zstore inspect`: what a folder of checkpoints, or one of them, holds. Reads metadata only; no torch."""
+"""`zstore inspect`: what a folder of checkpoints, or one of them, holds; with statistics also of the values. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,38 +17,53 @@ from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArra
 from zstore.sizes import format_bytes
 from zstore.weights import natural_key
 
+from .array_stats import ArrayStats, collect_stats
 from .opening import DEFAULTS, Common, open_location, print_json
+from .progress import Progress
+from .tables import make_console
 
-_PLAIN_COLUMNS = 200
-"""Width where stdout is no terminal: names are not cut for a pipe."""
+_STATS = ("min", "max", "mean", "norm", "NaN", "inf")
+"""Columns of what values are like, before the histogram."""
 
 
-def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
+def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, stats: bool = False) -> int:
     """Print tags and, of the newest or named checkpoint, step, world size and arrays; return the exit code.
 
-    With `json`, one JSON object (see `describe`).
+    With `stats` every array is read, and what its values are like is told too. With `json`, one JSON object (see
+    `describe`).
     """
     with open_location(ckpt, common) as source:
         infos, refusals = _neighbours(ckpt, source)
+        found, transfer = _read_stats(source) if stats else ({}, {})
         if common.json:
-            print_json(describe(source, infos, refusals))
+            print_json(describe(source, infos, refusals, found) | transfer)
             return 0
-        console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
+        console = make_console()
         if infos:
             _print_tags(console, infos, source)
         _print_summary(console, source)
-        console.print(_arrays_table(source))
+        console.print(_arrays_table(source, found))
     for refusal in refusals:
         print(f"{refusal.path} is no checkpoint: {refusal.reason}", file=sys.stderr)
     return 0
 
 
+def _read_stats(source: ArraySource) -> tuple[dict[str, ArrayStats], dict[str, float]]:
+    names = [name for name, _ in sorted_arrays(source.arrays)]
+    total = sum(array.spec.nbytes for array in source.arrays.values())
+    with Progress(f"inspect {source.location}", total) as progress:
+        found = collect_stats(source, names, progress.advance)
+    return found, progress.summary()
+
+
 def _neighbours(ckpt: str | os.PathLike[str], source: ArraySource) -> tuple[list[TagInfo], list[Refusal]]:
     """Return the checkpoints in the folder, and what looks like one and is none; nothing of other software's."""
-    return (tags(ckpt), refused(ckpt)) if isinstance(source, CheckpointReader) else ([], [])
+    return (tags(Path(ckpt)), refused(Path(ckpt))) if isinstance(source, CheckpointReader) else ([], [])
 
 
-def describe(source: ArraySource, infos: list[TagInfo], refusals: list[Refusal]) -> dict[str, Any]:
+def describe(
+    source: ArraySource, infos: list[TagInfo], refusals: list[Refusal], stats: Mapping[str, ArrayStats]
+) -> dict[str, Any]:
     """Return what `--json` prints: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`.
 
     What is not known of other software's checkpoint is null.
@@ -70,7 +86,10 @@ def describe(source: ArraySource, infos: list[TagInfo], refusals: list[Refusal])
             "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
             **_describe_files(source),
         },
-        "arrays": [_describe_array(source, array) for _, array in sorted_arrays(source.arrays)],
+        "arrays": [
+            _describe_array(source, array) | ({"stats": stats[name].document()} if name in stats else {})
+            for name, array in sorted_arrays(source.arrays)
+        ],
     }
 
 
@@ -141,7 +160,7 @@ def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> 
 
 
 def _print_summary(console: Console, source: ArraySource) -> None:
-    facts = describe(source, [], [])["checkpoint"]
+    facts = describe(source, [], [], {})["checkpoint"]
     trained = facts["training_world_size"]
     resharded = f" (resharded, trained on {trained})" if trained != facts["world_size"] else ""
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
@@ -159,13 +178,15 @@ def _print_summary(console: Console, source: ArraySource) -> None:
     )
 
 
-def _arrays_table(source: ArraySource) -> Table:
+def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table:
     table = Table()
     table.add_column("array", overflow="fold")
     table.add_column("shape", overflow="fold")
     table.add_column("type")
-    table.add_column("bytes", justify="right")
-    table.add_column("shards", justify="right")
+    for column in ("bytes", "shards", *(_STATS if stats else ())):
+        table.add_column(column, justify="right", no_wrap=column in _STATS)
+    if stats:
+        table.add_column("histogram", no_wrap=True)
     groups: dict[str, list[StoredArray]] = {}
     for name, array in sorted_arrays(source.arrays):
         group = name.rpartition("/")[0] if name.startswith("optimizer/") else name.partition("/")[0]
@@ -182,5 +203,16 @@ def _arrays_table(source: ArraySource) -> Table:
                 spec.dtype,
                 format_bytes(spec.nbytes),
                 str(array.grid.num_shards),
+                *(_stats_cells(stats[spec.name]) if stats else ()),
             )
     return table
+
+
+def _stats_cells(stats: ArrayStats) -> list[str]:
+    numbers = (stats.low, stats.high, stats.mean, stats.norm) if stats.finite else (None,) * 4
+    return [
+        *("" if number is None else f"{number:.4g}" for number in numbers),
+        str(stats.nan) if stats.nan else "",
+        str(stats.inf) if stats.inf else "",
+        "" if stats.histogram is None else stats.histogram.bars(),
+    ]

@@ -6,7 +6,7 @@ import contextlib
 import json as json_module
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,11 +30,17 @@ class Common:
     """What the process may take beside what the interpreter and its modules have."""
     storage_options: Mapping[str, str] = field(default_factory=dict)
     """For the file system of a URL."""
+    num_pools: int = 1
+    """Pools that share the memory."""
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool that transfers use; reading ahead takes half of that beside it."""
-        return min(_MOST_POOL_BYTES, (self.memory_bytes - _BESIDE_BYTES) // 3)
+        return min(_MOST_POOL_BYTES, (self.memory_bytes - _BESIDE_BYTES) // (3 * self.num_pools))
+
+    def shared_by(self, num_pools: int) -> Common:
+        """Return the options for each of several checkpoints that are open at once."""
+        return replace(self, num_pools=num_pools)
 
 
 DEFAULTS = Common()

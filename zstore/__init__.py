@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed, initialize
 
     from .errors import ZstoreError
+    from .opened import load_state_dict, open_checkpoint
     from .store import TensorStore
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "gather",
     "init_distributed",
     "initialize",
+    "load_state_dict",
+    "open_checkpoint",
 ]
 
 _HOMES = {
@@ -37,6 +40,8 @@ _HOMES = {
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
     "initialize": "zstore.engine",
+    "load_state_dict": "zstore.opened",
+    "open_checkpoint": "zstore.opened",
 }
 """Public name -> the module that defines it."""
 

@@ -8,10 +8,12 @@ cannot be stuck: the earliest span that is not used up always has a buffer.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from ..buffers import make_slab
 from ..errors import UsageError
+from .crew import Crew
 from .source import ArraySource, StoredArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -195,3 +198,29 @@ class ReadAhead:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
+    """Read `ranges` ahead and call `use` for each span, in several threads called `name`; its memory is taken back then.
+
+    The first error stops all of them and is raised.
+    """
+    num_threads = max(2, min(4, os.cpu_count() or 2))
+    stopped = threading.Event()
+
+    def work(ahead: ReadAhead) -> None:
+        try:
+            while not stopped.is_set() and (span := ahead.take()) is not None:
+                use(span)
+                ahead.release(span)
+        except BaseException:
+            stopped.set()
+            raise
+
+    if not ranges:
+        return
+    with Crew(num_threads, name) as crew, ReadAhead(reader, ranges) as ahead:
+        try:
+            crew.run([partial(work, ahead)] * num_threads)
+        finally:
+            stopped.set()

@@ -115,6 +115,10 @@ class CheckpointReader(ArraySource):
         """Return the JSON that belongs to rank `rank` of the saving run alone."""
         return self.manifest(rank).rank_state
 
+    def shard_crcs(self, name: str, shard: int) -> Sequence[int]:
+        """Return the crc32c of each chunk of a shard that holds values, by the manifest."""
+        return self._expected_crcs(self.array(name), shard)
+
     def open_shard(self, name: str, shard: int) -> ShardReader:
         """Return the reader of one shard file, with its index checked."""
         key = (name, shard)

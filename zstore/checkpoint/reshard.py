@@ -59,7 +59,7 @@ def reshard_checkpoint(
     """
     if world_size < 1:
         raise UsageError(f"world size must be at least 1, got {world_size}")
-    with open_resources(files=reader.resources.files) as resources:
+    with open_resources(files=reader.resources.files, pool_bytes=reader.resources.pool.nbytes) as resources:
         job = _Job(reader, resources, folder, world_size)
         return job.run(advance or (lambda _: None))
 

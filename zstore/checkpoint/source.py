@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -79,6 +79,10 @@ class ArraySource(ABC):
     @abstractmethod
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the JSON that belongs to rank `rank` of the saving run alone; empty where there is none."""
+
+    def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
+        """Return the crc32c of each chunk of a shard that holds values, as committed; None where there are none."""
+        return None
 
     def array(self, name: str) -> StoredArray:
         """Return the array called `name`; raises CheckpointMismatchError where there is none."""

@@ -1,10 +1,11 @@
 """Weights as safetensors files in the Hugging Face layout, in bounded memory. Imports no torch.
 
-Read in this order: layout, cast, file, writer; then from_checkpoint; and reader.
+Read in this order: layout, cast, file, writer; then choose, from_checkpoint; and reader.
 """
 
 from .cast import Overflow, cast_into
-from .from_checkpoint import DTYPES, list_weights, write_weights
+from .choose import choose, frozen_weights
+from .from_checkpoint import DTYPES, list_weights, read_weight, read_weights, write_weights
 from .layout import MAX_FILE_BYTES, FileLayout, Weight, index_document, natural_key, plan_files
 from .reader import StoredWeight, WeightsReader
 from .writer import Lost, WeightsWriter, lost_text
@@ -20,10 +21,14 @@ __all__ = [
     "WeightsReader",
     "WeightsWriter",
     "cast_into",
+    "choose",
+    "frozen_weights",
     "index_document",
     "list_weights",
     "lost_text",
     "natural_key",
     "plan_files",
+    "read_weight",
+    "read_weights",
     "write_weights",
 ]

@@ -1,39 +1,48 @@
-"""The weights of a checkpoint, written as safetensors.
+"""The weights of a checkpoint: listed, read in any precision, written as safetensors.
 
 [Note: the pipeline]
-Threads read spans of the arrays in the order of the output; others cast each span straight into 4-MiB blocks of the
-output file, and whoever completes a block writes it. In memory are the spans read ahead and a few blocks, whatever the
-model's size.
+Threads read spans of the arrays in the order of the output; others cast each span straight to where it goes: into
+tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it. In memory are the spans read
+ahead and a few blocks, whatever the model's size.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..arrays import FLOATING, numpy_dtype
-from ..checkpoint import ArraySource, ReadAhead
-from ..checkpoint.crew import Crew
-from ..checkpoint.split import complete_master
+from ..checkpoint import ArraySource
+from ..checkpoint.ahead import Span, cut_spans, use_spans
+from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
-from .cast import Overflow
+from .cast import Overflow, cast_into
 from .layout import FileLayout, Weight
 from .writer import Lost, WeightsWriter
+
+Array = npt.NDArray[Any]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
 
 _GROUPS = ("model/", "buffer/")
+_PIECE_NUMEL = 512 * 1024
+"""Elements of a split master that are put together in one go, about: it takes fifteen bytes an element."""
+_READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]
-"""Told, from several threads, how many bytes of the arrays were written."""
+"""Told, from several threads, how many bytes of the arrays were read and put where they go."""
+Put = Callable[[str, int, Array], None]
+"""`put(array, first, values)`, from several threads: flat elements of an array from `first` on, 1-D."""
 
 
-def list_weights(reader: ArraySource, dtype: str) -> list[Weight]:
-    """Return the parameters and buffers of a checkpoint; floating ones are written as `dtype`.
+def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
+    """Return the parameters and buffers of a checkpoint; floating ones are written as `dtype`, None: as they are.
 
     Tied parameters stand there once, under their first name. A split master is written in the precision that it has
     with what completes it. Raises CheckpointMismatchError where there is none.
@@ -46,11 +55,83 @@ def list_weights(reader: ArraySource, dtype: str) -> list[Weight]:
         key = name.partition("/")[2]
         if key in weights:
             raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
-        target = dtype if spec.dtype in FLOATING else spec.dtype
+        own = "float32" if dtype is None and rest_of_master(reader.arrays, name) is not None else spec.dtype
+        target = dtype if dtype is not None and spec.dtype in FLOATING else own
         weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
         raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
     return list(weights.values())
+
+
+def put_weights(reader: ArraySource, weights: Sequence[Weight], put: Put, advance: Advance | None = None) -> None:
+    """Read `weights` whole and hand their values to `put`, every element once. See [Note: the pipeline]."""
+    dtypes = {weight.array: weight.dtype for weight in weights}
+    ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
+
+    def use(span: Span) -> None:
+        stored = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
+        for first, values in _masters(reader, span.name, span.first, stored, dtypes[span.name]):
+            put(span.name, first, values)
+        if advance is not None:
+            advance(span.nbytes)
+
+    use_spans(reader, ranges, use, "zstore-weights")
+
+
+def _masters(reader: ArraySource, name: str, first: int, stored: Array, dtype: str) -> Iterator[tuple[int, Array]]:
+    """Yield `stored`, elements of an array from `first` on; of a split master the whole values, in pieces.
+
+    A master's own weight is its nearest bf16 already.
+    """
+    if dtype == DTYPES["bf16"] or rest_of_master(reader.arrays, name) is None:
+        yield first, stored
+        return
+    chunk_numel = max(1, reader.arrays[name].grid.chunk_numel)
+    # Pieces end where chunks do, so that none of what completes them is read twice.
+    step = max(1, _PIECE_NUMEL // chunk_numel) * chunk_numel
+    low = 0
+    while low < stored.size:
+        high = min(stored.size, low + step - (first + low) % chunk_numel)
+        master = complete_master(reader, name, first + low, stored[low:high])
+        if master is not None:
+            yield first + low, master
+        low = high
+
+
+def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, overflow: Overflow) -> int:
+    """Read flat elements of a weight from `first` on into `out`, 1-D and of the weight's data type.
+
+    Returns how many finite values it could not hold.
+    """
+    array = reader.array(weight.array)
+    lost = 0
+    for span in cut_spans(array, first, first + out.size, _READ_BYTES):
+        stored = np.empty(span.stop - span.first, numpy_dtype(array.spec.dtype))
+        reader.read(span.name, span.first, span.stop, stored)
+        for low, values in _masters(reader, span.name, span.first, stored, weight.dtype):
+            target = out[low - first : low - first + values.size]
+            lost += cast_into(values, target, weight.dtype, overflow)
+    return lost
+
+
+def read_weights(
+    reader: ArraySource, weights: Sequence[Weight], overflow: Overflow, advance: Advance | None = None
+) -> tuple[dict[str, Array], list[Lost]]:
+    """Return `weights` by name, each in its own shape and data type, and what these could not hold."""
+    found: dict[str, Array] = {weight.name: np.empty(weight.shape, numpy_dtype(weight.dtype)) for weight in weights}
+    by_array: Mapping[str, Weight] = {weight.array: weight for weight in weights}
+    counts: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def put(array: str, first: int, values: Array) -> None:
+        weight = by_array[array]
+        target = found[weight.name].reshape(-1)[first : first + values.size]
+        if count := cast_into(values, target, weight.dtype, overflow):
+            with lock:
+                counts[weight.name] = counts.get(weight.name, 0) + count
+
+    put_weights(reader, weights, put, advance)
+    return found, [Lost(name=name, count=count) for name, count in sorted(counts.items())]
 
 
 def write_weights(
@@ -60,26 +141,8 @@ def write_weights(
 
     See [Note: the pipeline].
     """
-    bf16 = {weight.array for layout in layouts for weight in layout.weights if weight.dtype == DTYPES["bf16"]}
-    ranges = [(weight.array, 0, weight.numel) for layout in layouts for weight in layout.weights if weight.numel > 0]
-    num_threads = max(2, min(4, os.cpu_count() or 2))
-    stopped = threading.Event()
-
-    def work(writer: WeightsWriter, ahead: ReadAhead) -> None:
-        try:
-            while not stopped.is_set() and (span := ahead.take()) is not None:
-                values = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
-                # A master's own weight is its nearest bf16 already.
-                master = None if span.name in bf16 else complete_master(reader, span.name, span.first, values)
-                writer.put(span.name, span.first, values if master is None else master)
-                ahead.release(span)
-                advance(span.nbytes)
-        except BaseException:
-            stopped.set()
-            raise
-
+    weights = [weight for layout in layouts for weight in layout.weights]
     with WeightsWriter(reader.resources.files, layouts, folder, overflow=overflow) as writer:
-        with Crew(num_threads, "zstore-weights") as crew, ReadAhead(reader, ranges) as ahead:
-            crew.run([partial(work, writer, ahead)] * num_threads)
+        put_weights(reader, weights, writer.put, advance)
         writer.finish()
         return writer.lost()

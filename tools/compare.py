@@ -1,0 +1,226 @@
+"""How the arrays of two checkpoints differ: by the checksums of their chunks, and by their values. No torch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from zstore.arrays import numpy_dtype
+from zstore.checkpoint import ArraySource, ReadAhead, StoredArray
+from zstore.checkpoint.ahead import Range, Span, use_spans
+from zstore.weights import natural_key
+
+Array = npt.NDArray[Any]
+Status = Literal["same", "values", "added", "removed", "shape", "dtype"]
+
+_TILE_NUMEL = 64 * 1024
+
+
+@dataclass
+class Comparison:
+    """How one array differs. What was not looked at is None."""
+
+    name: str
+    status: Status
+    before: str | None = None
+    """Type and shape in the first checkpoint."""
+    after: str | None = None
+    chunks: int | None = None
+    """Chunks whose checksums were compared."""
+    chunks_changed: int | None = None
+    numel: int | None = None
+    """Elements of the array, where values were compared."""
+    changed: int | None = None
+    """Elements that differ: in their bits, or where the types differ, in their value."""
+    max_abs: float | None = None
+    """Largest difference between finite elements."""
+    rms: float | None = None
+    """Root of the mean square of the differences, over all elements."""
+    nonfinite: int | None = None
+    """Elements that differ, one of them not finite."""
+    _squares: list[float] = field(default_factory=list, repr=False)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two arrays are not the same."""
+        return self.status != "same"
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON, without what was not looked at."""
+        found = {key: value for key, value in vars(self).items() if value is not None and not key.startswith("_")}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+
+    def begin_values(self, numel: int) -> None:
+        """Get ready for `add`."""
+        self.numel, self.changed, self.max_abs, self.rms, self.nonfinite = numel, 0, 0.0, 0.0, 0
+
+    def add(self, part: Difference) -> None:
+        """Take in the elements of a part."""
+        self.changed = (self.changed or 0) + part.changed
+        self.nonfinite = (self.nonfinite or 0) + part.nonfinite
+        self.max_abs = max(self.max_abs or 0.0, part.max_abs)
+        self._squares.append(part.squares)
+
+    def end_values(self) -> None:
+        """Settle what follows from all parts."""
+        if self.numel:
+            self.rms = math.sqrt(sum(self._squares) / self.numel)
+        if self.status == "same" and self.changed:
+            self.status = "values"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How elements of two arrays differ."""
+
+    changed: int
+    nonfinite: int
+    max_abs: float
+    squares: float
+
+
+@dataclass
+class ComparisonPlan:
+    """What checksums and metadata tell, and which elements must be read for the rest."""
+
+    comparisons: dict[str, Comparison]
+    ranges: list[Range]
+
+    def read_bytes(self, *sources: ArraySource) -> int:
+        """Return the bytes of the elements to read, of all sources."""
+        return sum((stop - low) * source.array(n).spec.itemsize for n, low, stop in self.ranges for source in sources)
+
+
+def plan_comparison(before: ArraySource, after: ArraySource, *, values: bool) -> ComparisonPlan:
+    """Compare names, shapes, types and checksums; plan to read where these cannot tell, and with `values` where
+    they differ.
+
+    Checksums tell only where both checkpoints have them and are cut alike.
+    """
+    plan = ComparisonPlan({}, [])
+    for name in sorted({*before.arrays, *after.arrays}, key=natural_key):
+        old, new = before.arrays.get(name), after.arrays.get(name)
+        if old is None or new is None:
+            status: Status = "added" if old is None else "removed"
+            plan.comparisons[name] = Comparison(name, status, before=_describe(old), after=_describe(new))
+            continue
+        comparison = Comparison(name, "same", before=_describe(old), after=_describe(new))
+        plan.comparisons[name] = comparison
+        whole = [(0, old.spec.numel)] if old.spec.numel else []
+        if old.spec.shape != new.spec.shape:
+            comparison.status = "shape"
+            continue
+        if old.spec.dtype != new.spec.dtype:
+            comparison.status = "dtype"
+            pieces = whole if values else []
+        elif (changed := _changed_chunks(before, after, old, new)) is not None:
+            comparison.chunks, comparison.chunks_changed = changed
+            pieces = _pieces(before, after, old) if values else []
+            comparison.status = "values" if comparison.chunks_changed else "same"
+        else:
+            pieces = whole
+        if pieces:
+            comparison.begin_values(old.spec.numel)
+            plan.ranges += [(name, first, stop) for first, stop in pieces]
+    return plan
+
+
+def _describe(array: StoredArray | None) -> str | None:
+    return None if array is None else f"{array.spec.dtype} {list(array.spec.shape)}"
+
+
+def _changed_chunks(
+    before: ArraySource, after: ArraySource, old: StoredArray, new: StoredArray
+) -> tuple[int, int] | None:
+    """Return how many chunks there are and how many have other checksums; None where that cannot be compared."""
+    if old.grid != new.grid:
+        return None
+    total = changed = 0
+    for shard in range(old.grid.num_shards):
+        ours, theirs = before.shard_crcs(old.spec.name, shard), after.shard_crcs(new.spec.name, shard)
+        if ours is None or theirs is None or len(ours) != len(theirs):
+            return None
+        total += len(ours)
+        changed += sum(a != b for a, b in zip(ours, theirs, strict=True))
+    return total, changed
+
+
+def _pieces(before: ArraySource, after: ArraySource, array: StoredArray) -> list[tuple[int, int]]:
+    """Return the elements of the chunks whose checksums differ, neighbours together."""
+    grid, name = array.grid, array.spec.name
+    pieces: list[tuple[int, int]] = []
+    for shard in range(grid.num_shards):
+        base, valid = shard * grid.shard_numel, grid.shard_valid_numel(shard)
+        ours, theirs = before.shard_crcs(name, shard) or (), after.shard_crcs(name, shard) or ()
+        for chunk, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if a == b:
+                continue
+            first, stop = base + chunk * grid.chunk_numel, base + min((chunk + 1) * grid.chunk_numel, valid)
+            if pieces and pieces[-1][1] == first:
+                pieces[-1] = (pieces[-1][0], stop)
+            else:
+                pieces.append((first, stop))
+    return pieces
+
+
+def compare_values(
+    before: ArraySource, after: ArraySource, plan: ComparisonPlan, advance: Callable[[int], None]
+) -> None:
+    """Read what was planned, from both at once, and complete the comparisons; memory is that of the sources' pools.
+
+    `advance` is told, from several threads, how many bytes were read.
+    """
+    lock = threading.Lock()
+
+    with ReadAhead(after, plan.ranges) as other:
+
+        def use(span: Span) -> None:
+            old = span.data.view(numpy_dtype(before.array(span.name).spec.dtype))
+            dtype = numpy_dtype(after.array(span.name).spec.dtype)
+            parts: list[Difference] = []
+            for low in range(0, old.size, _TILE_NUMEL):
+                tile = old[low : low + _TILE_NUMEL]
+                new = np.empty(tile.size, dtype)
+                other.read(span.name, span.first + low, span.first + low + tile.size, new)
+                parts.append(difference_of(tile, new))
+                advance(tile.nbytes + new.nbytes)
+            with lock:
+                for part in parts:
+                    plan.comparisons[span.name].add(part)
+
+        use_spans(before, plan.ranges, use, "zstore-diff")
+    for name in {name for name, _, _ in plan.ranges}:
+        plan.comparisons[name].end_values()
+
+
+def difference_of(old: Array, new: Array) -> Difference:
+    """Return how two 1-D arrays of one size differ."""
+    if old.dtype == new.dtype:
+        kind = np.dtype(f"u{old.dtype.itemsize}")
+        places = np.flatnonzero(old.view(kind) != new.view(kind))
+    else:
+        places = np.arange(old.size)
+    if not places.size:
+        return Difference(0, 0, 0.0, 0.0)
+    a, b = old[places].astype(np.float64), new[places].astype(np.float64)
+    if old.dtype != new.dtype:
+        unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+        a, b = a[unequal], b[unequal]
+    finite = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(over="ignore"):
+        gap = np.abs(a[finite] - b[finite])
+        squares = float(np.dot(gap, gap))
+    largest = float(gap.max()) if gap.size else 0.0
+    return Difference(int(a.size), int(a.size - finite.sum()), largest, squares)
+
+
+def summary(comparisons: Sequence[Comparison]) -> str:
+    """Return how many arrays differ, in words."""
+    differing = sum(comparison.differs for comparison in comparisons)
+    return f"{differing} of {len(comparisons)} arrays differ"

@@ -1,0 +1,72 @@
+"""`zstore diff`: which arrays of two checkpoints differ, and how much. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from .compare import Comparison, compare_values, plan_comparison, summary
+from .opening import DEFAULTS, Common, open_location, print_json
+from .progress import Progress
+from .tables import make_console
+
+Location = str | os.PathLike[str]
+
+
+def diff_command(before: Location, after: Location, *, values: bool = False, common: Common = DEFAULTS) -> int:
+    """Compare two checkpoints and print the arrays that differ; return the exit code, 1 where one does.
+
+    Checksums of chunks tell where both are cut alike, without reading; `values` reads the chunks that differ, and says how
+    many elements differ and by how much. Arrays that are cut differently, or have no checksums, are read anyway. With
+    `json`, one object: `before`, `after`, `differ`, `num_same`, `arrays` (those that differ), and what was read.
+    """
+    part = common.shared_by(2)
+    with open_location(before, part) as old, open_location(after, part) as new:
+        plan = plan_comparison(old, new, values=values)
+        with Progress(f"diff {old.location} {new.location}", plan.read_bytes(old, new)) as progress:
+            compare_values(old, new, plan, progress.advance)
+        comparisons = list(plan.comparisons.values())
+        differing = [comparison for comparison in comparisons if comparison.differs]
+        if common.json:
+            print_json(
+                {
+                    "before": old.location,
+                    "after": new.location,
+                    "differ": bool(differing),
+                    "num_same": len(comparisons) - len(differing),
+                    "arrays": [comparison.document() for comparison in differing],
+                    **progress.summary(),
+                }
+            )
+        else:
+            if differing:
+                make_console().print(_table(differing))
+            progress.say(summary(comparisons))
+    return 1 if differing else 0
+
+
+def _table(differing: Sequence[Comparison]) -> Table:
+    table = Table()
+    table.add_column("array", overflow="fold")
+    table.add_column("what", overflow="fold")
+    for column in ("chunks", "elements", "max abs", "rms"):
+        table.add_column(column, justify="right")
+    for one in differing:
+        chunks = "" if one.chunks is None else f"{one.chunks_changed} of {one.chunks}"
+        elements = "" if one.changed is None else f"{one.changed} of {one.numel}"
+        if one.nonfinite:
+            elements += f" ({one.nonfinite} not finite)"
+        numbers = ["" if number is None else f"{number:.6g}" for number in (one.max_abs, one.rms)]
+        table.add_row(escape(one.name), escape(_what(one)), chunks, elements, *numbers)
+    return table
+
+
+def _what(one: Comparison) -> str:
+    if one.status == "added":
+        return f"only in the second: {one.after}"
+    if one.status == "removed":
+        return f"only in the first: {one.before}"
+    return "values" if one.status == "values" else f"{one.before} -> {one.after}"

@@ -1,0 +1,147 @@
+"""`zstore ls`: the checkpoints of a folder, and what each takes on the drive. Reads records and file sizes; no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from zstore.checkpoint import TagInfo, refused, tags
+from zstore.errors import CheckpointNotFoundError
+from zstore.sizes import format_bytes
+
+from .opening import DEFAULTS, Common, open_location, print_json
+from .tables import make_console
+
+_AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A checkpoint as a row of the list."""
+
+    tag: str
+    path: str
+    step: int
+    world_size: int
+    committed_ns: int
+    age_s: float
+    size_bytes: int
+    """Of all its files."""
+    shared_bytes: int
+    """Of files that other checkpoints of the folder have too."""
+    freed_bytes: int
+    """What removing it would free: of files that have no other name anywhere."""
+    newest: bool
+
+
+def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
+    """Print the checkpoints in `folder`, the oldest first; return the exit code.
+
+    With `json`, one object: `path`, `checkpoints` (see `Entry`) and `refused`. Raises CheckpointNotFoundError where there
+    is none.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        return _list_one(folder, common)
+    infos, refusals = tags(path), refused(path)
+    if not infos and not refusals:
+        return _list_one(folder, common)
+    entries = list_entries(infos, time.time_ns())
+    if common.json:
+        print_json(
+            {
+                "path": str(path),
+                "checkpoints": [asdict(entry) for entry in entries],
+                "refused": [{"path": str(refusal.path), "reason": refusal.reason} for refusal in refusals],
+            }
+        )
+        return 0
+    if entries:
+        make_console().print(_table(entries))
+    for refusal in refusals:
+        print(f"{refusal.path} is no checkpoint: {refusal.reason}", file=sys.stderr)
+    if not entries:
+        raise CheckpointNotFoundError(f"{path} holds no committed checkpoint")
+    return 0
+
+
+def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
+    """Return an entry for each checkpoint of one folder, in their order."""
+    found = [_files_below(info.path) for info in infos]
+    holders = Counter(key for files in found for key in files)
+    newest = max((info.record.committed_ns for info in infos), default=0)
+    return [
+        Entry(
+            tag=info.tag,
+            path=str(info.path),
+            step=info.record.step,
+            world_size=info.record.world_size,
+            committed_ns=info.record.committed_ns,
+            age_s=max(0.0, (now_ns - info.record.committed_ns) / 1e9),
+            size_bytes=sum(size for size, _, _ in files.values()),
+            shared_bytes=sum(size for key, (size, _, _) in files.items() if holders[key] > 1),
+            freed_bytes=sum(size for size, num_links, num_here in files.values() if num_links == num_here),
+            newest=info.record.committed_ns == newest,
+        )
+        for info, files in zip(infos, found, strict=True)
+    ]
+
+
+def _files_below(folder: Path) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Return each file's bytes, number of names and number of names below `folder`, by device and inode."""
+    files: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            status = os.lstat(os.path.join(parent, name))
+            key = (status.st_dev, status.st_ino)
+            files[key] = (status.st_size, status.st_nlink, files.get(key, (0, 0, 0))[2] + 1)
+    return files
+
+
+def _list_one(location: str | os.PathLike[str], common: Common) -> int:
+    """Print the one checkpoint that `location` opens: other software's, or one that is not on a local disk."""
+    with open_location(location, common) as source:
+        nbytes = sum(array.spec.nbytes for array in source.arrays.values())
+        document = {
+            "tag": source.tag,
+            "path": source.location,
+            "kind": source.kind,
+            "step": source.record.step,
+            "world_size": source.record.world_size,
+            "array_bytes": nbytes,
+        }
+    if common.json:
+        print_json({"path": os.fspath(location), "checkpoints": [document], "refused": []})
+        return 0
+    table = Table()
+    for column in document:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    table.add_row(*(escape(str(value)) for value in (document | {"array_bytes": format_bytes(nbytes)}).values()))
+    make_console().print(table)
+    return 0
+
+
+def _table(entries: Sequence[Entry]) -> Table:
+    table = Table()
+    for column in ("tag", "step", "world size", "size", "shared", "freed if removed", "age", ""):
+        table.add_column(column, justify="left" if column in ("tag", "") else "right", overflow="fold")
+    for entry in entries:
+        sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
+        newest = "newest" if entry.newest else ""
+        table.add_row(escape(entry.tag), str(entry.step), str(entry.world_size), *sizes, _age(entry.age_s), newest)
+    return table
+
+
+def _age(age_s: float) -> str:
+    for least_s, unit_s, unit in _AGES:
+        if age_s >= least_s:
+            return f"{age_s / unit_s:.0f} {unit}"
+    return f"{age_s:.0f} s"

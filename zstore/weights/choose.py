@@ -1,0 +1,57 @@
+"""Which of a checkpoint's weights are meant: by patterns of their names, and without those that were frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..checkpoint import ArraySource
+from ..errors import CheckpointMismatchError
+
+
+def choose(names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
+    """Return those of `names` that match a pattern of `include` (none: all), and none of `exclude`, in their order.
+
+    A pattern is a name, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too. Raises CheckpointMismatchError
+    for a pattern that matches no name: it is a mistake more often than not.
+    """
+    known = list(names)
+    for pattern in (*include, *exclude):
+        if not any(_matches(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise CheckpointMismatchError(f"{pattern!r} matches none of the {len(known)} names{hint}")
+    return [
+        name
+        for name in known
+        if (not include or any(_matches(name, pattern) for pattern in include))
+        and not any(_matches(name, pattern) for pattern in exclude)
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def frozen_weights(source: ArraySource) -> set[str]:
+    """Return the parameters that the optimizer did not train, by the record or by the optimizer's state.
+
+    Raises CheckpointMismatchError where neither is there, so that all would look frozen.
+    """
+    trained = {name.split("/", 2)[2] for name in source.arrays if name.startswith("optimizer/")}
+    trained |= _stepped(source.record.state.get("engine"))
+    parameters = {name.partition("/")[2] for name in source.arrays if name.startswith("model/")}
+    if parameters and not trained:
+        raise CheckpointMismatchError(
+            f"{source.location} does not say which parameters were frozen: it has no state of an optimizer, and its record "
+            "none of an engine"
+        )
+    return parameters - trained
+
+
+def _stepped(engine: Any) -> set[str]:
+    """Return the parameters for which the engine's part of a record has step counts."""
+    scalars = engine.get("scalars") if isinstance(engine, dict) else None
+    return {name for name in scalars if isinstance(name, str)} if isinstance(scalars, dict) else set()
