@@ -7,7 +7,7 @@ The device keeps what is not offloaded, and `1 - ratio` of the optimizer state's
 - Under a host budget "nvme" means: in memory as far as the budget goes, the rest on disk. Buffers come first, then what
   has no other place. What is left goes to whatever saves most bytes of disk traffic per byte of memory, in whole
   parameters: 16-bit parameters save 3 bytes a byte (read in forward and in backward, written by the update), gradients
-  and optimizer state 2; padding on disk decides among equals, then the order of the parameters. A step visits all of it
+  and optimizer state 2; padding on disk decides among equals; what is alike is spread over the model. A step visits all of it
   in a circle, where an LRU cache would never hit; a fixed part in memory always does.
 - Taking the densest first, and skipping what does not fit, makes disk traffic monotone in the budget: where a larger
   budget takes an item that a smaller one has to skip, all that the smaller one may still take is worth less than that
@@ -31,6 +31,8 @@ from zstore.errors import BudgetError, ConfigError
 from zstore.partition import Grid
 from zstore.shardfile import ShardLayout, layout_of, round_up
 from zstore.store import SMALL_SHARD_BYTES
+
+from .spread import spread_turns
 
 Rest = Literal["device", "host", "disk"]
 OffloadTier = Literal["none", "cpu", "nvme"]
@@ -384,6 +386,8 @@ class _Choice:
     memory_bytes: int
     saved_bytes: int
     """Traffic of a step that ends with that."""
+    turn: int
+    """Sorts alike ones: see `spread_turns`."""
 
     def applied_to(self, place: Placement) -> Placement:
         """Return `place` with this in host memory."""
@@ -396,28 +400,30 @@ class _Choice:
                 return replace(place, state="host")
 
     @property
-    def rank(self) -> tuple[Fraction, int]:
+    def rank(self) -> tuple[Fraction, int, int]:
         """Sorts the densest first; among equals parameters, gradients, state."""
-        return -Fraction(self.saved_bytes, self.memory_bytes), ("parameter", "gradient", "state").index(self.field)
+        field = ("parameter", "gradient", "state").index(self.field)
+        return -Fraction(self.saved_bytes, self.memory_bytes), field, self.turn
 
 
 def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings) -> list[_Choice]:
     """Return what may be in host memory or on disk, what should be in memory first; see [Note: placement]."""
     choices: list[_Choice] = []
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
+    turns = dict(zip((need.name for need in needs), spread_turns([need.rows_numel for need in needs]), strict=True))
     for need in needs:
         place = least[need.name]
         frozen = need.slots is None
         for field in names:
             if getattr(place, field) != "disk" or (field == "state" and frozen):
                 continue
-            bare = _Choice(need=need, field=field, memory_bytes=0, saved_bytes=0)
+            bare = _Choice(need=need, field=field, memory_bytes=0, saved_bytes=0, turn=turns[need.name])
             after = bare.applied_to(place)
             memory_bytes = _budget_bytes(need, after, settings) - _budget_bytes(need, place, settings)
             saved_bytes = _step_bytes(need, place, settings) - _step_bytes(need, after, settings)
             if memory_bytes:
                 choices.append(replace(bare, memory_bytes=memory_bytes, saved_bytes=saved_bytes))
-    choices.sort(key=lambda choice: choice.rank)  # stable: in the order of the parameters
+    choices.sort(key=lambda choice: choice.rank)
     return _within_max_in_cpu(choices, settings)
 
 

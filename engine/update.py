@@ -29,6 +29,7 @@ from .kernel import ParameterStep
 from .parameters import ParameterRecord
 from .state import OptimizerState
 from .tensors import as_torch
+from .threads import one_thread
 from .transfers import GradientTiles, RowsUp, Transfers
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -132,13 +133,16 @@ class Update:
             if done is not None:
                 done(mine[group])
 
-        with self._state.passing(
-            [self._arrays(record) for record in mine],
-            "update",
-            modes=self._modes(mine),
-            admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
-            on_end=None if done is None else ended,
-        ) as tiles:
+        with (
+            one_thread(bool(self._state.store.options.all_paths)),
+            self._state.passing(
+                [self._arrays(record) for record in mine],
+                "update",
+                modes=self._modes(mine),
+                admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
+                on_end=None if done is None else ended,
+            ) as tiles,
+        ):
             change: _Change | None = None
             for tile in tiles:
                 if change is None or change.group != tile.group:

@@ -120,18 +120,23 @@ def test_a_budget_goes_to_parameters_then_gradients_then_state() -> None:
         plan = make_plan(EIGHT, replace(both, budget_bytes=budget * MB))
         states, parameters, gradients = zip(*rests(plan), strict=True)
         seen.append((parameters.count("host"), gradients.count("host"), states.count("host")))
-        assert parameters == tuple(sorted(parameters, reverse=True))  # the first ones
+        # Evenly among all, so that the drive has the same work in every part of a step.
+        assert parameters.count("host") != 4 or parameters == ("host", "disk") * 4
     # Half a MiB for each parameter and gradient, 3 for each state.
     assert seen == [(0, 0, 0), (4, 0, 0), (8, 0, 0), (8, 4, 0), (8, 8, 0), (8, 8, 6), (8, 8, 8)]
+
+
+def in_memory(plan: Plan) -> list[int]:
+    return [number for number, place in enumerate(plan.placements.values()) if place.parameter == "host"]
 
 
 def test_max_in_cpu_counts_elements_with_and_without_a_budget() -> None:
     both = asked(optimizer="none", parameters="nvme", max_in_cpu_numel=3 * 512 * 512, buffer_bytes=MB)
     for budget in (None, 100 * MB):
         plan = make_plan(EIGHT, replace(both, budget_bytes=budget))
-        assert [place.parameter for place in plan.placements.values()] == ["host"] * 3 + ["disk"] * 5
+        assert in_memory(plan) == [0, 2, 4]
     plan = make_plan(EIGHT, replace(both, budget_bytes=2 * MB))
-    assert [place.parameter for place in plan.placements.values()] == ["host"] * 2 + ["disk"] * 6
+    assert in_memory(plan) == [0, 4]
 
 
 def test_an_fp32_parameter_is_its_own_master_unless_it_stays_on_the_device_alone() -> None:
