@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from tests.engine_models import make_net
+from tests.engine_runs import make_config, start
 from zstore.checkpoint import open_checkpoint
 from zstore.errors import CheckpointMismatchError
 from zstore.testing.checkpoints import save_arrays
@@ -89,3 +92,16 @@ def test_json_says_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_order_is_that_of_the_names() -> None:
     assert choose(["b", "a", "c"], ["c", "b"]) == ["b", "c"]
     assert choose(["b", "a"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_engines_frozen_parameters_are_left_out(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    net, config = make_net(), make_config()
+    del config["optimizer"]
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    names = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    with start(config, net, optimizer=kind(trained, lr=1e-2)) as engine:
+        engine.save_checkpoint(tmp_path / "ckpt")
+    which = Which(without_frozen=True)
+    assert consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", 10**9, "error", which=which) == 0
+    assert set(load_file(tmp_path / "out/model.safetensors")) == names | {"shift"}

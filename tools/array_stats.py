@@ -48,7 +48,7 @@ class Histogram:
         """Count finite values that are within the range; `values` is scratch afterwards."""
         # What is too small to be scaled becomes zero: below zero it belongs to the bin before.
         below = values < 0 if self.exponent > 0 else None
-        np.ldexp(values, -self.exponent, out=values)
+        values *= math.ldexp(1.0, -self.exponent)
         np.floor(values, out=values)
         if below is not None:
             values[below & (values == 0)] = -1
@@ -169,32 +169,29 @@ def stats_of(values: Array) -> ArrayStats:
     tiles = [values[first : first + _TILE_NUMEL] for first in range(0, values.size, _TILE_NUMEL)]
     total = squares = 0.0
     for tile in tiles:
-        numbers = _finite(tile, stats)
-        if numbers.size:
-            stats.low, stats.high = min(stats.low, float(numbers.min())), max(stats.high, float(numbers.max()))
-            with np.errstate(over="ignore"):
-                total += float(numbers.sum())
-                squares += float(np.dot(numbers, numbers))
-            stats.finite += numbers.size
+        numbers = tile.astype(np.float64)
+        low, high = float(numbers.min()), float(numbers.max())
+        if not math.isfinite(low) or not math.isfinite(high):
+            nan = int(np.isnan(numbers).sum())
+            numbers = numbers[np.isfinite(numbers)]
+            stats.nan += nan
+            stats.inf += tile.size - numbers.size - nan
+            if not numbers.size:
+                continue
+            low, high = float(numbers.min()), float(numbers.max())
+        stats.low, stats.high = min(stats.low, low), max(stats.high, high)
+        stats.finite += numbers.size
+        with np.errstate(over="ignore"):
+            total += float(numbers.sum())
+            # Not by a matrix library: its threads would fight with ours.
+            squares += float(np.square(numbers).sum())
     if stats.finite:
         stats.sums, stats.squares = [total], [squares]
         stats.histogram = Histogram.of(stats.low, stats.high)
         for tile in tiles:
-            stats.histogram.add(_finite(tile))
+            numbers = tile.astype(np.float64)
+            stats.histogram.add(numbers[np.isfinite(numbers)] if stats.nan or stats.inf else numbers)
     return stats
-
-
-def _finite(tile: Array, stats: ArrayStats | None = None) -> npt.NDArray[np.float64]:
-    """Return the finite values of `tile`, a copy; the others are counted in `stats`."""
-    numbers = tile.astype(np.float64)
-    known = np.isfinite(numbers)
-    if known.all():
-        return numbers
-    if stats is not None:
-        nan = int(np.isnan(numbers).sum())
-        stats.nan += nan
-        stats.inf += int(numbers.size - known.sum()) - nan
-    return numbers[known]
 
 
 def collect_stats(source: ArraySource, names: Sequence[str], advance: Callable[[int], None]) -> dict[str, ArrayStats]:

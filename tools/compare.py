@@ -215,7 +215,7 @@ def difference_of(old: Array, new: Array) -> Difference:
     finite = np.isfinite(a) & np.isfinite(b)
     with np.errstate(over="ignore"):
         gap = np.abs(a[finite] - b[finite])
-        squares = float(np.dot(gap, gap))
+        squares = float(np.square(gap).sum())
     largest = float(gap.max()) if gap.size else 0.0
     return Difference(int(a.size), int(a.size - finite.sum()), largest, squares)
 

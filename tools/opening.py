@@ -18,6 +18,8 @@ LEAST_MEMORY_BYTES = 64 * MIB
 _BESIDE_BYTES = 32 * MIB
 """Kept free for blocks of output files, metadata and what Python makes on its way."""
 _MOST_POOL_BYTES = 64 * MIB
+_ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
+"""What the metadata of an array, and the checksum of a chunk, take in memory: measured, and rounded up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class Common:
     json: bool = False
     """Print one JSON object on stdout in place of text."""
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    """What the process may take beside what the interpreter and its modules have."""
+    """What the process may take beside what the interpreter and its modules have. Metadata is counted in, but the default
+    gives way to it."""
     storage_options: Mapping[str, str] = field(default_factory=dict)
     """For the file system of a URL."""
     num_pools: int = 1
@@ -59,7 +62,22 @@ def open_location(
         open_resources(pool_bytes=common.pool_bytes) as resources,
         open_source(location, tag, resources=resources, **options) as source,
     ):
+        _check_memory(source, common)
         yield source
+
+
+def _check_memory(source: ArraySource, common: Common) -> None:
+    """Raise BudgetError where a limit that was asked for does not hold the metadata; the default one then gives way."""
+    from zstore.errors import BudgetError
+
+    num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
+    metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks * _CHUNK_BYTES if source.record.id else 0)
+    least = LEAST_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - _BESIDE_BYTES // 4)
+    if common.memory_bytes < least and common.memory_bytes != DEFAULT_MEMORY_BYTES:
+        raise BudgetError(
+            f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes: give "
+            f"`--memory {-(-least // MIB)}MiB` or more"
+        )
 
 
 def own_reader(source: ArraySource, command: str) -> CheckpointReader:
