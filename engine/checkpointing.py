@@ -286,6 +286,8 @@ class Checkpoints:
                 _log.warning(
                     "%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out)
                 )
+            if reader.notes and training.world.rank == 0:
+                _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
             training.torn = True
             if training.hooks is not None:
                 training.hooks.residence.forget()
@@ -348,10 +350,12 @@ class Checkpoints:
         record = reader.record
         # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
         if record.training_world_size == record.world_size == world.world_size:
-            load_rng_state(dict(reader.rank_state(world.rank)))
-            return
+            state = reader.rank_state(world.rank)
+            if state:
+                load_rng_state(dict(state))
+                return
         derive_rng_state(self._training.config.seed, step, world.rank)
-        if world.rank == 0:
+        if world.rank == 0 and not reader.notes:  # those say it
             _log.warning(
                 "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
                 "%d, step %d and rank",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from .checkpoint import ArraySource, open_checkpoint
+from .checkpoint import ArraySource, open_checkpoint, tag_text
+from .errors import CheckpointNotFoundError
 from .shardio import IoResources
 
 
@@ -16,4 +17,13 @@ def open_source(
     Raises CheckpointNotFoundError, CorruptionError where it is damaged, CheckpointMismatchError where it is of a kind or
     version that is not read. `resources` stays the caller's.
     """
-    return open_checkpoint(os.fspath(location), tag, resources=resources)
+    try:
+        return open_checkpoint(os.fspath(location), tag, resources=resources)
+    except CheckpointNotFoundError:
+        # Only where there is none of ours: a run that moved here goes on in the same folder.
+        from .foreign.deepspeed import open_deepspeed
+
+        text = None if tag is None else tag_text(tag)
+        if (foreign := open_deepspeed(os.fspath(location), text, resources=resources)) is not None:
+            return foreign
+        raise

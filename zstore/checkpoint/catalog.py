@@ -11,12 +11,11 @@ from .format import Record, read_json
 from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
 _FOREIGN = {
-    "latest_checkpointed_iteration.txt": "Megatron",
-    ".metadata": "torch.distributed.checkpoint",
-    "mp_rank_00_model_states.pt": "DeepSpeed",
-    "zero_to_fp32.py": "DeepSpeed",
+    "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
+    ".metadata": "torch.distributed.checkpoint, which this version does not read",
+    "zero_to_fp32.py": "DeepSpeed, but no folder of a tag with *_model_states.pt is in it: it is incomplete",
 }
-"""A file's name -> whose checkpoint has it."""
+"""A file's name -> whose checkpoint has it, and why it is not read here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,7 @@ def _nothing(path: Path, tag: str | None, catalog: Catalog) -> str:
     for refusal in catalog.refusals[:5]:
         text += f"; {refusal.path.name} was refused: {refusal.reason}"
     foreign = sorted({maker for name, maker in _FOREIGN.items() if (path / name).exists()})
-    return text + (f"; it looks like a checkpoint of {foreign[0]}, which this version does not read" if foreign else "")
+    return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
 
 def check_tag_is_free(folder: Path, tag: str, *, overwrite: bool) -> None:

@@ -51,6 +51,8 @@ class ArraySource(ABC):
 
     kind: str = "a checkpoint of other software"
     """Whose checkpoint it is, for people: as "zstore", "DeepSpeed stage 2"."""
+    notes: tuple[str, ...] = ()
+    """What other software's checkpoint has, or lacks, that is not carried over: for one warning where it is used."""
 
     def __init__(self, location: str, tag: str, record: Record, resources: IoResources | None) -> None:
         self.location: str = location

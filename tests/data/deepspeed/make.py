@@ -1,0 +1,257 @@
+"""Makes the checkpoints of this folder, with DeepSpeed and torch, each with what DeepSpeed itself says that it holds.
+
+    DS_ACCELERATOR=cpu python tests/data/deepspeed/make.py [CASE ...]
+
+A case's folder has the checkpoint as DeepSpeed saved it, without the scripts that it copies along; `expected.safetensors`,
+the masters and moments that DeepSpeed's own functions gathered over the ranks, with the model's buffers and frozen
+parameters; and `expected.json`, the losses of each step, before and after the save. Needs DeepSpeed with its CPU operators
+(async_io and cpu_adam for the cases that offload).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[2]))
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage0-fp32-1": {"stage": 0, "world_size": 1},
+    "stage0-fp32-groups-2": {"stage": 0, "world_size": 2, "groups": "two"},
+    "stage0-bf16-2": {"stage": 0, "world_size": 2, "precision": "bf16"},
+    "stage0-fp16-1": {"stage": 0, "world_size": 1, "precision": "fp16", "groups": "two"},
+    "stage1-fp32-2": {"stage": 1, "world_size": 2, "accumulation": 3},
+    "stage1-bf16-3": {"stage": 1, "world_size": 3, "precision": "bf16"},
+    "stage1-elastic-2": {"stage": 1, "world_size": 2, "precision": "fp16", "elastic": True},
+    "stage2-bf16-groups-2": {"stage": 2, "world_size": 2, "precision": "bf16", "groups": "two"},
+    "stage2-fp16-1": {"stage": 2, "world_size": 1, "precision": "fp16", "client": True},
+    "stage2-fp32-3": {"stage": 2, "world_size": 3, "groups": "two", "zero": {"round_robin_gradients": True}},
+    "stage2-cpu-2": {
+        "stage": 2,
+        "world_size": 2,
+        "precision": "bf16",
+        "zero": {"offload_optimizer": {"device": "cpu"}},
+    },
+    "stage2-legacy-1": {"stage": 2, "world_size": 1, "precision": "bf16", "legacy": True},
+    "stage3-bf16-1": {"stage": 3, "world_size": 1, "precision": "bf16"},
+    "stage3-bf16-groups-2": {
+        "stage": 3,
+        "world_size": 2,
+        "precision": "bf16",
+        "groups": "two",
+        "zero": {"sub_group_size": 40},
+    },
+    "stage3-fp16-2": {"stage": 3, "world_size": 2, "precision": "fp16"},
+    "stage3-fp32-3": {"stage": 3, "world_size": 3},
+    "stage3-nvme-1": {"stage": 3, "world_size": 1, "precision": "bf16", "nvme": True},
+    "stage3-nvme-groups-2": {
+        "stage": 3,
+        "world_size": 2,
+        "precision": "bf16",
+        "nvme": True,
+        "groups": "two",
+        "zero": {"sub_group_size": 40},
+    },
+    "universal-stage1-2": {"stage": 1, "world_size": 2, "precision": "bf16", "universal": True},
+    "universal-stage3-2": {"stage": 3, "world_size": 2, "precision": "bf16", "universal": True, "groups": "two"},
+    "trainer": {"stage": 2, "world_size": 2, "precision": "bf16", "folder": "checkpoint-3"},
+}
+
+
+def config(case: dict[str, Any], nvme: str) -> dict[str, Any]:
+    from tests.deepspeed_model import ADAM, SCHEDULER, TRAIN_BATCH_SIZE
+
+    zero: dict[str, Any] = {"stage": case["stage"], **case.get("zero", {})}
+    if case["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 10
+    if case.get("elastic"):
+        zero["elastic_checkpoint"] = True
+    if case.get("nvme"):
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme, "buffer_count": 5}
+    accumulation = case.get("accumulation", 1)
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": TRAIN_BATCH_SIZE // case["world_size"] // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": "offload_optimizer" not in zero}},
+        "scheduler": SCHEDULER,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1000,
+    }
+    if case.get("legacy"):
+        made["checkpoint"] = {"checkpoint_serialization": False}
+    precision = case.get("precision", "fp32")
+    if precision == "bf16":
+        made["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        made["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    return made
+
+
+def client_state() -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    return {
+        "epoch": 2,
+        "best": float("inf"),
+        "tensor": torch.arange(6.0).reshape(2, 3),
+        "numpy": {"state": np.arange(4, dtype=np.uint32), "scalar": np.float64(0.5)},
+        "shape": torch.Size([2, 3]),
+    }
+
+
+def rank_main(name: str, work: Path) -> None:
+    """Train, save, go on; rank 0 writes what is expected."""
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+    from safetensors.torch import save_file
+
+    from tests.deepspeed_model import STEPS_AFTER, STEPS_BEFORE, groups_of, make_tiny, micro_batches
+
+    case = CASES[name]
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), case["world_size"]
+    deepspeed.init_distributed("gloo")
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    optimizer_utils.MIN_AIO_BYTES = 64  # else tensors of less than 1 MiB stay in memory
+    settings = config(case, str(work / "nvme"))
+    if case.get("nvme"):
+        settings["aio"] = {"block_size": 64, "intra_op_parallelism": 1}
+    model = make_tiny()
+    engine, *_ = deepspeed.initialize(
+        model=model, config=settings, model_parameters=groups_of(model, case.get("groups", "one"))
+    )
+    accumulation = case.get("accumulation", 1)
+
+    def step(number: int) -> float:
+        losses = []
+        for ids in micro_batches(number, rank, world_size, accumulation):
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().float())
+        total = torch.stack(losses).mean()
+        torch.distributed.all_reduce(total)
+        return float(total) / world_size
+
+    losses = [step(number) for number in range(STEPS_BEFORE)]
+    folder = work / case.get("folder", "")
+    state = client_state() if case.get("client") else {}
+    engine.save_checkpoint(str(folder), client_state=state)
+    expected = gathered(engine, case["stage"])
+    losses += [step(number) for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)]
+    if rank == 0:
+        save_file(expected, work / "expected.safetensors")
+        facts = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "config": settings, "losses": losses}
+        settings.get("zero_optimization", {}).get("offload_optimizer", {}).pop("nvme_path", None)
+        (work / "expected.json").write_text(json.dumps(facts | {"case": case}, indent=1, default=str) + "\n")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def gathered(engine: Any, stage: int) -> dict[str, Any]:
+    """Return masters, moments, buffers and frozen parameters by our names, as DeepSpeed's own functions give them."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed links the states after the step of the first parameter group, when the others have none yet.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            plain = stage == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled())
+            if plain:
+                values = {"master": parameter.detach(), **engine.optimizer.state[parameter]}
+            else:
+                values = {"master": safe_get_full_fp32_param(parameter)} | {
+                    slot: safe_get_full_optimizer_state(parameter, slot) for slot in ("exp_avg", "exp_avg_sq")
+                }
+            found[f"model/{name}"] = values["master"].clone()
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found[f"optimizer/{slot}/{name}"] = values[slot].clone().reshape(found[f"model/{name}"].shape)
+        elif stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[f"model/{name}"] = parameter.detach().clone()
+        else:
+            found[f"model/{name}"] = parameter.detach().clone()
+    for name in ("shift", "numbers"):
+        found[f"buffer/{name}"] = getattr(engine.module, name).clone()
+    return {name: value.contiguous().cpu() for name, value in found.items()}
+
+
+def make(name: str) -> None:
+    """Run a case's ranks and move what they made into this folder."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary) / name
+        work.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank", name, str(work)],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(case["world_size"]),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                },
+            )
+            for rank in range(case["world_size"])
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            sys.exit(f"{name} failed")
+        if case.get("universal"):
+            make_universal(work)
+        for path in list(work.rglob("zero_to_*.py")):
+            path.unlink()
+        shutil.rmtree(work / "nvme", ignore_errors=True)
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        shutil.copytree(work, HERE / name)
+
+
+def make_universal(work: Path) -> None:
+    """Convert the checkpoint with DeepSpeed's own tool and keep the result alone."""
+    tag = (work / "latest").read_text()
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--inject_missing_state",
+            "--input_folder",
+            str(work / tag),
+            "--output_folder",
+            str(work / f"{tag}_universal"),
+        ],
+        check=True,
+    )
+    shutil.rmtree(work / tag)
+    (work / "latest").unlink()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(sys.argv[2], Path(sys.argv[3]))
+    else:
+        for wanted in sys.argv[1:] or CASES:
+            make(wanted)

@@ -1,0 +1,63 @@
+"""Arrays and scalars of numpy out of pickles, built from their bytes by ourselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .pickles import PickledObject, Table, inert
+
+_KINDS = "biuf"
+
+NUMPY: Table = {
+    **inert(
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy._core.numeric._frombuffer",
+        "numpy.core.numeric._frombuffer",
+        "numpy.dtype",
+    ),
+    "numpy.ndarray": None,
+}
+"""Globals of numpy's data; `numpy_value` gives what they stand for."""
+
+
+def numpy_value(found: PickledObject) -> npt.NDArray[Any] | float | None:
+    """Return the array or number that an object of `NUMPY` stands for; None where it is of no plain type, or damaged."""
+    kind = found.name.rpartition(".")[2]
+    try:
+        if kind == "scalar":
+            dtype, data = found.args
+            number: float = _array(data, dtype, ()).item()
+            return number
+        if kind == "_reconstruct":
+            _, shape, dtype, fortran, data = found.state
+            return _array(data, dtype, shape, fortran=bool(fortran))
+        if kind == "_frombuffer":
+            data, dtype, shape, order = found.args
+            return _array(data, dtype, shape, fortran=order == "F")
+    except (TypeError, ValueError):
+        pass
+    return None
+
+
+def _array(data: Any, dtype: Any, shape: Any, *, fortran: bool = False) -> npt.NDArray[Any]:
+    plain = _dtype(dtype)
+    if not isinstance(data, bytes) or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("expected bytes and a shape")
+    if len(data) != math.prod(shape) * plain.itemsize:
+        raise ValueError("the bytes are not those of the shape")
+    return np.frombuffer(data, plain).reshape(shape, order="F" if fortran else "C").copy("C")
+
+
+def _dtype(found: Any) -> np.dtype[Any]:
+    text = found.args[0] if isinstance(found, PickledObject) and found.name == "numpy.dtype" and found.args else None
+    if not isinstance(text, str) or len(text) > 3 or text[:1] not in _KINDS:
+        raise ValueError("no plain type")
+    order = found.state[1] if isinstance(found.state, tuple) and len(found.state) > 1 else "<"
+    return np.dtype(text).newbyteorder(">" if order == ">" else "<")

@@ -1,0 +1,391 @@
+"""Reads pickles without calling anything that they name. No torch.
+
+[Note: what a pickle may do]
+A pickle is a program: it names functions of any module and has them called. The machine here knows the opcodes that
+build numbers, text, lists, tuples, dicts and sets. What else a pickle names must be in the caller's table, and what the
+table has is ours: functions that build data. Everything else is refused by name before anything happens. There are no
+recursive calls, and nothing is allocated for which the pickle does not have the bytes. What was built may refer to
+itself, or to one thing many times over: whoever walks it must count its steps (`Walk`).
+
+Source of the opcodes: pickletools of the Python standard library, protocols 2 to 5.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from ..errors import CheckpointMismatchError, CorruptionError
+
+Maker = Callable[..., Any]
+"""Makes what a call of a global gives, from the pickle's arguments; must not trust them."""
+
+Table = Mapping[str, Maker | None]
+"""Full name of a global -> what a call of it makes; None where it may be named, but not called."""
+
+MAX_PICKLE_BYTES = 256 * 1024 * 1024
+"""A longer pickle is not read: tensors' values are no part of it."""
+
+_MOST_LONG_BYTES = 255
+_MOST_KEY_DEPTH = 4
+_LAST_PROTOCOL = 5
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function that a pickle names."""
+
+    name: str
+    make: Maker | None = None
+
+
+@dataclass(eq=False)
+class PickledObject:
+    """An object of a class that is known by name alone: what the pickle gives of it, and nothing was called."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry of the state, where that is a dict."""
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+class Walk:
+    """Counts the steps of whoever walks through what a pickle built: it may be endless."""
+
+    def __init__(self, where: str, most: int = 1_000_000) -> None:
+        self._where = where
+        self._left = most
+
+    def step(self) -> None:
+        """Count a step. Raises CorruptionError where there were too many."""
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptionError(f"{self._where}: what the pickle holds has too many parts to be a checkpoint's")
+
+
+def inert(*names: str) -> dict[str, Maker | None]:
+    """Return a table by which objects of the classes `names` become `PickledObject`s."""
+
+    def maker(name: str) -> Maker:
+        return lambda *args: PickledObject(name, args)
+
+    return {name: maker(name) for name in names}
+
+
+def load_pickle(
+    stream: BinaryIO, where: str, table: Table, persistent: Callable[[Any], Any] | None = None, *, size: int
+) -> Any:
+    """Return what the pickle at the stream's position, of at most `size` bytes, builds; the stream is behind it then.
+
+    `where` names it in messages; `persistent` gives the objects that are kept outside it. Raises CheckpointMismatchError
+    for a global that neither `table` nor `PLAIN` has, CorruptionError for what is no pickle.
+    """
+    machine = _Machine(stream, where, {**PLAIN, **table}, persistent, min(size, MAX_PICKLE_BYTES))
+    try:
+        return machine.run()
+    except (CorruptionError, CheckpointMismatchError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
+        raise CorruptionError(
+            f"{where} is not a pickle, or is damaged, at byte {machine.done} ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
+def _mapping(*args: Any) -> dict[Any, Any]:
+    """Make an OrderedDict or dict from nothing or from pairs."""
+    if not args:
+        return {}
+    (pairs,) = args
+    return {_key(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
+
+
+def _default_mapping(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _list(items: Any = ()) -> list[Any]:
+    return list(_sequence(items))
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return {_key(item) for item in _sequence(items)}
+
+
+def _sequence(items: Any) -> Any:
+    if not isinstance(items, list | tuple | set | frozenset):
+        raise ValueError("expected a list of items")
+    return items
+
+
+def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
+    """Make bytes as protocol 2 has them: text, one character for each byte, or of no bytes nothing."""
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise ValueError("expected bytes as latin1 text")
+    return text.encode("latin1")
+
+
+def _builtin(name: str, make: Maker | None) -> dict[str, Maker | None]:
+    return {f"builtins.{name}": make, f"__builtin__.{name}": make}
+
+
+PLAIN: Table = {
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": _default_mapping,
+    "_codecs.encode": _encode,
+    **_builtin("dict", _mapping),
+    **_builtin("list", _list),
+    **_builtin("set", _set),
+    **_builtin("frozenset", _set),
+    **_builtin("bytes", _encode),
+    **{key: value for name in ("int", "float", "str", "bool") for key, value in _builtin(name, None).items()},
+}
+"""Globals of plain containers, known to every pickle."""
+
+
+def _key(key: Any, depth: int = 0) -> Any:
+    """Return `key`, which may be a key of a dict: hashing it calls nothing, and goes not deep."""
+    if isinstance(key, tuple) and depth < _MOST_KEY_DEPTH:
+        for item in key:
+            _key(item, depth + 1)
+        return key
+    if key is None or isinstance(key, str | int | float | bytes | Global | PickledObject):
+        return key
+    raise ValueError(f"a {type(key).__name__} cannot be a key")
+
+
+_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
+_NUMBERS = {ord("J"): "<i", ord("K"): "<B", ord("M"): "<H", ord("G"): ">d"}
+_TEXTS = {ord("X"): "<I", 0x8C: "<B", 0x8D: "<Q"}
+_BYTES = {ord("B"): "<I", ord("C"): "<B", 0x8E: "<Q", 0x96: "<Q"}
+_LONGS = {0x8A: "<B", 0x8B: "<i"}
+_EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_PUTS = {ord("q"): "<B", ord("r"): "<I"}
+_GETS = {ord("h"): "<B", ord("j"): "<I"}
+_STOP = ord(".")
+
+
+class _Machine:
+    """Runs one pickle. See [Note: what a pickle may do]."""
+
+    def __init__(
+        self, stream: BinaryIO, where: str, table: Table, persistent: Callable[[Any], Any] | None, size: int
+    ) -> None:
+        self._stream = stream
+        self._where = where
+        self._table = table
+        self._persistent = persistent
+        self._size = size
+        self.done = 0
+        """Bytes that were read."""
+        self._stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._steps: dict[int, Callable[[], None]] = {
+            0x80: self._protocol,
+            0x95: self._frame,
+            ord("("): self._mark,
+            ord("0"): self._pop,
+            ord("1"): self._pop_mark,
+            ord("2"): lambda: self._push(self._stack[-1]),
+            ord("a"): self._append,
+            ord("e"): self._appends,
+            ord("t"): lambda: self._push(tuple(self._unmark())),
+            ord("s"): self._set_item,
+            ord("u"): self._set_items,
+            0x90: self._add_items,
+            0x91: lambda: self._push(_set(self._unmark())),
+            0x94: self._memoize,
+            ord("c"): self._global,
+            0x93: self._stack_global,
+            ord("R"): self._call,
+            0x81: self._call,
+            0x92: self._call_with_keywords,
+            ord("b"): self._build,
+            ord("Q"): self._persistent_id,
+        }
+
+    def run(self) -> Any:
+        """Return what the pickle leaves at its end."""
+        while True:
+            opcode = self._read(1)[0]
+            if opcode == _STOP:
+                (value,) = self._stack
+                return value
+            if opcode in self._steps:
+                self._steps[opcode]()
+            elif not self._simple(opcode):
+                raise CorruptionError(
+                    f"{self._where}: opcode {opcode:#04x} at byte {self.done - 1} is none that a checkpoint needs: the "
+                    "pickle is damaged, or of a protocol before 2"
+                )
+
+    def _read(self, count: int) -> bytes:
+        if not 0 <= count <= self._size - self.done:
+            raise CorruptionError(
+                f"{self._where}: the pickle goes on behind its {self._size} bytes (at byte {self.done}, {count} more are "
+                "expected): it is cut off, damaged, or too large"
+            )
+        data = self._stream.read(count)
+        self.done += len(data)
+        if len(data) != count:
+            raise CorruptionError(f"{self._where}: the pickle is cut off at byte {self.done}")
+        return data
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._read(struct.calcsize(form)))[0]
+
+    def _simple(self, opcode: int) -> bool:
+        """Do what opcodes of one value each do; return whether it is one of those."""
+        push = self._stack.append
+        if opcode in _PUTS:
+            self._memo[self._number(_PUTS[opcode])] = self._stack[-1]
+        elif opcode in _GETS:
+            push(self._memo[self._number(_GETS[opcode])])
+        elif opcode in _TEXTS:
+            push(self._read(self._number(_TEXTS[opcode])).decode("utf-8", "surrogatepass"))
+        elif opcode in _NUMBERS:
+            push(self._number(_NUMBERS[opcode]))
+        elif opcode in _CONSTANTS:
+            push(_CONSTANTS[opcode])
+        elif opcode in _EMPTY:
+            push(_EMPTY[opcode]())
+        elif opcode in _TUPLES:
+            count = _TUPLES[opcode]
+            items = tuple(self._stack.pop() for _ in range(count))
+            push(items[::-1])
+        elif opcode in _BYTES:
+            push(self._read(self._number(_BYTES[opcode])))
+        elif opcode in _LONGS:
+            length = self._number(_LONGS[opcode])
+            if length > _MOST_LONG_BYTES:
+                raise CorruptionError(f"{self._where}: a whole number of {length} bytes is in no checkpoint")
+            push(int.from_bytes(self._read(length), "little", signed=True))
+        else:
+            return False
+        return True
+
+    # -- the stack --------------------------------------------------------------------------------------------------
+
+    def _protocol(self) -> None:
+        version = self._number("<B")
+        if version > _LAST_PROTOCOL:
+            raise CheckpointMismatchError(
+                f"{self._where} is a pickle of protocol {version}; {_LAST_PROTOCOL} is the last known"
+            )
+
+    def _frame(self) -> None:
+        self._number("<Q")  # how much to read ahead, which nobody needs
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)  # not before the value is made: a mark changes the stack
+
+    def _mark(self) -> None:
+        self._marked.append(self._stack)
+        self._stack = []
+
+    def _unmark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marked.pop()
+        return items
+
+    def _pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._unmark()
+
+    def _pop_mark(self) -> None:
+        self._unmark()
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    # -- containers -------------------------------------------------------------------------------------------------
+
+    def _top(self, kind: type) -> Any:
+        target = self._stack[-1]
+        if type(target) is not kind:
+            raise ValueError(f"items are put into a {type(target).__name__}, expected a {kind.__name__}")
+        return target
+
+    def _append(self) -> None:
+        item = self._stack.pop()
+        self._top(list).append(item)
+
+    def _appends(self) -> None:
+        items = self._unmark()
+        self._top(list).extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._top(dict)[_key(key)] = value
+
+    def _set_items(self) -> None:
+        items = self._unmark()
+        target = self._top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[_key(key)] = value
+
+    def _add_items(self) -> None:
+        items = self._unmark()
+        self._top(set).update(_set(items))
+
+    # -- globals ----------------------------------------------------------------------------------------------------
+
+    def _line(self) -> str:
+        data = bytearray()
+        while (byte := self._read(1)) != b"\n":
+            data += byte
+        return data.decode("utf-8")
+
+    def _global(self) -> None:
+        self._find(f"{self._line()}.{self._line()}")
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if not (isinstance(name, str) and isinstance(module, str)):
+            raise ValueError("a global has no name")
+        self._find(f"{module}.{name}")
+
+    def _find(self, name: str) -> None:
+        if name not in self._table:
+            raise CheckpointMismatchError(
+                f"{self._where} names {name[:200]!r}, which is no tensor and no plain container: nothing of it was called, and "
+                "it is not read. If you trust the file, load it with the software that wrote it, take that object out, "
+                "and save it again"
+            )
+        self._stack.append(Global(name, self._table[name]))
+
+    def _call(self) -> None:
+        args, target = self._stack.pop(), self._stack.pop()
+        self._stack.append(self._made(target, args))
+
+    def _call_with_keywords(self) -> None:
+        keywords, args, target = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if keywords:
+            raise ValueError("an object is made with keywords")
+        self._stack.append(self._made(target, args))
+
+    def _made(self, target: Any, args: Any) -> Any:
+        if not isinstance(target, Global) or type(args) is not tuple:
+            raise ValueError(f"a {type(target).__name__} is called")
+        if target.make is None:
+            raise CheckpointMismatchError(f"{self._where} calls {target.name!r}, which is not read")
+        return target.make(*args)
+
+    def _build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, PickledObject):
+            target.state = state
+        elif not isinstance(target, dict):  # attributes of an OrderedDict are left out
+            raise ValueError(f"a {type(target).__name__} is given a state")
+
+    def _persistent_id(self) -> None:
+        if self._persistent is None:
+            raise ValueError("it refers to objects outside")
+        self._stack.append(self._persistent(self._stack.pop()))
