@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def test_state_nested_too_deeply_is_refused_both_ways() -> None:
 def test_record_and_manifest_come_back_as_they_were() -> None:
     assert Record.decode(RECORD.encode(), "r") == RECORD
     assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
+
+
+def test_the_head_of_a_manifest_is_all_but_its_shards_whatever_the_state_says() -> None:
+    tricky = {"text": ',"shards":[', "shards": [1, {"a": 2, "shards": [3]}], "z": 1}
+    for manifest in (MANIFEST, replace(MANIFEST, rank_state=tricky, layout="f" * 64), replace(MANIFEST, shards=())):
+        assert Manifest.decode_head(manifest.encode(), "m") == replace(manifest, shards=())
+    with pytest.raises(CorruptionError):
+        Manifest.decode_head(b'{"rank": 1,"shards":[', "m")
 
 
 @given(st.integers(0, len(RECORD.encode()) - 1), st.integers(1, 255))

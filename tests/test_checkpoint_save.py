@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,18 @@ def test_an_array_that_no_rank_stores_fails_the_save(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_an_array_of_more_shards_than_ranks_fails_the_save(folder: Path) -> None:
+    with open_world(make_arrays()) as world:
+        spec = ArraySpec(name="model/halves", shape=(64, 64), dtype="float32")
+        grid = make_grid(spec.stored_shape, 2)
+        world.stores[0].create(spec, grid=grid, shard=0, tier="host")
+        specs, grids = {**world.specs, spec.name: spec}, {**world.grids, spec.name: grid}
+        broken = World(arrays=world.arrays, small={}, specs=specs, grids=grids, stores=world.stores)
+        with pytest.raises(CheckpointError, match="'model/halves': no rank stored shard 1 of 2"):
+            broken.save(folder)
+    assert list(folder.iterdir()) == []
+
+
 # -- several ranks --------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +272,20 @@ def test_a_failing_rank_fails_the_save_on_every_rank(rank: int, folder: Path) ->
     save_arrays(folder, arrays, world_size=3, step=2)
     assert leavings(folder) == []
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_ranks_with_different_models_are_refused(folder: Path) -> None:
+    with open_world(make_arrays(), world_size=2) as world:
+        save_id = new_save_id()
+        mine, theirs = (world.request(folder, rank, save_id) for rank in (0, 1))
+        # Of an array without elements rank 1 would store nothing, so that nothing is missing.
+        extra = ArraySpec(name="model/more", shape=(0, 4), dtype="float32")
+        grids = {**theirs.grids, extra.name: make_grid(extra.stored_shape, 2)}
+        theirs = replace(theirs, specs={**theirs.specs, extra.name: extra}, grids=grids)
+        handles = [save_checkpoint(request) for request in (mine, theirs)]
+        with pytest.raises(CheckpointError, match="rank 1 saved other arrays than rank 0"):
+            wait_all(handles)
+    assert tags(folder) == []
 
 
 def test_a_rank_that_never_comes_is_named(folder: Path) -> None:

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.checkpoint import ReadAhead, open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint import ahead as ahead_module
+from zstore.checkpoint.ahead import Span
 from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.partition import make_grid
 from zstore.shardio import open_resources
@@ -165,6 +167,46 @@ def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
         for name, first, stop in (("model/w", 0, 5), ("model/w", 15, 25), ("model/b", 0, 1)):
             with pytest.raises(UsageError, match="in none of the ranges"):
                 ahead.read(name, first, stop, np.empty((stop - first) * 4, np.uint8))
+
+
+def test_reading_ahead_gives_an_element_once_and_says_so(saved: Path) -> None:
+    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1) as ahead:
+        out = np.empty(1003 * 301, np.float32)
+        ahead.read("model/w", 0, out.size, out)
+        for position in (0, 1000, out.size - 1):
+            with pytest.raises(UsageError, match="not in memory"):
+                ahead.read("model/w", position, position + 1, np.empty(1, np.float32))
+
+
+def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Span] = []
+
+    class CountedSpan(Span):
+        def __init__(self, *fields: Any) -> None:
+            super().__init__(*fields)
+            made.append(self)
+
+    monkeypatch.setattr(ahead_module, "Span", CountedSpan)
+    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
+    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=1, depth=2) as ahead:
+        span = ahead.take()
+        assert span is not None
+        assert len(made) <= 3  # two begun, and the next
+        ahead.release(span)
+        while (span := ahead.take()) is not None:
+            ahead.release(span)
+    assert len(made) > 10
+    assert sum(span.nbytes for span in made) == 4 * 1003 * 301 + 2 * 1_200_000
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_file_bytes_of_an_array_are_those_of_its_files(saved: Path, tmp_path: Path, world_size: int) -> None:
+    with open_checkpoint(saved) as reader:
+        path = reshard_checkpoint(reader, tmp_path, world_size)
+    with open_checkpoint(path) as reader:
+        for array in reader.arrays.values():
+            found = sum(file.stat().st_size for file in (path / array.folder).glob("c.*"))
+            assert array.file_bytes == found
 
 
 def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:

@@ -3,15 +3,17 @@
 [Note: spans]
 The ranges are cut where stored chunks end, into spans of about `span_bytes`. Threads load spans in order into a fixed
 set of buffers; a buffer is free again when every element of its span was used. Whoever uses the ranges roughly in order
-cannot be stuck: the earliest span that is not used up always has a buffer.
+cannot be stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
+it is used up: all spans of a huge checkpoint would take gigabytes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -61,18 +63,16 @@ class Span:
         return self.slab[: self.nbytes]
 
 
-def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> list[Span]:
-    """Return the spans of elements `[first, stop)`. See [Note: spans]."""
+def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Iterator[Span]:
+    """Yield the spans of elements `[first, stop)`. See [Note: spans]."""
     grid, itemsize = array.grid, array.spec.itemsize
-    spans: list[Span] = []
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
         chunks = max(1, span_bytes // (grid.chunk_numel * itemsize))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
-        spans.append(Span(array.spec.name, first, end, itemsize))
+        yield Span(array.spec.name, first, end, itemsize)
         first = end
-    return spans
 
 
 class ReadAhead:
@@ -96,36 +96,46 @@ class ReadAhead:
         if memory_bytes is None:
             memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
         span_bytes = memory_bytes // depth
-        self._spans = [
-            span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes)
-        ]
-        self._by_name: dict[str, list[Span]] = {}
-        for span in sorted(self._spans, key=lambda span: span.first):
-            self._by_name.setdefault(span.name, []).append(span)
-        self._starts = {name: [span.first for span in spans] for name, spans in self._by_name.items()}
-        most = max((span.nbytes for span in self._spans), default=0)
-        self._free = [make_slab(most) for _ in range(min(depth, len(self._spans)))]
-        self._next_to_load = 0
-        self._next_to_take = 0
+        self._ranges: dict[str, list[tuple[int, int, int]]] = {}
+        """By array, first and stop element of each range and its place among all, by first element."""
+        most = 0
+        for place, (name, first, stop) in enumerate(ranges):
+            if first < stop:
+                insort(self._ranges.setdefault(name, []), (first, stop, place))
+                array = reader.array(name)
+                chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
+                most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
+        self._slab_bytes, self._slabs_left = most, depth
+        self._coming = self._cut(ranges, span_bytes)
+        self._next = next(self._coming, None)
+        self._live: dict[str, list[Span]] = {}
+        """Spans that are begun and not used up, by array and first element."""
+        self._to_take: deque[Span] = deque()
+        """Spans that are begun and were not taken, in order."""
+        self._free: list[Bytes] = []
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._load, name=f"zstore-ahead-{i}", daemon=True)
-            for i in range(min(num_threads, len(self._spans)))
+            for i in range(num_threads if self._next is not None else 0)
         ]
         for thread in self._threads:
             thread.start()
+
+    def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
+        """Yield all spans, each with the place of its range."""
+        for place, (name, first, stop) in enumerate(ranges):
+            for span in cut_spans(self._reader.array(name), first, stop, span_bytes):
+                yield place, span
 
     def _load(self) -> None:
         while True:
             with self._changed:
                 # Number and buffer are taken together: the earliest span without a buffer gets the next one.
-                self._changed.wait_for(lambda: self._closed or self._free or self._next_to_load == len(self._spans))
-                if self._closed or self._next_to_load == len(self._spans):
+                self._changed.wait_for(lambda: self._closed or self._next is None or self._free or self._slabs_left)
+                if self._closed or self._next is None:
                     return
-                span = self._spans[self._next_to_load]
-                self._next_to_load += 1
-                span.slab = self._free.pop()
+                span = self._begin(self._next[1])
             try:
                 self._reader.read(span.name, span.first, span.stop, span.data)
             except BaseException as error:
@@ -134,13 +144,28 @@ class ReadAhead:
                 span.loaded = True
                 self._changed.notify_all()
 
+    def _begin(self, span: Span) -> Span:
+        """Give the next span a buffer, with the lock held."""
+        if self._free:
+            span.slab = self._free.pop()
+        else:
+            self._slabs_left -= 1
+            span.slab = make_slab(self._slab_bytes)
+        insort(self._live.setdefault(span.name, []), span, key=_first)
+        self._to_take.append(span)
+        self._next = next(self._coming, None)
+        self._changed.notify_all()
+        return span
+
     def take(self) -> Span | None:
         """Return the next span, loaded, or None after the last; the caller releases it."""
         with self._changed:
-            if self._next_to_take == len(self._spans):
+            self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
+            if not self._to_take and self._next is None:
                 return None
-            span = self._spans[self._next_to_take]
-            self._next_to_take += 1
+            if not self._to_take:
+                raise UsageError("the reading ahead was closed")
+            span = self._to_take.popleft()
             self._wait_for(span)
             return span
 
@@ -157,18 +182,36 @@ class ReadAhead:
         target = out.reshape(-1).view(np.uint8)
         position = first
         while position < stop:
-            number = bisect_right(self._starts.get(name, []), position) - 1
-            if number < 0 or position >= self._by_name[name][number].stop:
-                raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
-            span = self._by_name[name][number]
             with self._changed:
-                self._wait_for(span)
+                span = self._span_at(name, position)
             end = min(span.stop, stop)
             source = span.data[(position - span.first) * span.itemsize : (end - span.first) * span.itemsize]
             target[(position - first) * span.itemsize : (end - first) * span.itemsize] = source
             with self._changed:
                 self._use(span, end - position)
             position = end
+
+    def _span_at(self, name: str, position: int) -> Span:
+        """Return the span of an element once it is loaded; raise UsageError for one that will never be."""
+        place = self._place_of(name, position)
+        while True:
+            spans = self._live.get(name, [])
+            number = bisect_right(spans, position, key=_first) - 1
+            if number >= 0 and position < spans[number].stop:
+                self._wait_for(spans[number])
+                return spans[number]
+            if self._next is None or (place, position) < (self._next[0], self._next[1].first):
+                raise UsageError(f"array {name!r}: elements from {position} on are not in memory (any more)")
+            if self._closed:
+                raise UsageError("the reading ahead was closed")
+            self._changed.wait()
+
+    def _place_of(self, name: str, position: int) -> int:
+        ranges = self._ranges.get(name, [])
+        number = bisect_right(ranges, position, key=_first_of_range) - 1
+        if number < 0 or position >= ranges[number][1]:
+            raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
+        return ranges[number][2]
 
     def _wait_for(self, span: Span) -> None:
         self._changed.wait_for(lambda: span.loaded or self._closed)
@@ -182,6 +225,9 @@ class ReadAhead:
         if span.used_numel >= span.stop - span.first and span.slab is not None:
             self._free.append(span.slab)
             span.slab = None
+            self._live[span.name].remove(span)
+            while self._to_take and self._to_take[0].slab is None:  # used up by `read`
+                self._to_take.popleft()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -198,6 +244,14 @@ class ReadAhead:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _first(span: Span) -> int:
+    return span.first
+
+
+def _first_of_range(one: tuple[int, int, int]) -> int:
+    return one[0]
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:

@@ -26,6 +26,8 @@ MAX_JSON_BYTES = 512 * 1024 * 1024
 """No JSON file of a checkpoint is larger; a larger one is not read."""
 MAX_RANKS = 2**20
 _MAX_DEPTH = 100
+_SHARDS = b',"shards":['
+"""What the list of shards begins with in a manifest: its last key. In a JSON text the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -54,6 +56,8 @@ class Manifest:
     shards: tuple[ShardEntry, ...] = ()
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """JSON that belongs to this rank alone, as the states of its random number generators."""
+    layout: str = ""
+    """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
@@ -64,6 +68,7 @@ class Manifest:
             "rank": self.rank,
             "world_size": self.world_size,
             "outcome": self.outcome,
+            "layout": self.layout,
             "rank_state": encode_state(self.rank_state, "rank_state"),
             "shards": [
                 {
@@ -79,6 +84,12 @@ class Manifest:
         return _dump(document)
 
     @classmethod
+    def decode_head(cls, data: bytes, path: str) -> Manifest:
+        """Return as `decode` does a manifest that `encode` made, but without its shards, which are most of it."""
+        head, found, _ = data.rpartition(_SHARDS)
+        return cls.decode(head + _SHARDS + b"]}" if found else data, path)
+
+    @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
         """Return the manifest in `data`, which was read from `path`. Raises CorruptionError for anything else."""
         document = parse_json(data, path)
@@ -91,6 +102,7 @@ class Manifest:
             outcome=_get(document, "outcome", str, path),
             shards=tuple(_decode_entry(entry, path) for entry in shards),
             rank_state=decode_state(_get(document, "rank_state", dict, path)),
+            layout=_get({"layout": "", **document}, "layout", str, path),
         )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import CheckpointError
 from ..io import Priority
 from ..shardio import ShardSummary, write_shard
 from ..tiers import PinnedShard
 from .commit import READ_ONLY
-from .format import Manifest, ShardEntry
+from .format import COMPLETE, Manifest, ShardEntry
 from .names import manifest_file
 from .request import SaveRequest
 
@@ -67,9 +68,28 @@ class Publisher:
         self._files.make_folder(path.parent)
         return path
 
-    def write_manifest(self, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]) -> None:
-        """Write this rank's manifest, durably: the last thing that it does."""
+    def _check_complete(self, summaries: Sequence[ShardSummary]) -> None:
+        """Each rank looks at its own shards: of thousands of ranks, rank 0 alone could not look at all."""
         request = self._request
+        stored = {(each.array, each.shard): each.file_bytes for each in summaries}
+        for name in request.specs:
+            expected = request.file_bytes(name, request.rank)
+            if stored.pop((name, request.rank), 0) != expected:
+                raise CheckpointError(
+                    f"array {name!r}: no rank stored shard {request.rank} with the expected {expected} bytes; every rank "
+                    "must pin its shard of every array"
+                )
+        if stored:
+            raise CheckpointError(f"shards that belong to no array were stored: {sorted(stored)[:5]}")
+
+    def write_manifest(self, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]) -> None:
+        """Write this rank's manifest, durably: the last thing that it does.
+
+        Raises CheckpointError where the outcome is to be "complete" and a shard of this rank is not in `summaries`.
+        """
+        request = self._request
+        if outcome == COMPLETE:
+            self._check_complete(summaries)
         manifest = Manifest(
             id=request.save_id,
             rank=request.rank,
@@ -80,6 +100,7 @@ class Publisher:
                 for s in summaries
             ),
             rank_state=rank_state,
+            layout=request.layout_digest() if outcome == COMPLETE else "",
         )
         # Whole or not there: rank 0 reads it as soon as it has its name.
         path = self._folder / manifest_file(request.rank)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..io import Priority
 from ..partition import Grid
 from ..shardio import IoResources, ShardReader
 from .catalog import Refusal, TagInfo, resolve, scan
-from .format import COMPLETE, Manifest, parse_json, read_json, sha256
+from .format import COMPLETE, Manifest, ShardEntry, parse_json, read_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
 from .source import ArraySource, StoredArray
@@ -50,6 +51,22 @@ class _Shard(ShardReader):
         return crcs
 
 
+class _Checksums:
+    """Those of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
+
+    def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardEntry]) -> None:
+        parts: list[Sequence[int]] = [()] * len(numbers)
+        for entry in entries:
+            if entry.shard == shard and entry.array in numbers:
+                parts[numbers[entry.array]] = entry.crcs
+        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.uint32)
+        self._crcs = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(self._ends[-1]))
+
+    def of(self, number: int) -> npt.NDArray[np.uint32]:
+        """Return those of one array, none where the rank stored no shard of it."""
+        return self._crcs[self._ends[number] : self._ends[number + 1]]
+
+
 class CheckpointReader(ArraySource):
     """An open checkpoint."""
 
@@ -63,7 +80,10 @@ class CheckpointReader(ArraySource):
         self.arrays = {
             name: StoredArray(spec=spec, grid=grid, folder=folder) for name, (folder, spec, grid) in parsed.items()
         }
-        self._manifests: dict[int, dict[tuple[str, int], Sequence[int]]] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
+        """By group, the number of each of its arrays."""
+        self._checksums: dict[tuple[str, int], _Checksums] = {}
+        """By group and rank, those of the rank's shards."""
         self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
         self._lock = threading.Lock()
         self._retired_bytes = 0
@@ -115,10 +135,6 @@ class CheckpointReader(ArraySource):
         """Return the JSON that belongs to rank `rank` of the saving run alone."""
         return self.manifest(rank).rank_state
 
-    def shard_crcs(self, name: str, shard: int) -> Sequence[int]:
-        """Return the crc32c of each chunk of a shard that holds values, by the manifest."""
-        return self._expected_crcs(self.array(name), shard)
-
     def open_shard(self, name: str, shard: int) -> ShardReader:
         """Return the reader of one shard file, with its index checked."""
         key = (name, shard)
@@ -127,34 +143,45 @@ class CheckpointReader(ArraySource):
                 self._shards.move_to_end(key)
                 return self._shards[key]
         array = self.array(name)
-        opened = _Shard(
-            self.resources, self.path / array.shard_file(shard), array, shard, self._expected_crcs(array, shard)
-        )
+        crcs = self.shard_crcs(name, shard)
+        opened = _Shard(self.resources, self.path / array.shard_file(shard), array, shard, crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)
             if len(self._shards) > _MOST_OPEN_SHARDS:
                 self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
         return kept
 
-    def _expected_crcs(self, array: StoredArray, shard: int) -> Sequence[int]:
+    def shard_crcs(self, name: str, shard: int) -> list[int]:
+        """Return the crc32c of each chunk of a shard that holds values, by the manifest.
+
+        Raises CorruptionError where it lacks them.
+        """
+        array = self.array(name)
+        group = name.partition("/")[0]
         # Rank r stores shard r; arrays of one shard are rank 0's.
         with self._lock:
-            known = self._manifests.get(shard)
+            known = self._checksums.get((group, shard))
         if known is None:
             if shard >= self.record.world_size:
-                raise CorruptionError(
-                    f"array {array.spec.name!r} has a shard {shard}, but {self.record.world_size} ranks saved"
-                )
-            known = {(entry.array, entry.shard): entry.crcs for entry in self.manifest(shard).shards}
+                raise CorruptionError(f"array {name!r} has a shard {shard}, but {self.record.world_size} ranks saved")
+            known = _Checksums(self._numbers_in(group), shard, self.manifest(shard).shards)
             with self._lock:
-                self._manifests[shard] = known
-        crcs = known.get((array.spec.name, shard))
-        if crcs is None or len(crcs) != array.grid.present_chunks(shard):
+                self._checksums[group, shard] = known
+        crcs = known.of(self._numbers[group][name])
+        if len(crcs) != array.grid.present_chunks(shard):
             raise CorruptionError(
-                f"array {array.spec.name!r}: {manifest_file(shard)} has no checksums for each of the "
+                f"array {name!r}: {manifest_file(shard)} has no checksums for each of the "
                 f"{array.grid.present_chunks(shard)} chunks of shard {shard}; restore it from another copy"
             )
-        return crcs
+        found: list[int] = crcs.tolist()
+        return found
+
+    def _numbers_in(self, group: str) -> dict[str, int]:
+        with self._lock:
+            if group not in self._numbers:
+                names = [name for name in self.arrays if name.startswith(f"{group}/")]
+                self._numbers[group] = {name: number for number, name in enumerate(names)}
+            return self._numbers[group]
 
 
 def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, tuple[str, ArraySpec, Grid]]]:

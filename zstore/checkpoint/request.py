@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..partition import Grid, make_grid
 from ..shardfile import layout_of
 from ..shardio import IoResources
 from ..tiers import PinnedShard
+from .format import sha256
 from .names import array_path, check_save_id, shard_file, tag_text
 
 if TYPE_CHECKING:
@@ -97,6 +99,14 @@ class SaveRequest:
         if grid.shard_valid_numel(shard) == 0:
             return 0
         return layout_of(grid, shard, self.specs[name].dtype).file_bytes
+
+    def layout_digest(self) -> str:
+        """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard."""
+        described = []
+        for name in sorted(self.specs):
+            spec, grid = self.specs[name], self.grid(name)
+            described.append([name, spec.shape, spec.dtype, grid.shard_rows, grid.chunk_rows, grid.chunk_cols])
+        return sha256(json.dumps(described, separators=(",", ":")).encode())
 
     def shard_path(self, name: str, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""
