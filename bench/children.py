@@ -1,4 +1,4 @@
-"""Starts one contender (`bench.contenders`) in a process of its own, under a memory limit where the system has one."""
+"""Starts one contender in a process of its own, under a memory limit where the system has one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,9 +37,42 @@ class Outcome:
     """Most bytes charged to the limit, page cache included, where the kernel tells."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a process of its own told, event by event, and how it ended."""
+
+    events: list[dict[str, Any]]
+    error: str | None
+    """The last lines that it wrote, where it failed."""
+    seconds: float
+    """From its start to its end."""
+    memory_limit: str
+    limited_peak_bytes: int | None
+
+    def last(self, event: str) -> dict[str, Any] | None:
+        """Return the last event of this kind."""
+        return next((each for each in reversed(self.events) if each["event"] == event), None)
+
+
 def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_limit_bytes: int | None = None) -> Outcome:
     """Run a contender to its end; `spec` is as `bench.contenders` describes it, but for `out`."""
-    command = [python or sys.executable, "-c", "from bench.contenders import run; run()"]
+    told = run_child("bench.contenders", spec, python=python, memory_limit_bytes=memory_limit_bytes)
+    return Outcome(
+        built=told.last("built"),
+        steps=[each for each in told.events if each["event"] == "step"],
+        end=told.last("end"),
+        error=told.error,
+        memory_limit=told.memory_limit,
+        limited_peak_bytes=told.limited_peak_bytes,
+    )
+
+
+def run_child(
+    module: str, spec: dict[str, Any], *, python: str | None = None, memory_limit_bytes: int | None = None
+) -> Told:
+    """Run the function `run` of a module in a process of its own; it finds `spec`, with the file `out` for its events, as
+    JSON on the command line."""
+    command = [python or sys.executable, "-c", f"from {module} import run; run()"]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # What `zstore train` sets for state on disk, for every contender. DeepSpeed looks for ninja on the path.
     environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"} | OFFLOAD_ENVIRONMENT
@@ -47,6 +81,7 @@ def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_lim
     with tempfile.TemporaryDirectory(prefix="zstore-bench-") as name, limited_memory(memory_limit_bytes) as limit:
         out = Path(name) / "events"
         out.touch()
+        started = time.perf_counter()
         done = subprocess.run(
             [*limit.prefix, *command, json.dumps({**spec, "out": str(out)})],
             capture_output=True,
@@ -56,8 +91,15 @@ def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_lim
             env=environment,
             timeout=_LIMIT_S,
         )
-        events = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-        return _outcome(events, done, limit)
+        seconds = time.perf_counter() - started
+        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+        return Told(
+            events=[json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()],
+            error=f"exit status {done.returncode}: {tail}" if done.returncode else None,
+            seconds=seconds,
+            memory_limit=limit.how,
+            limited_peak_bytes=limit.peak_bytes(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +111,11 @@ class MemoryLimit:
     group: Path | None = None
     """The control group, where it is ours."""
 
-
-def _outcome(events: list[dict[str, Any]], done: subprocess.CompletedProcess[str], limit: MemoryLimit) -> Outcome:
-    def last(event: str) -> dict[str, Any] | None:
-        return next((each for each in reversed(events) if each["event"] == event), None)
-
-    peaks = [] if limit.group is None else [limit.group / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
-    peak = next((path for path in peaks if path.exists()), None)
-    failed = done.returncode != 0
-    tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
-    return Outcome(
-        built=last("built"),
-        steps=[each for each in events if each["event"] == "step"],
-        end=last("end"),
-        error=f"exit status {done.returncode}: {tail}" if failed else None,
-        memory_limit=limit.how,
-        limited_peak_bytes=None if peak is None else int(peak.read_text()),
-    )
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that were charged to the group; None where the kernel does not tell."""
+        files = [] if self.group is None else [self.group / n for n in ("memory.peak", "memory.max_usage_in_bytes")]
+        found = next((path for path in files if path.exists()), None)
+        return None if found is None else int(found.read_text())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from zstore.buffers import make_slab
 
@@ -30,20 +31,122 @@ def limit_name() -> str:
     return "fio (io_uring)" if shutil.which("fio") else "threads of preadv/pwritev"
 
 
+def new_files_limit(folder: Path, nbytes: int, *, fio: bool | None = None) -> float:
+    """Return bytes per second of writing new files, reserved beforehand and durable at the end: what a checkpoint does."""
+    if fio is None:
+        fio = shutil.which("fio") is not None
+    place = folder / "limit-new"
+    place.mkdir()
+    try:
+        if fio:
+            job, jobs = _new_files_job(place, nbytes)
+            return _rate(_run_fio(folder, job, jobs))
+        return nbytes / _write_new_files(place, nbytes)
+    finally:
+        shutil.rmtree(place)
+
+
+def copy_limit(folder: Path, read_bytes: int, written_bytes: int, *, fio: bool | None = None) -> float:
+    """Return the seconds of reading a file and writing new ones, as `new_files_limit` does, both at once: what a
+    conversion does."""
+    if fio is None:
+        fio = shutil.which("fio") is not None
+    disk_limit(folder, "write", read_bytes, fio=fio)  # what is read, as `limit.bin`
+    place = folder / "limit-new"
+    place.mkdir()
+    try:
+        if fio:
+            reading, jobs = _one_file_job(folder, "read", read_bytes)
+            writing, more = _new_files_job(place, written_bytes)
+            found = _run_fio(folder, [*reading, *writing], jobs + more)
+            return _runtime_s(found)
+        started = time.perf_counter()
+        reader = threading.Thread(target=_threads, args=(folder, "read", read_bytes, 4))
+        reader.start()
+        _write_new_files(place, written_bytes)
+        reader.join()
+        return time.perf_counter() - started
+    finally:
+        shutil.rmtree(place)
+
+
+# -- fio --------------------------------------------------------------------------------------------------------------
+
+_Job = tuple[list[str], int]
+"""Arguments, and how many jobs they are."""
+
+
 def _fio(folder: Path, pattern: str, nbytes: int) -> float:
+    job, jobs = _one_file_job(folder, "rw" if pattern == "mixed" else pattern, nbytes)
+    return _rate(_run_fio(folder, job, jobs))
+
+
+def _one_file_job(folder: Path, rw: str, nbytes: int) -> _Job:
+    """Return parts of one file, which is there or becomes so."""
     jobs = 4
+    part = nbytes // jobs
+    sizes = [f"--filesize={nbytes}", f"--size={part}", f"--offset_increment={part}", f"--numjobs={jobs}"]
+    how = ["--overwrite=1", "--fallocate=none"]
+    return ["--name=limit", f"--filename={folder / 'limit.bin'}", f"--rw={rw}", *how, *sizes], jobs
+
+
+def _new_files_job(folder: Path, nbytes: int) -> _Job:
+    """Return new files in `folder`, which has none."""
+    jobs = 4
+    sizes = [f"--filesize={nbytes // jobs}", f"--size={nbytes // jobs}", "--offset_increment=0", f"--numjobs={jobs}"]
+    how = ["--overwrite=0", "--fallocate=posix", "--end_fsync=1"]
+    return ["--name=new", f"--directory={folder}", "--rw=write", *how, *sizes], jobs
+
+
+def _run_fio(folder: Path, jobs: list[str], num_jobs: int) -> list[dict[str, Any]]:
     command = [
-        "fio", "--name=limit", f"--filename={folder / 'limit.bin'}", f"--rw={'rw' if pattern == 'mixed' else pattern}",
-        "--bs=1m", "--iodepth=32", "--ioengine=io_uring", "--direct=1", "--overwrite=1", "--fallocate=none",
-        f"--filesize={nbytes}", f"--size={nbytes // jobs}", f"--offset_increment={nbytes // jobs}", f"--numjobs={jobs}",
-        "--thread", "--group_reporting", "--output-format=json",
+        "fio", "--bs=1m", "--iodepth=32", "--ioengine=io_uring", "--direct=1", "--thread", "--output-format=json", *jobs,
     ]  # fmt: skip
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=folder)
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-    runtime_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1000
-    return float(moved / runtime_s)
+    found: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    if len(found) != num_jobs:
+        raise RuntimeError(f"fio ran {len(found)} jobs, expected {num_jobs}: {done.stdout[:500]}")
+    return found
+
+
+def _rate(jobs: list[dict[str, Any]]) -> float:
+    """Return the bytes of jobs that ran at once, over the time that the longest of them took."""
+    moved = sum(job["read"]["io_bytes"] + job["write"]["io_bytes"] for job in jobs)
+    return float(moved / _runtime_s(jobs))
+
+
+def _runtime_s(jobs: list[dict[str, Any]]) -> float:
+    return max(float(job[direction]["runtime"]) for job in jobs for direction in ("read", "write")) / 1000
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def _write_new_files(folder: Path, nbytes: int, num_threads: int = 8) -> float:
+    """Return the seconds of it."""
+    block = 4 * _BLOCK_BYTES
+    part = max(block, nbytes // num_threads // block * block)
+
+    def work(index: int) -> None:
+        slab = make_slab(block)
+        fd = os.open(folder / str(index), os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o644)
+        try:
+            os.posix_fallocate(fd, 0, part)
+            for offset in range(0, part, block):
+                os.pwritev(fd, [slab.data], offset)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    num_files = max(1, nbytes // part)
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(num_files)]
+    started = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return (time.perf_counter() - started) * nbytes / (num_files * part)
 
 
 def _threads(folder: Path, pattern: str, nbytes: int, num_threads: int = 8) -> float:

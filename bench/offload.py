@@ -93,7 +93,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_words(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk")
+    parser.add_argument("--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, help="run DeepSpeed (default: where it is)")
     parser.add_argument(
         "--compute",
@@ -110,17 +110,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that are not")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument(
-        "--overlap", type=_words("none", "backward", "forward"), default=["none", "backward", "forward"]
+        "--overlap", type=some_of("none", "backward", "forward"), default=["none", "backward", "forward"]
     )
-    parser.add_argument("--clip", type=_words("off", "on"), default=["off", "on"])
+    parser.add_argument("--clip", type=some_of("off", "on"), default=["off", "on"])
     parser.add_argument(
         "--budget", type=_budgets, default=["none", "peer"], help="host budgets: none, peer, or as 2.5GB"
     )
     parser.add_argument("--zstore", type=json.loads, default={}, help="JSON to put into zstore's own section")
-    parser.add_argument("--peer-memory", type=_bytes, help="bytes, or 13GB, for `--budget peer` (default: as measured)")
+    parser.add_argument(
+        "--peer-memory", type=byte_count, help="bytes, or 13GB, for `--budget peer` (default: as measured)"
+    )
     parser.add_argument(
         "--memory-limit",
-        type=_bytes,
+        type=byte_count,
         help="bytes, or 4GiB: limit zstore's processes, page cache included (not those with `--budget peer`)",
     )
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
@@ -131,7 +133,9 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _words(*known: str) -> Any:
+def some_of(*known: str) -> Any:
+    """Return a parser of words out of `known`, with commas between."""
+
     def words(text: str) -> list[str]:
         found = text.split(",")
         if unknown := set(found) - set(known):
@@ -142,10 +146,11 @@ def _words(*known: str) -> Any:
 
 
 def _budgets(text: str) -> list[str | int]:
-    return [word if word in ("none", "peer") else _bytes(word) for word in text.split(",")]
+    return [word if word in ("none", "peer") else byte_count(word) for word in text.split(",")]
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """Return the bytes in a text like 13GB, 4GiB or 1000000."""
     units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
     unit = next((unit for unit in units if text.endswith(unit)), "")
     return int(float(text.removesuffix(unit)) * units.get(unit, 1))

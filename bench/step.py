@@ -19,6 +19,7 @@ import torch
 
 import zstore
 from bench.limits import disk_limit, limit_name
+from bench.process import disk_bytes
 from zstore.tools.models import build_model
 
 
@@ -95,17 +96,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def _save(engine: zstore.engine.Engine, folder: Path) -> tuple[float, float]:
     """Save behind training; return the stall in seconds, and the percent of the checkpoint that takes disk blocks anew."""
-    before = _disk_bytes(folder)
+    before = disk_bytes(folder)
     handle = engine.save_checkpoint(str(folder / "ckpt"), wait=False)
     summary = handle.wait()
     total = summary.linked_bytes + summary.written_bytes
-    return handle.stall_s, 100 * (_disk_bytes(folder) - before) / total
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Return the bytes of the disk blocks below `folder`, each inode counted once."""
-    stats = [path.lstat() for path in folder.rglob("*")]
-    return 512 * sum({(stat.st_dev, stat.st_ino): stat.st_blocks for stat in stats}.values())
+    return handle.stall_s, 100 * (disk_bytes(folder) - before) / total
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import disk, limits, offload, overhead, step
-from bench.children import Outcome, limited_memory, run_contender
-from bench.contenders import page_cache_bytes
+from bench import disk, limits, offload, overhead, scale, step
+from bench.children import Outcome, Told, limited_memory, run_contender
 from bench.offload import Limits, figures_of
+from bench.process import page_cache_bytes
+from bench.scale_model import Trillion
+from zstore.partition import make_grid
+from zstore.shardfile import layout_of
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +158,35 @@ def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
         assert taken.returncode == 0
     else:
         assert taken.returncode != 0  # killed
+
+
+def run_here(module: str, spec: dict[str, Any], **how: Any) -> Told:
+    """Stand in for `run_child`, without the seconds that a process takes to start."""
+    events: list[dict[str, Any]] = []
+    contenders = importlib.import_module(module).CONTENDERS
+    contenders[spec["contender"]](spec, lambda event, **facts: events.append({"event": event, **facts}))
+    plain = json.loads(json.dumps(events))
+    return Told(events=plain, error=None, seconds=0.0, memory_limit="none asked for", limited_peak_bytes=None)
+
+
+def test_scale_benchmark_plans_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale, "run_child", run_here)
+    shape = ["--layers", "2", "--hidden", "512", "--save-ranks", "8", "--load-ranks", "6", "--manifests", "2"]
+    monkeypatch.setattr(sys, "argv", ["scale", "--path", str(tmp_path), *shape, "--out", str(tmp_path / "scale.json")])
+    scale.main()
+    figures = json.loads((tmp_path / "scale.json").read_text())
+    specs = Trillion(layers=2, hidden=512).specs()
+    assert figures["arrays"] == len(specs)
+    assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
+    grids = [make_grid(spec.stored_shape, 8) for spec in specs.values()]
+    assert figures["files"] == sum(grid.num_shards for grid in grids)
+    layouts = [layout_of(grid, shard, "float32") for grid in grids for shard in range(grid.num_shards)]
+    assert figures["file_bytes"] == sum(layout.file_bytes for layout in layouts)
+    assert 1 <= figures["over_read"] < 1.2
+    found = {(row["who"], row["event"]): row for row in figures["rows"]}
+    assert found["save", "plan"]["shards"] == sum(grid.num_shards > 4 for grid in grids)
+    assert {who for who, _ in found} == {"save", "lead", "load"}
+    assert "look at 8 manifests" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]

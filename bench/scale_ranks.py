@@ -1,0 +1,160 @@
+"""What single ranks of a huge world do to plan a save or a load; `bench.scale` starts them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bench.process import Spec, Tell, measured, serve
+from bench.scale_model import Trillion, grids_of
+from zstore.checkpoint.ahead import cut_spans
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.format import COMPLETE, Record, dump_metadata, sha256
+from zstore.checkpoint.gather import Gatherer
+from zstore.checkpoint.metadata import make_documents
+from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
+from zstore.checkpoint.publish import Publisher
+from zstore.checkpoint.read import CheckpointReader
+from zstore.checkpoint.request import SaveRequest
+from zstore.partition import make_grid, plan_reads
+from zstore.shardfile import layout_of
+from zstore.shardio import IoResources, ShardSummary, open_resources
+
+_SAVE_ID = "0" * 32
+_SPAN_BYTES = 8 * 2**20
+
+
+def run() -> None:
+    """Do what the first argument says."""
+    serve(CONTENDERS)
+
+
+def _request(spec: Spec, resources: IoResources, rank: int) -> SaveRequest:
+    specs = Trillion(**spec["model"]).specs()
+    return SaveRequest(
+        resources=resources,
+        folder=Path(spec["folder"]),
+        tag="step",
+        step=1,
+        rank=rank,
+        world_size=spec["save_ranks"],
+        save_id=_SAVE_ID,
+        specs=specs,
+        grids=grids_of(specs, spec["save_ranks"]),
+        pins={},
+    )
+
+
+def _summaries(request: SaveRequest) -> list[ShardSummary]:
+    """Return what the rank would have written, with checksums made up."""
+    found: list[ShardSummary] = []
+    for name, spec in request.specs.items():
+        nbytes = request.file_bytes(name, request.rank)
+        if nbytes:
+            chunks = layout_of(request.grid(name), request.rank, spec.dtype).num_present
+            crcs = tuple(range(2**31, 2**31 + chunks))
+            found.append(ShardSummary(name, request.rank, nbytes, crcs, linked=True))
+    return found
+
+
+def _save(spec: Spec, tell: Tell) -> None:
+    """Plan a rank's part of a save and write its manifest."""
+    with open_resources(pool_bytes=2**20) as resources:
+
+        def plan() -> tuple[SaveRequest, list[ShardSummary]]:
+            request = _request(spec, resources, spec["rank"])
+            request.check()
+            return request, _summaries(request)
+
+        (request, summaries), figures = measured(plan)
+        tell("plan", **figures, shards=len(summaries))
+        size, figures = measured(lambda: _write_manifest(request, summaries, Path(spec["folder"])))
+        tell("manifest", **figures, manifest_bytes=size)
+
+
+def _write_manifest(request: SaveRequest, summaries: list[ShardSummary], folder: Path) -> int:
+    (folder / MANIFEST_FOLDER).mkdir(exist_ok=True)
+    Publisher(request, folder, lambda: None).write_manifest(COMPLETE, summaries, {})
+    return os.path.getsize(folder / manifest_file(request.rank))
+
+
+def _lead(spec: Spec, tell: Tell) -> None:
+    """Do what rank 0 does besides; leave a checkpoint without shards for `_load`."""
+    folder, world_size = Path(spec["folder"]), spec["save_ranks"]
+    with open_resources(pool_bytes=2**20) as resources:
+        ranks = _sampled(spec)
+        for rank in ranks:
+            request = _request(spec, resources, rank)
+            _write_manifest(request, _summaries(request), folder)
+        request = _request(spec, resources, 0)
+        gatherer, figures = measured(lambda: Gatherer(request, folder))
+        tell("metadata", **figures, metadata_bytes=len(dump_metadata(make_documents(request.specs, request.grids)[""])))
+        documents = make_documents(request.specs, request.grids)
+        (folder / METADATA_FILE).write_bytes(dump_metadata(documents[""]))
+        _, figures = measured(gatherer.collect)
+        for name in ("seconds", "cpu_s"):
+            figures[name] *= world_size / len(ranks)
+        tell(f"look at {world_size} manifests, from {len(ranks)}", **figures)
+        _, figures = measured(gatherer.check_complete)
+        tell("check", **figures)
+        record, figures = measured(lambda: _record(spec, folder))
+        (folder / RECORD_FILE).write_bytes(record)
+        tell("record", **figures, record_bytes=len(record))
+
+
+def _sampled(spec: Spec) -> list[int]:
+    """Return ranks whose manifests are written: some, and those that the ranks which load will ask for."""
+    wanted = set(range(min(spec["manifests"], spec["save_ranks"])))
+    for shape in {each.stored_shape for each in Trillion(**spec["model"]).specs().values()}:
+        old, new = make_grid(shape, spec["save_ranks"]), make_grid(shape, spec["load_ranks"])
+        for rank in spec["loading"]:
+            wanted |= {each.shard for each in plan_reads(old, *new.shard_range(rank))}
+    return sorted(wanted)
+
+
+def _record(spec: Spec, folder: Path) -> bytes:
+    manifests = [folder / manifest_file(rank) for rank in range(spec["save_ranks"])]
+    return Record(
+        id=_SAVE_ID,
+        tag="step",
+        step=1,
+        world_size=spec["save_ranks"],
+        training_world_size=spec["save_ranks"],
+        metadata_sha256=sha256((folder / METADATA_FILE).read_bytes()),
+        manifest_sha256=tuple(sha256(path.read_bytes()) if path.exists() else "0" * 64 for path in manifests),
+    ).encode()
+
+
+def _load(spec: Spec, tell: Tell) -> None:
+    """Open the checkpoint and plan what a rank of another world reads."""
+    folder = Path(spec["folder"])
+    with open_resources(pool_bytes=2**20) as resources:
+
+        def begin() -> CheckpointReader:
+            record = Record.decode((folder / RECORD_FILE).read_bytes(), RECORD_FILE)
+            return CheckpointReader(TagInfo(path=folder, record=record), resources)
+
+        reader, figures = measured(begin)
+        tell("open", **figures)
+        (ranges, shards), figures = measured(lambda: _plan(reader, spec["load_ranks"], spec["rank"]))
+        tell("plan", **figures, chunk_ranges=ranges)
+        _, figures = measured(lambda: [reader.shard_crcs(name, shard) for name, shard in shards])
+        tell("manifests", **figures, manifests_read=len({shard for _, shard in shards}))
+        reader.close()
+
+
+def _plan(reader: CheckpointReader, num_ranks: int, rank: int) -> tuple[int, list[tuple[str, int]]]:
+    """Return how many requests the rank's rows take, and the shards that they are in."""
+    spans, shards = 0, []
+    for name, array in reader.arrays.items():
+        grid = make_grid(array.spec.stored_shape, num_ranks)
+        first = rank * grid.shard_numel
+        numel = grid.shard_valid_numel(rank)
+        for span in cut_spans(array, first, first + numel, _SPAN_BYTES):
+            spans += 1
+            shards.append((name, span.first // array.grid.shard_numel))
+    return spans, shards
+
+
+CONTENDERS = {"save": _save, "lead": _lead, "load": _load}
+"""What a process may be asked for."""
