@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +111,12 @@ class Checkpoints:
         self.wait()
         world = self._training.world
         error: BaseException | None = None
-        mine, small = "", _Small({}, {}, {})
+        mine, small = "", Small({}, {}, {})
         try:
             self._training.require_whole()
             mine = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
             self._check_no_accumulation()
-            small = self._collect_small(state)
+            small = self.collect_small(state)
         except Exception as raised:
             error = raised
         world.raise_together(error)
@@ -124,7 +124,7 @@ class Checkpoints:
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
-            small = _Small.standing_in(small.state, described)
+            small = Small.standing_in(small.state, described)
         handle: SaveHandle | None = None
         try:
             # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
@@ -161,7 +161,7 @@ class Checkpoints:
                 f"{training.backwards} backward without step): gradients are not saved; save after the step"
             )
 
-    def _collect_small(self, state: Mapping[str, Any]) -> _Small:
+    def collect_small(self, state: Mapping[str, Any]) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
         if not isinstance(state, Mapping):
             raise UsageError(f"client_state: expected a dict, got {type(state).__name__}")
@@ -171,24 +171,38 @@ class Checkpoints:
             for name, buffer in stored_buffers(self._training.model)
         }
         specs, arrays = client.small_arrays(tensors)
-        return _Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
+        return Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
 
-    def _begin(self, folder: Path, tag: str, save_id: str, small: _Small, *, overwrite: bool, wait: bool) -> SaveHandle:
+    def _begin(self, folder: Path, tag: str, save_id: str, small: Small, *, overwrite: bool, wait: bool) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
-        state = training.state
-        grids = {name: state.grid_in_files(one, name) for one in state.records for name in state.arrays_of(one)}
         # What is copied to another drive before training goes on stays nobody's after that.
         drives = store.options.all_paths
         copied = wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
-        reserve_bytes = 0 if copied else store.require_room(list(grids), num_stores=training.world.local_world_size)
+        names = [name for one in training.state.records for name in training.state.arrays_of(one)]
+        reserve_bytes = 0 if copied else store.require_room(names, num_stores=training.world.local_world_size)
+        return save_checkpoint(
+            replace(
+                self.pinned_request(folder, tag, save_id, small),
+                keep=training.config.keep,
+                overwrite=overwrite,
+                before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
+                reserve_bytes=reserve_bytes,
+            )
+        )
+
+    def pinned_request(self, folder: Path, tag: str, save_id: str, small: Small) -> SaveRequest:
+        """Return the request of a save of the present state, whose arrays are pinned from here on."""
+        training = self._training
+        state, store = training.state, training.state.store
+        grids = {name: state.grid_in_files(one, name) for one in state.records for name in state.arrays_of(one)}
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.settle()  # the save reads memory of the device from threads of its own
             for one in state.records:
                 pins |= training.updater.pin(one, state.arrays_of(one))
-            request = SaveRequest(
+            return SaveRequest(
                 resources=store.resources,
                 folder=folder,
                 tag=tag,
@@ -203,14 +217,9 @@ class Checkpoints:
                 rank_state=rng_state(),
                 record=small.state,
                 run_id=training.run_id,
-                keep=training.config.keep,
-                overwrite=overwrite,
                 disk_folder=store.options.run_path,
                 disk_folders=store.disk_folders(),
-                before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
-                reserve_bytes=reserve_bytes,
             )
-            return save_checkpoint(request)
         except BaseException:
             Snapshot(0, pins).release()
             raise
@@ -367,7 +376,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class _Small:
+class Small:
     """The record of a save, and the arrays that rank 0 stores whole."""
 
     state: dict[str, Any]
@@ -379,11 +388,11 @@ class _Small:
         return [[name, list(spec.shape), spec.dtype] for name, spec in self.specs.items()]
 
     @staticmethod
-    def standing_in(state: dict[str, Any], described: list[list[Any]]) -> _Small:
+    def standing_in(state: dict[str, Any], described: list[list[Any]]) -> Small:
         """Return what another rank names in place of rank 0's arrays, whose values alone count."""
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
-        return _Small(state, specs, arrays)
+        return Small(state, specs, arrays)
 
 
 def _one_drive(one: Path, other: Path) -> bool:

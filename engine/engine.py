@@ -19,6 +19,7 @@ from .access import Access
 from .calls import StateCalls
 from .checkpointing import Checkpoints, SaveTicket
 from .distributed import phase
+from .durability import ClientState, StepSnapshots
 from .garbage import CollectorPause
 from .generation import in_step
 from .loader import TrainingLoader
@@ -46,9 +47,14 @@ class Engine(StateCalls, nn.Module):
         self.checkpoints = Checkpoints(training)
         self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
         self.report = RunReport(training, self.timers, monitors)
-        self.access = Access(training, self.checkpoints.wait)
+        self.steps = StepSnapshots(training, self.checkpoints)
+        # Not a method of this object, which would then never be collected.
+        self._complete_saves = partial(_complete_saves, self.checkpoints, self.steps)
+        self.access = Access(training, self._complete_saves)
         pause = CollectorPause() if settings.disable_python_gc else None
-        self._finalizer = weakref.finalize(self, _close, training, self.checkpoints, self.report, self.access, pause)
+        self._finalizer = weakref.finalize(
+            self, _close, training, self.checkpoints, self.steps, self.report, self.access, pause
+        )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -101,6 +107,7 @@ class Engine(StateCalls, nn.Module):
             training.counters.micro_steps += 1
         if training.counters.micro_steps % training.batch.accumulation_steps == 0:
             self.report.step_ended()
+            self.steps.take()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,6 +137,7 @@ class Engine(StateCalls, nn.Module):
         the middle of an accumulation, CheckpointExistsError for a committed tag unless `overwrite`.
         """
         state = client_state if client_state is not None else client_sd
+        self.steps.note_folder(save_dir)
         return self.checkpoints.save(save_dir, tag, state or {}, wait=wait, overwrite=overwrite)
 
     def load_checkpoint(
@@ -145,12 +153,28 @@ class Engine(StateCalls, nn.Module):
         chosen = LoadOptions.of(options)
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):
-            return self.checkpoints.load(load_dir, tag, chosen)
+            return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
 
     @phase("save")
     def wait_for_checkpoint(self) -> None:
-        """Return once a save with `wait=False` is committed; raise what went wrong, on every rank (all ranks)."""
-        self.checkpoints.wait()
+        """Return once a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
+        raise what went wrong, on every rank (all ranks)."""
+        self._complete_saves()
+
+    @property
+    def step_client_state(self) -> ClientState:
+        """What the snapshots of steps have as client state: a dict as it is at the end of `step()`, or a function that is
+        called there (rank 0's counts); empty at first. `load_checkpoint` returns it."""
+        return self.steps.client_state
+
+    @step_client_state.setter
+    def step_client_state(self, state: ClientState) -> None:
+        self.steps.client_state = state
+
+    @property
+    def durable_step(self) -> int | None:
+        """The last step that a kill does not take back, by the snapshots of this engine; None where there is none yet."""
+        return self.steps.committed_step
 
     # -- what is asked of it ----------------------------------------------------------------------------------------
 
@@ -253,7 +277,7 @@ class Engine(StateCalls, nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return engine_statistics(self.training_state, self.timers, self.checkpoints.stall_s)
+        return engine_statistics(self.training_state, self.timers, self.checkpoints.stall_s, self.steps.stall_s)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -287,13 +311,24 @@ class Engine(StateCalls, nn.Module):
         return in_step(value) if name == "generate" and gathers else value
 
 
+def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
+    """Complete what is being saved (all ranks)."""
+    checkpoints.wait()
+    steps.complete()
+
+
 def _wait_for(device: torch.device) -> Callable[[], None] | None:
     """Return what waits until `device` has done all that it was asked to; None where it never lags behind."""
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def _close(
-    training: Training, checkpoints: Checkpoints, report: RunReport, access: Access, pause: CollectorPause | None
+    training: Training,
+    checkpoints: Checkpoints,
+    steps: StepSnapshots,
+    report: RunReport,
+    access: Access,
+    pause: CollectorPause | None,
 ) -> None:
     with contextlib.ExitStack() as last_to_first:
         if pause is not None:
@@ -301,6 +336,7 @@ def _close(
         last_to_first.callback(training.world.end_watch)
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)
+        last_to_first.callback(steps.finish)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and what follows may wait for them.

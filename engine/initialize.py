@@ -17,6 +17,7 @@ from zstore.errors import ConfigError, UsageError
 
 from .config import Config, ResolveContext, load_config
 from .distributed import init_distributed
+from .durability import require_shared_folder
 from .engine import Engine
 from .init import require_no_init
 from .loader import Collate, TrainingLoader
@@ -76,6 +77,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         for notice in resolved.notices():
             _log.warning("config: %s: %s", notice.key, notice.message)
     with _watched(world, resolved.silent_s):
+        require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)

@@ -80,7 +80,11 @@ class TrainingLoader:
         rounds = list(self._rounds(epoch, first))
         start = epoch * self.samples_per_epoch
         loader: DataLoader[Any] = DataLoader(
-            self._data, batch_sampler=[indices for _, indices in rounds], collate_fn=self._collate_fn
+            self._data,
+            batch_sampler=[indices for _, indices in rounds],
+            collate_fn=self._collate_fn,
+            # Else each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
+            generator=torch.Generator(),
         )
         for (stop, _), batch in zip(rounds, loader, strict=True):
             # Counted before it is used: a checkpoint after the step on this batch holds it.

@@ -68,8 +68,9 @@ class EngineStatistics:
         return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
 
 
-def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -> EngineStatistics:
-    """Return the counters now; `save_stall_s` is the time for which saves held training up."""
+def engine_statistics(training: Training, timers: Timers, save_stall_s: float, step_stall_s: float) -> EngineStatistics:
+    """Return the counters now; `save_stall_s` and `step_stall_s` are the times for which saves and the snapshots of steps
+    held training up."""
     times = timers.times()
     store = training.state.store.statistics()
     both = training.world.links.statistics(), training.state.store.links.statistics()
@@ -78,7 +79,7 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         optimizer_s=times.optimizer_s,
-        links=counted | _store_links(store, save_stall_s),
+        links=counted | _store_links(store, {"save called": save_stall_s, "step snapshot": step_stall_s}),
         sent_bytes=dict(training.world.sent_bytes),
         memory=memory_statistics(training),
         held=held_bytes(training),
@@ -88,7 +89,7 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float) -
     )
 
 
-def _store_links(store: StoreStatistics, save_stall_s: float) -> dict[str, LinkStatistics]:
+def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[str, LinkStatistics]:
     def moved(
         priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
     ) -> LinkStatistics:
@@ -114,6 +115,6 @@ def _store_links(store: StoreStatistics, save_stall_s: float) -> dict[str, LinkS
         ),
         "optimizer_read": moved(reads, of=_OPTIMIZER),
         "optimizer_write": moved(writes, of=_OPTIMIZER),
-        "checkpoint_write": moved(("checkpoint",), stall_s={"save called": save_stall_s}),
+        "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
     return {name: link for name, link in links.items() if link.operations or link.stall_s}

@@ -38,6 +38,10 @@ _NAMED = 5
 """Parameters that an error names."""
 
 
+def _nothing() -> None:
+    """Nothing is to be done."""
+
+
 @dataclass
 class Counters:
     """How far training is. `micro_steps` counts calls of `step()`, `global_steps` those that ended an accumulation."""
@@ -88,6 +92,8 @@ class Training:
     """Whether an update was started behind `step()` of which the ranks did not agree yet that it is done."""
     within: WithinBackward | None = None
     """The update that goes on within the backward under way, and until `step()`."""
+    before_change: Callable[[], None] = _nothing
+    """Called before a step changes anything: what must have seen the state of the step before is waited for."""
     guard: ReadGuard | None = None
     """Watches for reading what an update within the backward changed."""
 
@@ -161,6 +167,7 @@ class Training:
             )
         if self.guard is None:
             raise UsageError("an update within the backward needs its guard")
+        self.before_change()
         settings = self._settings(scale_factor(0.0, 0.0, self.scaler.scale))
         within = WithinBackward(self.state, self.gradients, self.guard, settings)
         with interrupts_wait():
@@ -243,6 +250,7 @@ class Training:
             overflow = not math.isfinite(norm)
             if overflow and not self.scaler.skips:
                 raise NonFiniteError(self._non_finite(norm))
+            self.before_change()
             if self.within is not None:
                 self._finish_within(self.within)
             elif not overflow:

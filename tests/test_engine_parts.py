@@ -99,6 +99,13 @@ def test_data_that_cannot_be_dealt() -> None:
         TrainingLoader(stream, batch=sizes, rank=0, world_size=1, seed=0)
 
 
+def test_it_draws_from_no_generator_of_the_loops() -> None:
+    state = torch.get_rng_state()
+    for batches in loaders(2):
+        list(batches)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 # -- random states ----------------------------------------------------------------------------------------------------
 
 

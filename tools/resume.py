@@ -9,26 +9,43 @@ from zstore.checkpoint import open_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 
 
-def resume_source(resume: str | None, save: Path | None) -> tuple[Path, str | None] | None:
-    """Return (folder, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh."""
+def resume_source(resume: str | None, save: Path | None, steps: Path | None = None) -> tuple[Path, str | None] | None:
+    """Return (folder, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh.
+
+    `steps` is where the run has snapshots of its steps: the last of them, where it is newer than what `DIR` or `save`
+    has.
+    """
     if resume is None:
         return None
     if resume == "auto":
-        if save is None or not save.is_dir():
+        if save is None:
             return None
-        try:
-            open_checkpoint(save).close()
-        except CheckpointNotFoundError:
-            return None
-        return save, None
+        snapshot = _snapshot(steps, save)
+        return snapshot if snapshot is not None or not _has_checkpoint(save) else (save, None)
     if Path(resume).is_dir():
-        return Path(resume), None
+        return _snapshot(steps, Path(resume)) or (Path(resume), None)
     folder, colon, tag = resume.rpartition(":")
     if colon and Path(folder).is_dir():
         return Path(folder), tag
     raise CheckpointNotFoundError(
         f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, found no such folder"
     )
+
+
+def _snapshot(steps: Path | None, checkpoints: Path) -> tuple[Path, str] | None:
+    """Return folder and tag of the snapshot that the run goes on from; None where the newest checkpoint is as new."""
+    from zstore.engine.step_folder import boot_id, choose_snapshot
+
+    found = None if steps is None else choose_snapshot(steps, str(checkpoints), {boot_id()})
+    return None if found is None else (found.path.parent, found.tag)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        open_checkpoint(folder).close()
+    except CheckpointNotFoundError:
+        return False
+    return True
 
 
 def saved_position(folder: Path, tag: str | None, key: str) -> dict[str, Any]:

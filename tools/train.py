@@ -48,7 +48,7 @@ class TrainOptions:
     keep: int | None = None
     """Newest checkpoints to keep; None: what the config says."""
     resume: str | None = None
-    """`DIR`, `DIR:TAG`, or `auto` for the newest checkpoint in `save`, if any."""
+    """`DIR`, `DIR:TAG`, or `auto` for the newest checkpoint in `save`, or a newer snapshot of a step, if any."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun it is torchrun's."""
     metrics: Path | None = None
@@ -144,11 +144,11 @@ def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Po
     from .resume import resume_source, saved_position
     from .tokens import with_tokenizer
 
-    source = resume_source(options.resume, options.save)
+    config = load_config(_config(options))
+    source = resume_source(options.resume, options.save, config.step_folder)
     position = _position(options, None if source is None else saved_position(*source, _STATE_KEY))
     corpus = with_tokenizer(open_corpus(options.data), options.model)
     corpus.require(position.seq_len)
-    load_config(_config(options))
     if options.save is not None:
         _require_folder(options.save)
     return source, position, corpus
@@ -179,6 +179,8 @@ def _train(options: TrainOptions) -> None:
     model = load_or_build(options.model, position.seq_len, config)
     engine, *_ = zstore.initialize(model=model, config=config)
     with engine:
+        if options.save is not None:
+            engine.steps.note_folder(str(options.save))
         if source is not None:
             engine.load_checkpoint(str(source[0]), source[1])
         TrainLoop(options, engine, corpus, position).run()
@@ -238,7 +240,8 @@ class TrainLoop:
         self._engine = engine
         self._corpus = corpus
         self._position = position
-        self._samples = position.samples
+        self._first_step = engine.global_steps
+        engine.step_client_state = self._state
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:
@@ -292,7 +295,6 @@ class TrainLoop:
                 engine.backward(loss)
             with meter.phase("optimizer"):
                 engine.step()
-        self._samples += engine.train_batch_size()
         return meter.finish()
 
     def _batch(self, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,6 +308,16 @@ class TrainLoop:
         inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
         return inputs.to(engine.device), labels.to(engine.device)
 
+    @property
+    def _samples(self) -> int:
+        """Samples of the run that its finished steps have seen."""
+        steps = self._engine.global_steps - self._first_step
+        return self._position.samples + steps * self._engine.train_batch_size()
+
+    def _state(self) -> dict[str, Any]:
+        position = self._position
+        return {_STATE_KEY: {"seed": position.seed, "seq_len": position.seq_len, "samples": self._samples}}
+
     def _is_save_due(self) -> bool:
         options, step = self._options, self._engine.global_steps
         if options.save is None:
@@ -314,9 +326,7 @@ class TrainLoop:
 
     def _save(self) -> float:
         """Pin the state and let training go on; returns the seconds that took."""
-        position = self._position
-        state = {"seed": position.seed, "seq_len": position.seq_len, "samples": self._samples}
         handle = self._engine.save_checkpoint(
-            str(self._options.save), client_state={_STATE_KEY: state}, wait=False, overwrite=True
+            str(self._options.save), client_state=self._state(), wait=False, overwrite=True
         )
         return float(handle.stall_s)

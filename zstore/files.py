@@ -45,7 +45,8 @@ class Files:
     """
 
     def __init__(self, *, direct: bool = True) -> None:
-        self._direct = direct and _O_DIRECT != 0
+        self.direct = direct and _O_DIRECT != 0
+        """Whether transfers go past the page cache where the file system allows it."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class Files:
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         device = os.fstat(fd).st_dev
-        if not self._direct or device in self._refusing:
+        if not self.direct or device in self._refusing:
             return fd, False
         try:
             direct = self._open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
@@ -253,6 +254,48 @@ class Files:
 
     def _remove_tree(self, path: str) -> None:
         shutil.rmtree(path)
+
+
+class UnsyncedFiles(Files):
+    """The files of `inner` without making anything durable: what is written survives the end of the process, which is
+    all that is asked, and a power cut only by chance."""
+
+    def __init__(self, inner: Files) -> None:
+        super().__init__(direct=inner.direct)
+        self._inner = inner
+
+    def _open(self, path: str, flags: int) -> int:
+        return self._inner._open(path, flags)
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        return self._inner._preadv(file, out, offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        return self._inner._pwritev(file, data, offset)
+
+    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
+        self._inner._fallocate(file, nbytes)
+
+    def _fsync(self, file: OpenFile) -> None:
+        """Do nothing."""
+
+    def _fsync_folder(self, path: str) -> None:
+        """Do nothing."""
+
+    def _link(self, source: str, target: str) -> None:
+        self._inner._link(source, target)
+
+    def _rename(self, source: str, target: str) -> None:
+        self._inner._rename(source, target)
+
+    def _unlink(self, path: str) -> None:
+        self._inner._unlink(path)
+
+    def _make_folder(self, path: str) -> None:
+        self._inner._make_folder(path)
+
+    def _remove_tree(self, path: str) -> None:
+        self._inner._remove_tree(path)
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:

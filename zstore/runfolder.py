@@ -3,8 +3,9 @@
     <nvme_path>/zstore-run/rank-00000/owner     locked for as long as the owner lives; its text says who that is
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
 
-The lock goes with the process, so a killed run leaves none. Its files hold nothing that the last checkpoint lacks (they
-may stop in the middle of an update), and the next owner sweeps them.
+The lock goes with the process, so a killed run leaves none. Its files hold nothing that is needed (they may stop in the
+middle of an update), and the next owner sweeps them: checkpoints, and the snapshots that the engine takes of steps in
+`<nvme_path>/zstore-run/steps`, have links of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ try:
 except ImportError:  # Windows: training does not run there
     fcntl = None  # type: ignore[assignment]
 
-_FOLDER = "zstore-run"
+RUN_FOLDER = "zstore-run"
+"""In the folder that a run was given, where all of its files are."""
 _OWNER = "owner"
 
 
@@ -39,7 +41,7 @@ class RunFolder:
             raise ConfigError(f"nvme_path: expected an absolute path, got {str(base)!r}")
         if not base.is_dir():
             raise RunFolderError("nvme_path: expected an existing folder; make it on the drive to use", path=str(base))
-        self.path = base / _FOLDER / f"rank-{rank:05d}"
+        self.path = base / RUN_FOLDER / f"rank-{rank:05d}"
         self._files = files
         try:
             files.make_folder(self.path)

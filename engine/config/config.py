@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from zstore.errors import ConfigError, UsageError
+from zstore.runfolder import RUN_FOLDER
 
 from .jsonc import load_jsonc
 from .keys import Status, about
@@ -349,6 +350,21 @@ class Config:
     def splits_master(self) -> bool:
         """Whether a master is kept as the bf16 parameter and what that lacks of it."""
         return self.settings.zstore.split_master
+
+    @property
+    def step_folder(self) -> Path | None:
+        """Folder of the snapshots of every step; None: none are taken."""
+        own = self.settings.zstore
+        return self.possible_step_folder if own.durability == "step" else None
+
+    @property
+    def possible_step_folder(self) -> Path | None:
+        """Folder that a run with this config and `durability` "step" has its snapshots in; None: there is none."""
+        own = self.settings.zstore
+        if own.durability_path is not None:
+            return own.durability_path[0]
+        drives = self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+        return drives[0] / RUN_FOLDER / "steps" if drives else None
 
     @property
     def keep(self) -> int | None:

@@ -184,6 +184,8 @@ def _idle(settings: Section) -> Iterator[Notice]:
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
+    if settings.zstore.durability != "step" and settings.zstore.durability_path is not None:
+        yield Notice(key="zstore.durability_path", message='no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
             yield Notice(key=key, message="no effect: its line comes with those of progress, and steps_per_print is 0")
@@ -209,6 +211,14 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if zero.offload_param.device != "none" and zero.stage != 3:
         message = f'"{zero.offload_param.device}" needs stage 3; got stage {zero.stage}'
         yield _clash(("zero_optimization.offload_param.device", "zero_optimization.stage"), message)
+    own = settings.zstore
+    nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
+    if own.durability == "step" and own.durability_path is None and not nvme:
+        message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
+        yield _clash(("zstore.durability", "zstore.durability_path"), message)
+    if own.durability_path is not None and len(own.durability_path) > 1:
+        message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
+        yield Problem(keys=("zstore.durability_path",), message=f"zstore.durability_path: {message}")
     threads = settings.zstore.io_threads
     if threads is not None and "thread_count" in settings.aio.model_fields_set and threads != settings.aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {settings.aio.thread_count}; keep one"

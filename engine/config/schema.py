@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainValidator
 
-from .keys import Section, built, no_effect, not_yet, refused
+from .keys import Section, built, no_effect, refused
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
@@ -29,6 +29,7 @@ from .sections import (
     WandbSection,
 )
 from .values import (
+    AbsolutePaths,
     Auto,
     AutoReal,
     Bool,
@@ -69,10 +70,12 @@ class ZstoreSection(Section):
     split_master: Bool = built(False)
     """Keep each fp32 master as the bf16 weight and what that lacks, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
-    durability: Annotated[str, PlainValidator(OneOf(options=("checkpoint", "step")))] = not_yet(
-        "checkpoint", "what was not saved is lost when a process is killed"
-    )
-    """What survives a killed process: the last checkpoint, or the last step."""
+    durability: Annotated[str, PlainValidator(OneOf(options=("checkpoint", "step")))] = built("checkpoint")
+    """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
+    on disk costs links, state in memory is written. After a power cut the last checkpoint holds in both."""
+    durability_path: AbsolutePaths = built(None)
+    """Folder for the snapshots of "durability": "step", one that all ranks share. Unset: on the first `nvme_path`; needed
+    where nothing is offloaded to a drive."""
 
 
 class Settings(Section):

@@ -66,6 +66,8 @@ class SaveRequest:
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
+    most_pause_s: float = 0.1
+    """Longest pause between two looks at what the other ranks did."""
     num_threads: int = 4
     """Shards that are published at a time."""
 

@@ -33,7 +33,7 @@ from .retention import keep_newest
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+_LEAST_PAUSE_S = 0.001
 _LOOK_AFTER_RANK_0_S = 2.0
 
 
@@ -203,7 +203,7 @@ class _Job:
             if time.monotonic() > deadline:
                 raise failure()
             self.cancelled.wait(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, self._request.most_pause_s)
 
     def _check_alive(self) -> None:
         """Raise CheckpointError where the save was given up here or by rank 0."""

@@ -13,12 +13,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zstore.errors import RankError
 
@@ -45,9 +46,55 @@ def run_ranks(
     are stopped; after a timeout the error shows where each rank that hung was. No process is left behind. Of a rank in
     `may_die` that ends without a result, or gives none until all others have, the result is None.
     """
+    with _started(fn, world_size, args) as (ranks, folder):
+        return _collect(ranks, folder, time.monotonic() + timeout_s, frozenset(may_die))
+
+
+def kill_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, after_s: Sequence[float] = (), timeout_s: float = 60
+) -> list[bool]:
+    """Run `fn(rank, *args)` as `run_ranks` does, and end the processes by SIGKILL; return which of them ended before.
+
+    Rank r is killed `after_s[r]` seconds after the start. Once one was killed, by this or by itself, all others are too,
+    those whose time is given at their time. Raises RankError with the traceback of a rank that failed before that, and
+    where they hung of ranks that did not end within `timeout_s`.
+    """
+    with _started(fn, world_size, args) as (ranks, folder):
+        started = time.monotonic()
+        due = {rank: started + seconds for rank, seconds in enumerate(after_s)}
+        running = {process.sentinel: rank for rank, (process, _) in enumerate(ranks)}
+        ended: set[int] = set()
+        failures: dict[int, str] = {}
+        while running:
+            limit = min([started + timeout_s, *(due[rank] for rank in running.values() if rank in due)])
+            for sentinel in wait(list(running), timeout=max(0.0, limit - time.monotonic())):
+                rank = running.pop(cast(int, sentinel))
+                process, connection = ranks[rank]
+                process.join()
+                if process.exitcode == 0:
+                    ended.add(rank)
+                    good, value = connection.recv()
+                    failures |= {} if good else {rank: str(value)}
+                else:
+                    due = {r: due.get(r, 0.0) for r in range(world_size)}
+            if time.monotonic() > started + timeout_s:
+                failures |= _where_they_hang(ranks, list(running.values()), folder)
+                raise RankError(f"rank {', '.join(map(str, failures))} of {world_size} hung or failed", failures)
+            for rank in running.values():
+                if rank in due and time.monotonic() >= due[rank]:
+                    ranks[rank][0].kill()
+        if failures and len(ended) == world_size:
+            raise RankError(f"rank {', '.join(map(str, sorted(failures)))} of {world_size} failed", failures)
+        return [rank in ended for rank in range(world_size)]
+
+
+@contextmanager
+def _started(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> Iterator[tuple[_Ranks, Path]]:
+    """Start the processes for the length of a `with` block."""
     context = multiprocessing.get_context("forkserver")
     # Ranks are forked from a process that has everything loaded: a start takes a tenth of a second, not three.
-    context.set_forkserver_preload(["torch.distributed", "zstore.engine", "zstore.testing.ranks"])
+    # torch's optimizers load the last one as they are made, which takes longest of all.
+    context.set_forkserver_preload(["torch.distributed", "zstore.engine", "zstore.testing.ranks", "torch._dynamo"])
     module = sys.modules[fn.__module__]
     place = _Place(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
@@ -61,7 +108,7 @@ def run_ranks(
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
-            return _collect(ranks, Path(folder), time.monotonic() + timeout_s, frozenset(may_die))
+            yield ranks, Path(folder)
         finally:
             for process, connection in ranks:
                 process.kill()
