@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from .tables import make_console
 
 _STATS = ("min", "max", "mean", "norm", "NaN", "inf")
 """Columns of what values are like, before the histogram."""
+_LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
 def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, stats: bool = False) -> int:
@@ -187,25 +190,51 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
         table.add_column(column, justify="right", no_wrap=column in _STATS)
     if stats:
         table.add_column("histogram", no_wrap=True)
-    groups: dict[str, list[StoredArray]] = {}
-    for name, array in sorted_arrays(source.arrays):
-        group = name.rpartition("/")[0] if name.startswith("optimizer/") else name.partition("/")[0]
-        groups.setdefault(group, []).append(array)
-    for group, arrays in groups.items():
-        total = sum(array.spec.nbytes for array in arrays)
-        table.add_row(f"[bold]{escape(group)}[/]", f"{len(arrays)} arrays", "", format_bytes(total), "", style="cyan")
-        for array in arrays:
-            spec = array.spec
-            tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
-            table.add_row(
-                f"  {escape(spec.name[len(group) + 1 :] + tied)}",
-                escape(str(list(spec.shape))),
-                spec.dtype,
-                format_bytes(spec.nbytes),
-                str(array.grid.num_shards),
-                *(_stats_cells(stats[spec.name]) if stats else ()),
-            )
+    arrays = [array for _, array in sorted_arrays(source.arrays)]
+    for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
+        table.add_row(f"[bold]{escape(group)}[/]", *_totals(members), style="cyan")
+        for layer, parts in _grouped(members, lambda array: _layer(_inside(array))):
+            indent = "  "
+            if layer and len(parts) > 1:
+                table.add_row(f"  {escape(layer)}", *_totals(parts), style="dim")
+                indent = "    "
+            for array in parts:
+                cells = _stats_cells(stats[array.spec.name]) if stats else []
+                table.add_row(indent + escape(_inside(array)), *_array_cells(array), *cells)
     return table
+
+
+def _grouped(arrays: Sequence[StoredArray], key: Callable[[StoredArray], str]) -> list[tuple[str, list[StoredArray]]]:
+    """Return neighbours with the same key together."""
+    return [(name, list(members)) for name, members in itertools.groupby(arrays, key)]
+
+
+def _group(name: str) -> str:
+    """Return the group of an array's name, with the slot in `optimizer`."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] == "optimizer" and len(parts) > 2 else parts[0]
+
+
+def _inside(array: StoredArray) -> str:
+    """Return the array's name inside its group, with the names that are tied to it."""
+    spec = array.spec
+    tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
+    return spec.name[len(_group(spec.name)) + 1 :] + tied
+
+
+def _layer(name: str) -> str:
+    """Return the part of a name up to its first number, as `transformer.h.0`; empty where there is none."""
+    match = _LAYER.match(name)
+    return match.group() if match else ""
+
+
+def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
+    return f"{len(arrays)} arrays", "", format_bytes(sum(array.spec.nbytes for array in arrays)), ""
+
+
+def _array_cells(array: StoredArray) -> tuple[str, str, str, str]:
+    spec = array.spec
+    return escape(str(list(spec.shape))), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)
 
 
 def _stats_cells(stats: ArrayStats) -> list[str]:
