@@ -145,10 +145,11 @@ class Checkpoint(Mapping[str, LazyArray]):
         return f"<Checkpoint {self.tag!r} of {self.location}: step {self.step}, {len(self)} arrays>"
 
     def _read(self, name: str, first: int, stop: int, out: Array) -> None:
-        self._check_open()
+        self.check_open()
         self.source.read(name, first, stop, out)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise UsageError where the checkpoint was closed."""
         if self._closed:
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
@@ -158,7 +159,7 @@ class Checkpoint(Mapping[str, LazyArray]):
 
     def verify(self) -> list[Fault]:
         """Check every byte, and return what is not as it was committed; an empty list means a whole checkpoint."""
-        self._check_open()
+        self.check_open()
         if not isinstance(self.source, CheckpointReader):
             raise CheckpointMismatchError(
                 f"{self.location} is {self.source.kind}, which has no checksums to compare with: convert it first"
@@ -245,13 +246,13 @@ class Weights(Mapping[str, "Tensor"]):
             raise KeyError(f"{self._checkpoint.location} has no weight {name!r}; it has {len(self)} names") from None
 
     def _load(self, weights: list[Weight]) -> dict[str, Array]:
-        self._checkpoint._check_open()
+        self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
         self._refuse(lost, weights)
         return found
 
     def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
-        self._checkpoint._check_open()
+        self._checkpoint.check_open()
         count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
         self._refuse([Lost(name=weight.name, count=count)] if count else [], [weight])
 
