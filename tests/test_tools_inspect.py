@@ -12,7 +12,9 @@ import pytest
 
 from zstore.errors import CheckpointNotFoundError
 from zstore.testing.checkpoints import save_arrays
+from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
+from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 from zstore.tools.verify import verify_command
 
@@ -132,3 +134,17 @@ def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_on
     assert verify_command(copied / "%5Bbest%5D") == 1
     assert inspect_command(copied) == 0
     assert "is no checkpoint" in capsys.readouterr().err
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model/\x1b]0;title\x07.w\u202e"
+    save_arrays(tmp_path, {name: np.ones(3, np.float32)}, tag="\u202etag")
+    run = [inspect_command, verify_command, ls_command, lambda path: diff_command(path, path)]
+    for command in run:
+        assert command(tmp_path) == 0
+    save_arrays(tmp_path / "other", {"model/w": np.ones(3, np.float32)}, world_size=2)
+    assert diff_command(tmp_path, tmp_path / "other") == 1
+    printed = capsys.readouterr()
+    assert "\\x1b]0;title\\x07.w\\u202e" in printed.out
+    for text in (printed.out, printed.err):
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)

@@ -17,6 +17,7 @@ from zstore._version import __version__
 from zstore.errors import UsageError, ZstoreError
 
 from . import cli_checkpoints, cli_train
+from .printable import printable
 
 app = typer.Typer(
     name="zstore",
@@ -38,7 +39,7 @@ def main() -> None:
         if os.environ.get("ZSTORE_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"zstore: {error}", file=sys.stderr)
+            print(printable(f"zstore: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 

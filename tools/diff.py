@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from .compare import Comparison, compare_values, plan_comparison, summary
 from .opening import DEFAULTS, Common, open_location, print_json
 from .progress import Progress
-from .tables import make_console
+from .tables import cell, make_console
 
 Location = str | os.PathLike[str]
 
@@ -60,7 +59,7 @@ def _table(differing: Sequence[Comparison]) -> Table:
         if one.nonfinite:
             elements += f" ({one.nonfinite} not finite)"
         numbers = ["" if number is None else f"{number:.6g}" for number in (one.max_abs, one.rms)]
-        table.add_row(escape(one.name), escape(_what(one)), chunks, elements, *numbers)
+        table.add_row(cell(one.name), cell(_what(one)), chunks, elements, *numbers)
     return table
 
 

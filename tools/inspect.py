@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, refused, tags
@@ -21,8 +20,9 @@ from zstore.weights import natural_key
 
 from .array_stats import ArrayStats, collect_stats
 from .opening import DEFAULTS, Common, open_location, print_json
+from .printable import printable
 from .progress import Progress
-from .tables import make_console
+from .tables import cell, make_console
 
 _STATS = ("min", "max", "mean", "norm", "NaN", "inf")
 """Columns of what values are like, before the histogram."""
@@ -47,7 +47,7 @@ def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, 
         _print_summary(console, source)
         console.print(_arrays_table(source, found))
     for refusal in refusals:
-        print(f"{refusal.path} is no checkpoint: {refusal.reason}", file=sys.stderr)
+        print(printable(f"{refusal.path} is no checkpoint: {refusal.reason}"), file=sys.stderr)
     return 0
 
 
@@ -156,7 +156,7 @@ def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> 
     for column in ("tag", "step", "world size", "committed"):
         table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
     for info in infos:
-        shown = escape(info.tag) + (" <-" if str(info.path) == source.location and len(infos) > 1 else "")
+        shown = cell(info.tag) + (" <-" if str(info.path) == source.location and len(infos) > 1 else "")
         record = info.record
         table.add_row(shown, str(record.step), str(record.world_size), _time(record.committed_ns))
     console.print(table)
@@ -174,8 +174,10 @@ def _print_summary(console: Console, source: ArraySource) -> None:
         else ""
     )
     console.print(
-        f"{facts['path']}: {whose}step {facts['step']}, {facts['world_size']} rank(s){resharded}, {facts['num_arrays']} "
-        f"arrays of {format_bytes(facts['array_bytes'])}{files}",
+        printable(
+            f"{facts['path']}: {whose}step {facts['step']}, {facts['world_size']} rank(s){resharded}, "
+            f"{facts['num_arrays']} arrays of {format_bytes(facts['array_bytes'])}{files}"
+        ),
         markup=False,
         soft_wrap=True,
     )
@@ -192,15 +194,15 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
         table.add_column("histogram", no_wrap=True)
     arrays = [array for _, array in sorted_arrays(source.arrays)]
     for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
-        table.add_row(f"[bold]{escape(group)}[/]", *_totals(members), style="cyan")
+        table.add_row(f"[bold]{cell(group)}[/]", *_totals(members), style="cyan")
         for layer, parts in _grouped(members, lambda array: _layer(_inside(array))):
             indent = "  "
             if layer and len(parts) > 1:
-                table.add_row(f"  {escape(layer)}", *_totals(parts), style="dim")
+                table.add_row(f"  {cell(layer)}", *_totals(parts), style="dim")
                 indent = "    "
             for array in parts:
                 cells = _stats_cells(stats[array.spec.name]) if stats else []
-                table.add_row(indent + escape(_inside(array)), *_array_cells(array), *cells)
+                table.add_row(indent + cell(_inside(array)), *_array_cells(array), *cells)
     return table
 
 
@@ -234,7 +236,7 @@ def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
 
 def _array_cells(array: StoredArray) -> tuple[str, str, str, str]:
     spec = array.spec
-    return escape(str(list(spec.shape))), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)
+    return cell(str(list(spec.shape))), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)
 
 
 def _stats_cells(stats: ArrayStats) -> list[str]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
 
 from zstore.checkpoint import TagInfo, refused, tags
@@ -18,7 +17,8 @@ from zstore.errors import CheckpointNotFoundError
 from zstore.sizes import format_bytes
 
 from .opening import DEFAULTS, Common, open_location, print_json
-from .tables import make_console
+from .printable import printable
+from .tables import cell, make_console
 
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
 
@@ -67,7 +67,7 @@ def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int
     if entries:
         make_console().print(_table(entries))
     for refusal in refusals:
-        print(f"{refusal.path} is no checkpoint: {refusal.reason}", file=sys.stderr)
+        print(printable(f"{refusal.path} is no checkpoint: {refusal.reason}"), file=sys.stderr)
     if not entries:
         raise CheckpointNotFoundError(f"{path} holds no committed checkpoint")
     return 0
@@ -124,7 +124,7 @@ def _list_one(location: str | os.PathLike[str], common: Common) -> int:
     table = Table()
     for column in document:
         table.add_column(column.replace("_", " "), overflow="fold")
-    table.add_row(*(escape(str(value)) for value in (document | {"array_bytes": format_bytes(nbytes)}).values()))
+    table.add_row(*(cell(str(value)) for value in (document | {"array_bytes": format_bytes(nbytes)}).values()))
     make_console().print(table)
     return 0
 
@@ -136,7 +136,7 @@ def _table(entries: Sequence[Entry]) -> Table:
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
         newest = "newest" if entry.newest else ""
-        table.add_row(escape(entry.tag), str(entry.step), str(entry.world_size), *sizes, _age(entry.age_s), newest)
+        table.add_row(cell(entry.tag), str(entry.step), str(entry.world_size), *sizes, _age(entry.age_s), newest)
     return table
 
 

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from zstore.sizes import format_bytes
 
+from .printable import printable
+
 PLAIN_LINE_S = 30.0
 """Seconds between plain lines: a log of an hour stays readable."""
 
@@ -32,7 +34,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.title = title
+        self.title = printable(title)
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self._stream = stream or sys.stderr
@@ -83,6 +85,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line on stderr, above the bar where there is one."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.markup import escape
+
+from .printable import printable
 
 _PLAIN_COLUMNS = 200
 """Width where stdout is no terminal: names are not cut for a pipe."""
@@ -13,3 +16,8 @@ _PLAIN_COLUMNS = 200
 def make_console() -> Console:
     """Return a console on stdout."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
+
+
+def cell(text: object) -> str:
+    """Return text out of a checkpoint as a table shows it: no markup, no control characters, on one line."""
+    return escape(printable(text).replace("\n", "\\n"))

@@ -11,6 +11,7 @@ from zstore.checkpoint import Fault, refused, verify_checkpoint
 from zstore.errors import CorruptionError
 
 from .opening import DEFAULTS, Common, open_location, own_reader, print_json
+from .printable import printable
 from .progress import Progress
 
 
@@ -38,5 +39,5 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> i
         print_json({"path": os.fspath(ckpt), "faults": [asdict(fault) for fault in faults], **transfer})
     else:
         for fault in faults:
-            print(fault)
+            print(printable(fault))
     return 1 if faults else 0
