@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,34 @@ def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:
         ahead.close()
         with pytest.raises(UsageError, match="closed"):
             ahead.take()
+
+
+def test_a_span_that_is_waited_for_is_the_same_when_others_were_used_up(saved: Path, arrays: dict[str, Array]) -> None:
+    waiting, may_read = threading.Event(), threading.Event()
+
+    class Ahead(ReadAhead):
+        def _wait_for(self, span: Any) -> None:
+            if span.first:
+                waiting.set()
+            super()._wait_for(span)
+
+    with open_checkpoint(saved) as reader:
+        read, first = reader.read, reader.arrays["model/w"].grid.chunk_numel
+
+        def read_late(name: str, low: int, high: int, out: Array) -> None:
+            if low:
+                may_read.wait()
+            read(name, low, high, out)
+
+        reader.read = read_late  # type: ignore[method-assign,assignment]
+        out, second = np.empty(first, np.float32), np.empty(5, np.float32)
+        with Ahead(reader, [("model/w", 0, 2 * first)], memory_bytes=1, depth=2) as ahead:
+            thread = threading.Thread(target=ahead.read, args=("model/w", first, first + 5, second))
+            thread.start()
+            waiting.wait()
+            ahead.read("model/w", 0, first, out)
+            may_read.set()
+            thread.join()
+    flat = arrays["model/w"].reshape(-1)
+    assert np.array_equal(out, flat[:first])
+    assert np.array_equal(second, flat[first : first + 5])

@@ -198,8 +198,9 @@ class ReadAhead:
             spans = self._live.get(name, [])
             number = bisect_right(spans, position, key=_first) - 1
             if number >= 0 and position < spans[number].stop:
-                self._wait_for(spans[number])
-                return spans[number]
+                span = spans[number]
+                self._wait_for(span)  # the list changes meanwhile
+                return span
             if self._next is None or (place, position) < (self._next[0], self._next[1].first):
                 raise UsageError(f"array {name!r}: elements from {position} on are not in memory (any more)")
             if self._closed:
