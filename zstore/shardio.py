@@ -130,32 +130,54 @@ def write_shard(
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
     layout = layout_of(grid, shard, spec.dtype)
-    base = shard * grid.shard_numel
-    end = base + grid.shard_valid_numel(shard)
-    step = res.span_chunks(layout)
-
-    def write_span(first_chunk: int, buffer: Buffer) -> list[int]:
-        with buffer:
-            for i, slot in enumerate(slot_views(buffer.bytes, layout)):
-                first = base + (first_chunk + i) * grid.chunk_numel
-                stop = min(first + grid.chunk_numel, end)
-                valid_bytes = (stop - first) * spec.itemsize
-                fill(first, stop, slot[:valid_bytes])
-                slot[valid_bytes : layout.payload_bytes] = 0
-            crcs = seal_slots(buffer.bytes, layout)
-            with res.files.opened(path, write=True) as file:
-                res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk))
-            return crcs
-
     write_index(res, path, layout, create=True)
-    tickets: list[Ticket[list[int]]] = []
-    for first_chunk in range(0, layout.num_present, step):
-        buffer = res.pool.acquire(min(step, layout.num_present - first_chunk) * layout.slot_bytes)
-        tickets.append(res.queue.submit(partial(write_span, first_chunk, buffer), priority, buffer.bytes.size))
-    crcs = [crc for part in settle(tickets) for crc in part]
+    crcs = ShardWriter(res, path, spec, grid, shard, priority).write(0, layout.num_present, fill)
     with res.files.opened(path, write=True) as file:
         res.files.sync_data(file)
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
+
+
+class ShardWriter:
+    """Writes chunks of a shard file that has its index. Not for I/O threads."""
+
+    def __init__(
+        self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int, priority: Priority
+    ) -> None:
+        self._res = res
+        self._path = path
+        self._spec = spec
+        self._grid = grid
+        self._layout = layout_of(grid, shard, spec.dtype)
+        self._base = shard * grid.shard_numel
+        self._end = self._base + grid.shard_valid_numel(shard)
+        self._priority = priority
+
+    def write(self, first_chunk: int, stop_chunk: int, fill: Fill) -> list[int]:
+        """Write chunks `[first_chunk, stop_chunk)` from `fill`; return the crc32c of their payloads.
+
+        `fill` is called from several threads at once, for disjoint ranges.
+        """
+        step = self._res.span_chunks(self._layout)
+        tickets: list[Ticket[list[int]]] = []
+        for first in range(first_chunk, stop_chunk, step):
+            buffer = self._res.pool.acquire(min(step, stop_chunk - first) * self._layout.slot_bytes)
+            task = partial(self._write_span, first, buffer, fill)
+            tickets.append(self._res.queue.submit(task, self._priority, buffer.bytes.size))
+        return [crc for part in settle(tickets) for crc in part]
+
+    def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill) -> list[int]:
+        numel, layout = self._grid.chunk_numel, self._layout
+        with buffer:
+            for i, slot in enumerate(slot_views(buffer.bytes, layout)):
+                first = self._base + (first_chunk + i) * numel
+                stop = min(first + numel, self._end)
+                valid_bytes = (stop - first) * self._spec.itemsize
+                fill(first, stop, slot[:valid_bytes])
+                slot[valid_bytes : layout.payload_bytes] = 0
+            crcs = seal_slots(buffer.bytes, layout)
+            with self._res.files.opened(self._path, write=True) as file:
+                self._res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk))
+            return crcs
 
 
 class ShardReader:

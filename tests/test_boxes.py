@@ -1,0 +1,91 @@
+"""Blocks of tensors: every run of every block against numpy's own slicing."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstore.boxes import Box, cut_numel, gather, spans
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    offsets = [draw(st.integers(0, extent)) for extent in shape]
+    sizes = [draw(st.integers(0, extent - at)) for extent, at in zip(shape, offsets, strict=True)]
+    return Box(tuple(shape), tuple(offsets), tuple(sizes))
+
+
+def elements(box: Box) -> np.ndarray:
+    """The flat elements of the whole that the box has, by numpy."""
+    whole = np.arange(math.prod(box.shape)).reshape(box.shape)
+    return whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+
+
+@given(box=boxes(), data=st.data())
+def test_runs_are_what_numpy_slices(box: Box, data: st.DataObject) -> None:
+    expected = elements(box)
+    numel = math.prod(box.shape)
+    assert (box.numel, box.num_runs * box.run_numel) == (expected.size, expected.size)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    found = [(at + i, in_box + i) for at, in_box, count in box.overlap(first, stop) for i in range(count)]
+    assert found == [(e, i) for i, e in enumerate(expected.tolist()) if first <= e < stop]
+    if expected.size:
+        assert box.extent == (expected[0], expected[-1] + 1)
+
+
+@given(box=boxes(), data=st.data())
+def test_gathering_fills_what_the_box_has(box: Box, data: st.DataObject) -> None:
+    numel = math.prod(box.shape)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    values = np.arange(numel, dtype=np.int32) + 1
+    held = values[elements(box)] if box.numel else np.empty(0, np.int32)
+    out = np.zeros(stop - first, np.int32)
+
+    def read(start: int, part: np.ndarray) -> None:
+        part[:] = held.view(np.uint8)[start * 4 : start * 4 + part.size]
+
+    filled = gather(box, first, stop, 4, read, out.view(np.uint8))
+    inside = np.zeros(numel, bool)
+    inside[elements(box)] = True
+    assert filled == inside[first:stop].sum()
+    assert np.array_equal(out, np.where(inside, values, 0)[first:stop])
+
+
+@given(box=boxes(), most=st.integers(1, 50), gap=st.integers(0, 20))
+def test_ranges_to_read_hold_the_box(box: Box, most: int, gap: int) -> None:
+    ranges = spans(box, most, gap)
+    assert all(first < stop <= second for (first, stop), (second, _) in pairwise(ranges))
+    covered = {e for first, stop in ranges for e in range(first, stop)}
+    assert covered >= set(elements(box).tolist())
+    assert all(stop - first <= max(most, box.run_numel) for first, stop in ranges)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1), (2, 1), (1, 3), (2, 3), (3, 4)])
+def test_whole_multiples_of_the_cut_lie_in_one_block(cuts: tuple[int, int]) -> None:
+    shape = (12, 24)
+    sizes = tuple(extent // count for extent, count in zip(shape, cuts, strict=True))
+    tiles = [
+        Box(shape, tuple(i * s for i, s in zip(at, sizes, strict=True)), sizes) for at in product(*map(range, cuts))
+    ]
+    cut = cut_numel(tiles)
+    owner = np.empty(288, int)
+    for number, tile in enumerate(tiles):
+        owner[elements(tile)] = number
+    if cut == 0:
+        assert len(tiles) == 1
+        return
+    assert all(len(set(part.tolist())) == 1 for part in owner.reshape(-1, cut))
+    assert any(len(set(part.tolist())) > 1 for part in owner.reshape(-1, 2 * cut))
+
+
+def test_a_block_outside_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not in a tensor of shape"):
+        Box((4, 4), (2, 0), (3, 4))

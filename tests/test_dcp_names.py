@@ -1,0 +1,137 @@
+"""Names of torch.distributed.checkpoint and ours, there and back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstore.errors import CorruptionError
+from zstore.foreign.dcp_names import Path, key_of, name_arrays, paths_of
+from zstore.foreign.dcp_values import DcpState, NotPlainError, decode_value, encode_value, make_document
+
+
+def there_and_back(paths: list[Path]) -> dict[str, str]:
+    """The arrays by key, once it is sure that the paths come back."""
+    names = name_arrays({key_of(path): path for path in paths})
+    back = paths_of(names.document(), names.arrays.values())
+    assert {name: key_of(path) for name, path in back.items()} == {name: key for key, name in names.arrays.items()}
+    assert set(back.values()) == set(paths)
+    return names.arrays
+
+
+def test_get_state_dict_nested_and_flattened() -> None:
+    nested = [
+        ("app", "model", "h.0.weight"),
+        ("app", "optim", "state", "h.0.weight", "exp_avg"),
+        ("app", "optim", "state", "h.0.weight", "step"),
+    ]
+    assert there_and_back(nested) == {
+        "app.model.h.0.weight": "model/h.0.weight",
+        "app.optim.state.h.0.weight.exp_avg": "optimizer/exp_avg/h.0.weight",
+        "app.optim.state.h.0.weight.step": "optimizer/step/h.0.weight",
+    }
+    flat = [("model", "h.0.weight"), ("optimizer", "state.h.0.weight.exp_avg")]
+    assert list(there_and_back(flat).values()) == ["model/h.0.weight", "optimizer/exp_avg/h.0.weight"]
+
+
+def test_torchtitan_has_its_weights_at_the_top() -> None:
+    paths: list[Path] = [
+        ("layers.0.wq.weight",),
+        ("optimizer", "state.layers.0.wq.weight.exp_avg"),
+        ("train_state", "step"),
+    ]
+    assert list(there_and_back(paths).values()) == [
+        "model/layers.0.wq.weight",
+        "optimizer/exp_avg/layers.0.wq.weight",
+        "client/train_state.step",
+    ]
+
+
+def test_a_weight_of_a_hugging_face_model_keeps_its_name() -> None:
+    assert list(there_and_back([("model", "model.embed_tokens.weight")]).values()) == [
+        "model/model.embed_tokens.weight"
+    ]
+    assert list(there_and_back([("model.embed_tokens.weight",)]).values()) == ["model/model.embed_tokens.weight"]
+
+
+def test_several_models_keep_apart() -> None:
+    paths: list[Path] = [("gen", "model", "w"), ("disc", "model", "w"), ("gen", "optim", "state", "w", "exp_avg")]
+    assert list(there_and_back(paths).values()) == [
+        "model/gen.model.w",
+        "model/disc.model.w",
+        "optimizer/exp_avg/w",
+    ]
+
+
+@given(
+    st.sets(
+        st.lists(
+            st.one_of(
+                st.sampled_from(["model", "optim", "optimizer", "state", "w", "state.w.m", "a/b"]), st.integers(0, 2)
+            ),
+            min_size=1,
+            max_size=4,
+        ).map(tuple),
+        max_size=8,
+    )
+)
+def test_every_path_comes_back(paths: set[Path]) -> None:
+    by_key = {key_of(path): path for path in paths if type(path[0]) is str}
+    arrays = there_and_back(list(by_key.values()))
+    assert len(set(arrays.values())) == len(arrays)
+
+
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.integers(), st.just("$x")), inner),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_with_its_types(value: object) -> None:
+    assert same(decode_value(encode_value(value)), value)
+
+
+def test_what_is_not_plain_is_said() -> None:
+    class Odd(dict):  # type: ignore[type-arg]
+        pass
+
+    for value in (object(), {1, 2}, Odd(), [1j]):
+        with pytest.raises(NotPlainError):
+            encode_value(value)
+    assert math.isnan(decode_value(encode_value(math.nan)))
+
+
+def test_a_damaged_record_is_refused() -> None:
+    good = make_document(name_arrays({"w": ("w",)}), [(("lr",), 0.1)], {})
+    assert DcpState.of({"dcp": good}, ["model/w"]).values == [(("lr",), 0.1)]
+    for broken in (
+        [],
+        good | {"values": [[1]]},
+        good | {"values": [["lr", 1]]},
+        good | {"paths": {"model/w": [None]}},
+        good | {"opaque": {"client/x": "exec"}},
+        good | {"model": "model"},
+    ):
+        with pytest.raises(CorruptionError):
+            DcpState.of({"dcp": broken}, ["model/w"])
+    with pytest.raises(CorruptionError, match="unknown mark"):
+        decode_value({"$exec": "x"})

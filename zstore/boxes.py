@@ -1,0 +1,156 @@
+"""Blocks of a tensor, and the runs of consecutive elements that they are of the whole. Pure.
+
+[Note: runs]
+A box is what one rank holds of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
+tensor, in C order, it is a row of runs of equal length: the dims behind the last one that is cut belong to a run wholly.
+Cut along dim 0 it is one run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Run(NamedTuple):
+    """Consecutive elements that a box shares with a range of the whole tensor."""
+
+    at: int
+    """Flat element of the whole tensor where they begin."""
+    in_box: int
+    """Flat element of the box where they begin."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """The block `[offsets, offsets + sizes)` of a tensor of `shape`. See [Note: runs]."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        dims = list(zip(self.shape, self.offsets, self.sizes, strict=True))
+        if any(at < 0 or size < 0 or at + size > extent for extent, at, size in dims):
+            raise ValueError(
+                f"a block at {self.offsets} of sizes {self.sizes} is not in a tensor of shape {self.shape}"
+            )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def _cut_dim(self) -> int:
+        """The last dim of which the box has a part only; -1 where it is the whole tensor."""
+        dims = reversed(range(len(self.shape)))
+        return next((dim for dim in dims if self.sizes[dim] != self.shape[dim]), -1)
+
+    def _stride(self, dim: int) -> int:
+        return math.prod(self.shape[dim + 1 :])
+
+    @cached_property
+    def run_numel(self) -> int:
+        """Elements of a run."""
+        dim = self._cut_dim
+        return self.numel if dim < 0 else self.sizes[dim] * self._stride(dim)
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs it is; 0 where it is empty."""
+        return self.numel // self.run_numel if self.run_numel else 0
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Flat elements of the whole tensor where the runs begin, ascending."""
+        starts = np.zeros(1 if self.numel else 0, np.int64)
+        for dim in range(self._cut_dim + 1):
+            stride = self._stride(dim)
+            count = 1 if dim == self._cut_dim else self.sizes[dim]
+            steps = (self.offsets[dim] + np.arange(count, dtype=np.int64)) * stride
+            starts = (starts[:, None] + steps).reshape(-1)
+        return starts
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Flat elements `[first, stop)` of the whole tensor between which it lies; both 0 where it is empty."""
+        return (int(self.starts[0]), int(self.starts[-1]) + self.run_numel) if self.numel else (0, 0)
+
+    def overlap(self, first: int, stop: int) -> Iterator[Run]:
+        """Yield what it has of the flat elements `[first, stop)` of the whole tensor, in order."""
+        starts, length = self.starts, self.run_numel
+        number = max(0, int(np.searchsorted(starts, first, side="right")) - 1)
+        while number < starts.size and (start := int(starts[number])) < stop:
+            low, high = max(start, first), min(start + length, stop)
+            if low < high:
+                yield Run(low, number * length + low - start, high - low)
+            number += 1
+
+    @property
+    def cut_numel(self) -> int:
+        """The greatest number that divides the start of every run; 0 where the only one begins at 0."""
+        if not self.numel:
+            return 0
+        dim = self._cut_dim
+        first = sum(self.offsets[d] * self._stride(d) for d in range(dim + 1))
+        return math.gcd(first, *(self._stride(d) for d in range(dim) if self.sizes[d] > 1))
+
+
+def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, Bytes], None], out: Bytes) -> int:
+    """Fill of `out`, the bytes of flat elements `[first, stop)` of the whole tensor, what lies in `box`.
+
+    `read(start, part)` fills `part` with the box's own bytes from element `start` on. Returns the elements that were
+    filled.
+    """
+    runs = list(box.overlap(first, stop))
+    if not runs:
+        return 0
+    start, end = runs[0].in_box, runs[-1].in_box + runs[-1].numel
+    if len(runs) == 1:
+        read(start, out[(runs[0].at - first) * itemsize : (runs[0].at - first + end - start) * itemsize])
+        return end - start
+    # What follows in the whole follows in the box, without the gaps: one read for all.
+    held = np.empty((end - start) * itemsize, np.uint8)
+    read(start, held)
+    for at, in_box, numel in runs:
+        part = held[(in_box - start) * itemsize : (in_box - start + numel) * itemsize]
+        out[(at - first) * itemsize : (at - first + numel) * itemsize] = part
+    return end - start
+
+
+def cut_numel(boxes: Iterable[Box]) -> int:
+    """Return the greatest number of elements such that whole multiples of it lie between all cuts of a tiled tensor.
+
+    0 where nothing is cut.
+    """
+    return math.gcd(*(box.cut_numel for box in boxes))
+
+
+def spans(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
+    """Return the flat ranges to read for a box: its runs, joined where they lie at most `gap_numel` apart.
+
+    A range that was joined has at most about `most_numel` elements.
+    """
+    ranges: list[tuple[int, int]] = []
+    for start in box.starts.tolist():
+        stop = start + box.run_numel
+        if ranges and start - ranges[-1][1] <= gap_numel and stop - ranges[-1][0] <= most_numel:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges

@@ -1,0 +1,12 @@
+"""zstore's format for torch.distributed.checkpoint: `Writer` for `save` and `async_save`, `Reader` for `load`.
+
+    torch.distributed.checkpoint.save(state_dict, storage_writer=zstore.dcp.Writer("ckpt/step-100"))
+    torch.distributed.checkpoint.load(state_dict, storage_reader=zstore.dcp.Reader("ckpt/step-100"))
+
+`docs/dcp.md` says how names are mapped. Read in this order: layout, work, plan, writer, reader.
+"""
+
+from .reader import Reader
+from .writer import Writer
+
+__all__ = ["Reader", "Writer"]

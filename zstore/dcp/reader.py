@@ -1,0 +1,262 @@
+"""The reader that torch.distributed.checkpoint loads through: any checkpoint that zstore reads.
+
+[Note: one chunk]
+DCP is told that every tensor is stored in one piece, so that it asks for each block that a rank holds once. The blocks
+are read as flat ranges, each stored chunk of them once and verified, ahead of their use and in bounded memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zstore.arrays import numpy_dtype
+from zstore.boxes import Box, spans
+from zstore.checkpoint import ArraySource, ReadAhead, open_checkpoint
+from zstore.checkpoint.ahead import MEMORY_BYTES, Range, Span
+from zstore.checkpoint.crew import Crew
+from zstore.checkpoint.split import complete_master, rest_of_master
+from zstore.errors import UsageError
+from zstore.foreign.dcp_names import key_of
+from zstore.foreign.dcp_values import PICKLE, DcpState, decode_value
+from zstore.sources import open_source
+
+from .tensors import torch_dtype
+
+Bytes = npt.NDArray[np.uint8]
+
+_MOST_TAKEN = 4
+"""Spans that are held at a time: fewer than are read ahead."""
+_GAP_BYTES = 1024 * 1024
+"""Ranges that lie closer are read in one: chunks are at most about that large."""
+
+
+class Reader(StorageReader):
+    """Reads the checkpoint at `path`: its own folder, or a folder of checkpoints and a `tag` (default: the newest).
+
+    Anything that zstore reads serves, also what an engine or other software saved; without a mapping of DCP's own,
+    weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
+    `trust_pickles`: DCP would run what they say.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tag: str | float | None = None,
+        *,
+        trust_pickles: bool = False,
+        num_threads: int = 4,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._tag = tag
+        self._trust_pickles = trust_pickles
+        self._num_threads = num_threads
+        self._source: ArraySource | None = None
+        self._arrays: dict[str, str] = {}
+        self._state = DcpState(paths={})
+
+    # -- DCP's calls, in their order ---------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to read another checkpoint, at `checkpoint_id` where it is given (all ranks)."""
+        self.close()
+        if checkpoint_id is not None:
+            self.path, self._tag = os.fspath(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Open the checkpoint and return what it has (all ranks)."""
+        source = self._open()
+        self._state = DcpState.of(source.record.state, source.arrays)
+        self._arrays = {key_of(path): name for name, path in self._state.paths.items()}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            key: BytesStorageMetadata() if name in self._state.opaque else self._describe(source, name)
+            for key, name in self._arrays.items()
+        }
+        entries |= {key_of(path): BytesStorageMetadata() for path, _ in self._state.values}
+        paths = {key_of(path): path for path in (*self._state.paths.values(), *(p for p, _ in self._state.values))}
+        return Metadata(
+            state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta(checkpoint_id=source.location)
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See `StorageReader` (all ranks)."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Refuse pickles that are not trusted (all ranks)."""
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if self._state.opaque.get(self._arrays.get(key, "")) == PICKLE and not self._trust_pickles:
+                raise UsageError(
+                    f"{key!r} in {self.path} is a pickle, which torch.distributed.checkpoint would run: leave it out of the "
+                    "state dict, or pass zstore.dcp.Reader(..., trust_pickles=True) where you trust who wrote it"
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See `StorageReader` (rank 0)."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all that the plan asks for; done when this returns (all ranks)."""
+        source = self._open()
+        values = {key_of(path): value for path, value in self._state.values}
+        blocks: list[_Block] = []
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type != LoadItemType.BYTE_IO:
+                blocks.append(_Block(source, self._arrays[key], item, planner))
+            elif key in values:
+                planner.load_bytes(item, _pickled(decode_value(values[key])))
+            else:
+                planner.load_bytes(item, self._opaque(source, self._arrays[key]))
+        _read_blocks(source, blocks, self._num_threads)
+        self.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> ArraySource:
+        if self._source is None:
+            path = Path(self.path)
+            if self._tag is None and "://" not in self.path and not path.exists() and path.parent.is_dir():
+                # A tag may be called otherwise on disk than it is.
+                self._source = open_checkpoint(path.parent, path.name)
+            else:
+                self._source = open_source(self.path, self._tag)
+        return self._source
+
+    def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:
+        spec = source.arrays[name].spec
+        dtype = "float32" if rest_of_master(source.arrays, name) is not None else spec.dtype
+        size = torch.Size(spec.shape)
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=torch_dtype(dtype)),
+            size=size,
+            chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+        )
+
+    def _opaque(self, source: ArraySource, name: str) -> io.BytesIO:
+        content = source.read_array(name).tobytes()
+        return io.BytesIO(content) if self._state.opaque[name] == PICKLE else _pickled(content)
+
+    def close(self) -> None:
+        """Close the checkpoint; a second call does nothing."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether checkpoints can be read there; whether one is there shows when it is opened."""
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint is."""
+        return self.path
+
+
+def _pickled(value: object) -> io.BytesIO:
+    """Return plain data as DCP's planner takes it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+@dataclass
+class _Block:
+    """A block of an array on its way into a tensor of the state dict."""
+
+    source: ArraySource
+    name: str
+    item: ReadItem
+    planner: LoadPlanner
+
+    def __post_init__(self) -> None:
+        spec = self.source.arrays[self.name].spec
+        self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
+        self.itemsize = spec.itemsize
+        self._target: torch.Tensor = self.planner.resolve_tensor(self.item).detach()
+        self._splits = rest_of_master(self.source.arrays, self.name) is not None
+        self._dtype = "float32" if self._splits else spec.dtype
+        self._landing = self._target
+
+    def ranges(self) -> list[Range]:
+        """Return the flat ranges to read."""
+        most = MEMORY_BYTES // 6 // self.itemsize
+        return [(self.name, *each) for each in spans(self.box, most, _GAP_BYTES // self.itemsize)]
+
+    def begin(self) -> None:
+        """Make the memory that the block is read into."""
+        dtype = torch_dtype(self._dtype)
+        direct = self._target.device.type == "cpu" and self._target.is_contiguous() and self._target.dtype == dtype
+        self._landing = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
+
+    def put(self, span: Span) -> None:
+        """Take what the block has of a span; of disjoint ones from several threads."""
+        out: Any = self._landing.reshape(-1).view(torch.uint8).numpy()
+        data: Bytes = span.data
+        size = self.itemsize
+        if self._splits:
+            weight = data.view(numpy_dtype("bfloat16"))
+            master = complete_master(self.source, self.name, span.first, weight)
+            data = data if master is None else master.view(np.uint8)
+            size = self._landing.itemsize
+        for at, in_box, numel in self.box.overlap(span.first, span.stop):
+            start = (at - span.first) * size
+            out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
+
+    def finish(self) -> None:
+        """Hand the block over, once all its spans were put."""
+        if self._landing is not self._target:
+            self._target.copy_(self._landing.reshape(self._target.shape))
+            self._landing = self._target
+        self.planner.commit_tensor(self.item, self._target)
+
+
+def _read_blocks(source: ArraySource, blocks: list[_Block], num_threads: int) -> None:
+    """Read blocks one after the other, each by several threads."""
+    ranges = [[each for each in block.ranges() if each[1] < each[2]] for block in blocks]
+    with ExitStack() as opened:
+        ahead = opened.enter_context(ReadAhead(source, [each for of_block in ranges for each in of_block]))
+        crew = opened.enter_context(Crew(num_threads, "zstore-dcp-load"))
+        for block, of_block in zip(blocks, ranges, strict=True):
+            left = sum(stop - first for _, first, stop in of_block)
+            block.begin()
+            while left:
+                batch: list[Span] = []
+                while left and len(batch) < _MOST_TAKEN and (span := ahead.take()) is not None:
+                    batch.append(span)
+                    left -= span.stop - span.first
+                tasks: list[Callable[[], None]] = [partial(_put, ahead, block, span) for span in batch]
+                crew.run(tasks)
+            block.finish()
+
+
+def _put(ahead: ReadAhead, block: _Block, span: Span) -> None:
+    block.put(span)
+    ahead.release(span)

@@ -1,0 +1,231 @@
+"""Rank 0's part of a save by torch.distributed.checkpoint: what is written where, and the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
+
+from zstore.arrays import ArraySpec
+from zstore.boxes import Box
+from zstore.checkpoint import SaveRequest, new_save_id
+from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
+from zstore.checkpoint.crew import Crew
+from zstore.checkpoint.format import COMPLETE
+from zstore.checkpoint.gather import Gatherer
+from zstore.checkpoint.publish import Publisher
+from zstore.errors import DiskFullError, UsageError
+from zstore.files import Files
+from zstore.foreign.dcp_names import STATE, Names, name_arrays
+from zstore.foreign.dcp_names import Path as KeyPath
+from zstore.foreign.dcp_values import make_document
+from zstore.partition import Grid, make_grid
+from zstore.shardfile import layout_of
+from zstore.shardio import ShardSummary, open_resources
+
+from .layout import ArrayLayout, lay_out
+from .tensors import dtype_name
+from .work import PIECES_FOLDER, Share, Wrote, assemble
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a rank tells rank 0 of one entry."""
+
+    wrote: tuple[Wrote, ...] = ()
+    key: str = ""
+    is_value: bool = False
+    value: Any = None
+    """`encode_value` of an entry that is plain data."""
+    kind: str = ""
+    opaque: ArraySpec | None = None
+    """Array of bytes, of `kind`."""
+
+
+class Save:
+    """One checkpoint on its way. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
+
+    def __init__(self, path: Path, step: int, plans: Sequence[SavePlan], timeout_s: float) -> None:
+        self._plans = plans
+        self._step = step
+        self._timeout_s = timeout_s
+        self._files = Files()
+        self._id = new_save_id()
+        self._tag = path.name
+        self._committer = Committer(self._files, path.parent, path.name, self._id)
+        self._paths = _paths(plans)
+        self._tensors = _tensors(plans)
+        self._names = self._name()
+        self._layouts = self._lay_out()
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def _name(self) -> Names:
+        """Name tensors by what they are; of the rest only what turns out to be opaque becomes an array."""
+        names = name_arrays({key: path for key, path in self._paths.items() if key in self._tensors})
+        taken = set(names.arrays.values())
+        for key in self._paths.keys() - self._tensors.keys():
+            names.arrays[key] = f"client/{key}"
+            if names.arrays[key] in taken:
+                raise UsageError(
+                    f"entry {key!r} and a tensor would both be the array {names.arrays[key]!r}: rename one"
+                )
+        return names
+
+    def _lay_out(self) -> dict[str, ArrayLayout]:
+        layouts: dict[str, ArrayLayout] = {}
+        for key, pieces in self._tensors.items():
+            shape = tuple(pieces[0].size)
+            spec = ArraySpec(
+                name=self._names.arrays[key], shape=shape, dtype=dtype_name(key, pieces[0].properties.dtype)
+            )
+            boxes = [Box(shape, tuple(piece.chunk.offsets), tuple(piece.chunk.sizes)) for piece in pieces]
+            held = sum(box.numel for box in boxes)
+            if held != spec.numel:
+                raise UsageError(
+                    f"{key!r} has {spec.numel} elements, but the ranks hold {held}: it is sharded in a way that "
+                    "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
+                )
+            layouts[key] = lay_out(spec, boxes, len(self._plans))
+        return layouts
+
+    def begin(self, *, overwrite: bool) -> list[SavePlan]:
+        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError, DiskFullError."""
+        self._committer.check(overwrite=overwrite)
+        self._check_room()
+        self._committer.begin()
+        sweep(self._files, self._committer.folder)
+        return [
+            dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
+        ]
+
+    def _share(self, rank: int, plan: SavePlan) -> Share:
+        mine = {item.index.fqn for item in plan.items}
+        return Share(
+            save_id=self._id,
+            folder=str(self._committer.temporary),
+            rank=rank,
+            world_size=len(self._plans),
+            arrays={
+                key: layout
+                for key, layout in self._layouts.items()
+                if key in mine or (layout.passes_through_files and layout.grid.shard_valid_numel(rank) > 0)
+            },
+            names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
+            timeout_s=self._timeout_s,
+        )
+
+    def _check_room(self) -> None:
+        needed = 0
+        for layout in self._layouts.values():
+            grid, dtype = layout.grid, layout.spec.dtype
+            needed += sum(layout_of(grid, shard, dtype).file_bytes for shard in range(grid.num_shards))
+            needed += layout.spec.nbytes if layout.passes_through_files else 0
+        free = self._files.free_bytes(self._committer.folder)
+        if needed > free:
+            raise DiskFullError(
+                f"the checkpoint needs {needed} bytes, but only {free} are free: make room, or save elsewhere",
+                path=str(self._committer.folder),
+                nbytes=needed,
+            )
+
+    # -- committing --------------------------------------------------------------------------------------------------
+
+    def commit(self, stored: Iterable[Stored]) -> None:
+        """Complete the checkpoint from what all ranks wrote, and commit it. Raises CheckpointError where a part lacks."""
+        entries = list(stored)
+        state = {STATE: self._document(entries)}
+        specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
+        grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
+        for entry in entries:
+            if entry.opaque is not None:
+                specs[entry.opaque.name] = entry.opaque
+                grids[entry.opaque.name] = make_grid(entry.opaque.stored_shape, 1)
+        self._files.remove_tree(self._committer.temporary / PIECES_FOLDER)
+        summaries = self._summaries(specs, grids, entries)
+        with ExitStack() as opened:
+            resources = opened.enter_context(open_resources(num_threads=1, pool_bytes=4096, files=self._files))
+            base = SaveRequest(
+                resources=resources,
+                folder=self._committer.folder,
+                tag=self._tag,
+                step=self._step,
+                rank=0,
+                world_size=len(self._plans),
+                save_id=self._id,
+                specs=specs,
+                grids=grids,
+                pins={},
+            )
+            crew = opened.enter_context(Crew(4, "zstore-dcp-commit"))
+            for rank in range(len(self._plans)):
+                publisher = Publisher(dataclasses.replace(base, rank=rank), self._committer.temporary, lambda: None)
+                publisher.write_manifest(COMPLETE, summaries[rank], {})
+            gatherer = Gatherer(base, self._committer.temporary)
+            gatherer.write_metadata(crew)
+            gatherer.collect()
+            gatherer.check_complete()
+            gatherer.sync_folders(crew)
+            self._committer.commit(gatherer.record(state))
+
+    def _document(self, entries: Sequence[Stored]) -> dict[str, Any]:
+        values: list[tuple[KeyPath, Any]] = []
+        opaque: dict[str, str] = {}
+        for entry in entries:
+            path = self._paths.get(entry.key, (entry.key,))
+            if entry.is_value:
+                values.append((path, entry.value))
+            elif entry.opaque is not None:
+                opaque[entry.opaque.name] = entry.kind
+                self._names.paths[entry.opaque.name] = path
+        return make_document(self._names, values, opaque)
+
+    def _summaries(
+        self, specs: dict[str, ArraySpec], grids: dict[str, Grid], entries: Sequence[Stored]
+    ) -> list[list[ShardSummary]]:
+        """Return by rank, whose manifest names them, the shards of that number."""
+        parts: dict[tuple[str, int], list[Wrote]] = defaultdict(list)
+        for entry in entries:
+            for wrote in entry.wrote:
+                parts[wrote.array, wrote.shard].append(wrote)
+        summaries: list[list[ShardSummary]] = [[] for _ in self._plans]
+        for name, grid in grids.items():
+            for shard in range(grid.num_shards):
+                crcs = assemble(grid, shard, name, parts.get((name, shard), ()))
+                file_bytes = layout_of(grid, shard, specs[name].dtype).file_bytes
+                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
+        for root, _, names in os.walk(self._committer.temporary):
+            for file in names:
+                os.chmod(os.path.join(root, file), READ_ONLY)
+        return summaries
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it was committed. Never raises."""
+        self._committer.abort("the save was given up", alone=True)
+
+
+def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
+    """Return the path of every entry, by its key; the key alone where the planner keeps no paths."""
+    kept: dict[str, KeyPath] = {}
+    for plan in plans:
+        if isinstance(plan.planner_data, dict):
+            kept |= plan.planner_data
+    keys = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
+    return {key: kept.get(key, (key,)) for key in keys}
+
+
+def _tensors(plans: Sequence[SavePlan]) -> dict[str, list[TensorWriteData]]:
+    """Return the pieces of every tensor, by its key."""
+    found: dict[str, list[TensorWriteData]] = defaultdict(list)
+    for plan in plans:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                found[item.index.fqn].append(item.tensor_data)
+    return dict(found)

@@ -1,0 +1,221 @@
+"""What one rank does for a save by torch.distributed.checkpoint: its chunks, pieces for others, shards that it owns."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from zstore.arrays import ArraySpec
+from zstore.boxes import Box, gather
+from zstore.checkpoint.names import array_path, shard_file
+from zstore.errors import CheckpointError, StorageError
+from zstore.files import Files, OpenFile
+from zstore.io import Priority
+from zstore.partition import Grid
+from zstore.shardfile import layout_of
+from zstore.shardio import IoResources, ShardWriter, write_index
+
+from .layout import ArrayLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECES_FOLDER = "pieces"
+"""In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrote:
+    """Chunks `[first_chunk, first_chunk + len(crcs))` of a shard, which a rank wrote."""
+
+    array: str
+    shard: int
+    first_chunk: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a rank is told of a save that all ranks share."""
+
+    save_id: str
+    folder: str
+    """The save's temporary folder."""
+    rank: int
+    world_size: int
+    arrays: dict[str, ArrayLayout]
+    """By DCP's key: the tensors of this rank's plan, and those of which it owns a shard."""
+    names: dict[str, str]
+    """Array by DCP's key, of entries that are no tensors."""
+    timeout_s: float
+
+
+@dataclass
+class Workplace:
+    """Where one rank writes."""
+
+    share: Share
+    resources: IoResources
+    _buffered: Files = field(default_factory=lambda: Files(direct=False))
+
+    @property
+    def folder(self) -> Path:
+        """The save's temporary folder."""
+        return Path(self.share.folder)
+
+    # -- chunks that this rank holds whole ---------------------------------------------------------------------------
+
+    def write_box(self, spec: ArraySpec, grid: Grid, box: Box, data: Bytes) -> list[Wrote]:
+        """Write the chunks of which `box` is made; `data` are its elements' bytes, durable when this returns."""
+        wrote: list[Wrote] = []
+        for run in box.overlap(0, spec.numel):
+            first, stop = run.at, run.at + run.numel
+            while first < stop:
+                shard = first // grid.shard_numel
+                end = min(stop, (shard + 1) * grid.shard_numel)
+                moved = run.in_box - run.at
+
+                def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
+                    out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
+
+                base = shard * grid.shard_numel
+                chunks = (first - base) // grid.chunk_numel, -(-(end - base) // grid.chunk_numel)
+                wrote.append(self._write_chunks(spec, grid, shard, chunks, fill))
+                first = end
+        for shard in {each.shard for each in wrote}:
+            self._sync(self._shard_path(spec, shard))
+        return wrote
+
+    def _shard_path(self, spec: ArraySpec, shard: int) -> Path:
+        return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
+
+    def _write_chunks(
+        self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Callable[[int, int, Bytes], None]
+    ) -> Wrote:
+        path = self._shard_path(spec, shard)
+        self._make(path, grid, shard, spec.dtype)
+        writer = ShardWriter(self.resources, path, spec, grid, shard, Priority.CHECKPOINT)
+        crcs = writer.write(*chunks, fill)
+        return Wrote(array=spec.name, shard=shard, first_chunk=chunks[0], crcs=tuple(crcs))
+
+    def _make(self, path: Path, grid: Grid, shard: int, dtype: str) -> None:
+        """Make the shard file, unless another rank that has chunks of it was first."""
+        if path.exists():
+            return
+        self.resources.files.make_folder(path.parent)
+        try:
+            write_index(self.resources, path, layout_of(grid, shard, dtype), create=True)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+
+    def _sync(self, path: Path) -> None:
+        files = self.resources.files
+        with files.opened(path, write=True) as file:
+            files.sync_data(file)
+
+    # -- pieces for others -------------------------------------------------------------------------------------------
+
+    def lay_down(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
+        """Put this rank's piece of an array into a file, for the owners of its shards."""
+        path = self._piece_path(layout, box)
+        self._buffered.make_folder(path.parent)
+        part = path.with_suffix(".part")
+        with self._buffered.opened(part, write=True, create=True) as file:
+            self._buffered.write_from(file, data, 0)
+        self._buffered.rename(part, path)
+
+    def _piece_path(self, layout: ArrayLayout, box: Box) -> Path:
+        return self.folder / PIECES_FOLDER / array_path(layout.spec.name) / f"piece-{layout.boxes.index(box)}"
+
+    def put_together(self, layout: ArrayLayout) -> list[Wrote]:
+        """Write this rank's shard of an array out of all ranks' pieces; waits for them."""
+        spec, grid, shard = layout.spec, layout.grid, self.share.rank
+        base = shard * grid.shard_numel
+        end = base + grid.shard_valid_numel(shard)
+        pieces = [(self._piece_path(layout, box), box) for box in layout.boxes if _touches(box, base, end)]
+        for path, _ in pieces:
+            self._wait_for(path)
+        with contextlib.ExitStack() as opened:
+            files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
+
+            def fill(low: int, high: int, out: Bytes) -> None:
+                for file, box in files:
+                    gather(box, low, high, spec.itemsize, partial(self._read_piece, file, spec.itemsize), out)
+
+            wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
+        self._sync(self._shard_path(spec, shard))
+        return [wrote]
+
+    def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:
+        self._buffered.read_into(file, out, start * itemsize)
+
+    def _wait_for(self, path: Path) -> None:
+        deadline = time.monotonic() + self.share.timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not path.exists():
+            self._check_others()
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {self.share.rank}: no rank laid down {path} within {self.share.timeout_s} s; the save is given up"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _check_others(self) -> None:
+        for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                raise CheckpointError(f"another rank gave up the save: {json.loads(path.read_bytes())['reason']}")
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} is gone: the save was given up, or the folder is not shared by all ranks"
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one's pieces that none come. Never raises."""
+        with contextlib.suppress(OSError):
+            folder = self.folder / PIECES_FOLDER
+            folder.mkdir(exist_ok=True)
+            path = folder / f"failed-{self.share.rank}.json"
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps({"reason": f"rank {self.share.rank}: {type(error).__name__}: {error}"}))
+            part.rename(path)
+
+    def owned(self) -> list[ArrayLayout]:
+        """Return the arrays of which this rank puts a shard together."""
+        rank = self.share.rank
+        return [
+            layout
+            for layout in self.share.arrays.values()
+            if layout.passes_through_files and layout.grid.shard_valid_numel(rank) > 0
+        ]
+
+
+def _touches(box: Box, first: int, stop: int) -> bool:
+    return next(box.overlap(first, stop), None) is not None
+
+
+def assemble(grid: Grid, shard: int, name: str, parts: Sequence[Wrote]) -> tuple[int, ...]:
+    """Return the checksums of all present chunks of a shard. Raises CheckpointError where some are missing or double."""
+    crcs: list[int | None] = [None] * grid.present_chunks(shard)
+    counts = Counter[int]()
+    for part in parts:
+        for i, crc in enumerate(part.crcs):
+            crcs[part.first_chunk + i] = crc
+            counts[part.first_chunk + i] += 1
+    whole = tuple(crc for crc in crcs if crc is not None)
+    if len(whole) < len(crcs) or max(counts.values(), default=0) > 1:
+        raise CheckpointError(
+            f"array {name!r}: chunks of shard {shard} were not written by one rank each; this is a bug"
+        )
+    return whole

@@ -1,0 +1,239 @@
+"""The writer that torch.distributed.checkpoint saves through: a checkpoint of zstore's format.
+
+[Note: who does what in a save by DCP]
+    (rank 0)    prepare_global_plan    names, layouts, room; makes the temporary folder
+    (all)       write_data             chunks that this rank holds; pieces for others; shards that it owns
+    (rank 0)    finish                 manifests, metadata, record; renames the folder to its tag
+DCP gathers errors and tells every rank of them; where one comes before `finish`, there is no checkpoint. What was
+written by then goes with the next save through this writer, with the writer itself, or with the process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from zstore.arrays import ArraySpec
+from zstore.boxes import Box
+from zstore.checkpoint.crew import Crew
+from zstore.errors import UsageError
+from zstore.foreign.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
+from zstore.partition import make_grid
+from zstore.shardio import open_resources
+
+from .save import Save, Stored
+from .tensors import bytes_of, dtype_name
+from .work import Share, Workplace
+
+_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
+
+
+class Writer(StorageWriter):
+    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
+
+    `step` is what the record says; by default the number that `path` ends with, as in `step-100`, else 0. An existing
+    checkpoint is refused unless `overwrite`. Where pieces pass between ranks, one waits `timeout_s` for another.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        overwrite: bool = False,
+        num_threads: int = 4,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._step = step
+        self._overwrite = overwrite
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._save: Save | None = None
+        self._forget: Callable[[], None] | None = None
+        self.path = _local(path)
+        """The checkpoint's folder."""
+
+    # -- DCP's calls, in their order ---------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint, at `checkpoint_id` where it is given (all ranks)."""
+        self._give_up()
+        if checkpoint_id is not None:
+            self.path = _local(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See `StorageWriter` (all ranks)."""
+        self._give_up()
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check what can be checked of one rank's entries (all ranks)."""
+        if not plan.usable:
+            raise UsageError(
+                "zstore.dcp.Writer needs the plan of every save: leave out DefaultSavePlanner(enable_plan_caching=True)"
+            )
+        for item in plan.items:
+            if item.tensor_data is not None:
+                dtype_name(item.index.fqn, item.tensor_data.properties.dtype)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose names and layouts, and begin the checkpoint (rank 0)."""
+        self._save = Save(self.path, self._step_number(), plans, self._timeout_s)
+        self._forget = weakref.finalize(self, self._save.abandon)
+        return self._save.begin(overwrite=self._overwrite)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part; done when this returns (all ranks)."""
+        share = plan.storage_data
+        if not isinstance(share, Share):
+            raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
+        future: Future[list[WriteResult]] = Future()
+        with open_resources(num_threads=self._num_threads) as resources:
+            place = Workplace(share, resources)
+            try:
+                with Crew(self._num_threads, f"zstore-dcp-{share.rank}") as crew:
+                    future.set_result(_write(place, plan, planner, crew))
+            except BaseException as error:
+                place.give_up(error)
+                raise
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint (rank 0)."""
+        if self._save is None:
+            raise UsageError("finish() of a save that was not begun: zstore.dcp.Writer belongs to rank 0 of the save")
+        try:
+            self._save.commit([each.storage_data for rank in results for each in rank])
+        finally:
+            self._give_up()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Forget the save under way, if any, and remove what it wrote; one that was committed stays."""
+        forget, self._forget, self._save = self._forget, None, None
+        if forget is not None:
+            forget()
+
+    def _step_number(self) -> int:
+        if self._step is not None:
+            return self._step
+        found = _STEP.search(self.path.name)
+        return int(found[1]) if found else 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether checkpoints can be written there."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's folder."""
+        return str(self.path)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what planners are told of the checkpoint."""
+        return StorageMeta(checkpoint_id=str(self.path))
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if "://" in text:
+        raise UsageError(
+            f"zstore.dcp.Writer writes to folders, got {text}: save to one, and copy it with `zstore reshard`"
+        )
+    return Path(os.path.abspath(text))
+
+
+def _write(place: Workplace, plan: SavePlan, planner: SavePlanner, crew: Crew) -> list[WriteResult]:
+    # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
+    passing = [item for item in plan.items if _passes(place, item)]
+    tasks = [partial(_lay_down, place, item, planner) for item in passing]
+    tasks += [partial(_write_item, place, item, planner) for item in plan.items if not _passes(place, item)]
+    results = crew.run(tasks)
+    for wrote in crew.run([partial(place.put_together, layout) for layout in place.owned()]):
+        results.append(WriteResult(MetadataIndex(wrote[0].array), 0, Stored(wrote=tuple(wrote))))
+    return results
+
+
+def _passes(place: Workplace, item: WriteItem) -> bool:
+    return item.tensor_data is not None and place.share.arrays[item.index.fqn].passes_through_files
+
+
+def _box(item: WriteItem) -> Box:
+    data = item.tensor_data
+    if data is None:
+        raise UsageError(f"{item.index.fqn!r} is no tensor")
+    return Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _bytes(item: WriteItem, planner: SavePlanner, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    tensor: Any = planner.resolve_data(item)
+    data = bytes_of(tensor)
+    if data.size != box.numel * spec.itemsize:
+        raise UsageError(
+            f"{item.index.fqn!r}: the plan has {box.numel} elements of {spec.dtype} at {box.offsets}, the state dict a tensor "
+            f"of shape {tuple(tensor.shape)} in {tensor.dtype}"
+        )
+    return data
+
+
+def _lay_down(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    layout, box = place.share.arrays[item.index.fqn], _box(item)
+    data = _bytes(item, planner, layout.spec, box)
+    if box.numel:
+        place.lay_down(layout, box, data)
+    return WriteResult(item.index, data.size, Stored())
+
+
+def _write_item(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    if item.type == WriteItemType.BYTE_IO:
+        return _write_value(place, item, planner)
+    layout, box = place.share.arrays[item.index.fqn], _box(item)
+    data = _bytes(item, planner, layout.spec, box)
+    wrote = place.write_box(layout.spec, layout.grid, box, data)
+    return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
+
+
+def _write_value(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    key = item.index.fqn
+    kind, content = PICKLE, b""
+    if isinstance(planner, DefaultSavePlanner) and _is_plain(planner):
+        value = planner.lookup_object(item.index)
+        if type(value) is bytes:
+            kind, content = BYTES, value
+        else:
+            try:
+                return WriteResult(item.index, 0, Stored(key=key, value=encode_value(value), is_value=True))
+            except NotPlainError:
+                pass
+    if kind == PICKLE:
+        pickled: Any = planner.resolve_data(item)
+        if not isinstance(pickled, io.BytesIO):
+            raise UsageError(f"{key!r}: expected bytes from the planner, got a {type(pickled).__name__}")
+        content = pickled.getvalue()
+    data = np.frombuffer(content, np.uint8)
+    spec = ArraySpec(name=place.share.names[key], shape=(data.size,), dtype="uint8")
+    wrote = place.write_box(spec, make_grid(spec.stored_shape, 1), Box.whole(spec.shape), data)
+    return WriteResult(item.index, data.size, Stored(key=key, kind=kind, opaque=spec, wrote=tuple(wrote)))
+
+
+def _is_plain(planner: DefaultSavePlanner) -> bool:
+    """Whether the planner pickles the very objects of the state dict, so that they may be looked at instead."""
+    names = ("lookup_object", "resolve_data", "transform_object")
+    return all(getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names)

@@ -1,0 +1,163 @@
+"""The names of torch.distributed.checkpoint and ours, both ways. Pure.
+
+[Note: paths]
+DCP flattens a nested state dict: an entry's key is its path, joined with dots, and its planner keeps the paths. Here a
+tensor of path
+    (..., "model", fqn)                                    is `model/<fqn>`
+    (fqn,)                                                 is `model/<fqn>`, as torchtitan has its weights
+    (..., "optim", "state", fqn, slot)                     is `optimizer/<slot>/<fqn>`, with "optimizer(s)" likewise
+    (..., "optim", "state.<fqn>.<slot>")                   is `optimizer/<slot>/<fqn>`, an optimizer that is flattened
+and any other is `client/<key>`. What stands before the name is a root. The record keeps the root of the weights and
+that of the optimizer; where there are several, and for all others, it keeps the path of each array.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.split import LOW, TIE
+from ..errors import CorruptionError
+
+Path = tuple[str | int, ...]
+
+VERSION = 1
+STATE = "dcp"
+"""Key of the document in a record's state."""
+_OPTIMIZERS = ("optim", "optimizer", "optimizers")
+_NESTED, _FLAT = "nested", "flat"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a path means."""
+
+    group: str
+    root: Path = ()
+    form: str = _NESTED
+    slot: str = ""
+    fqn: str = ""
+
+
+def _place(path: Path) -> _Place | None:
+    """Return what the tensor at `path` is; None for what is neither weight nor optimizer state, or oddly nested."""
+    for at, part in enumerate(path[:-1]):
+        root, rest = path[: at + 1], path[at + 1 :]
+        if part == "model":
+            fqn = rest[0]
+            return _Place("model", root, fqn=fqn) if len(rest) == 1 and isinstance(fqn, str) and fqn else None
+        if part in _OPTIMIZERS:
+            return _optimizer_place(root, rest)
+    if len(path) == 1 and isinstance(path[0], str) and path[0]:
+        return _Place("model", fqn=path[0])
+    return None
+
+
+def _optimizer_place(root: Path, rest: Path) -> _Place | None:
+    texts = [part for part in rest if isinstance(part, str)]
+    form, fqn, slot = _NESTED, "", ""
+    if len(texts) == len(rest) == 3 and texts[0] == "state":
+        _, fqn, slot = texts
+    elif len(texts) == len(rest) == 1 and texts[0].startswith("state."):
+        form = _FLAT
+        fqn, _, slot = texts[0].removeprefix("state.").rpartition(".")
+    return _Place("optimizer", root, form, slot, fqn) if fqn and slot and "/" not in slot else None
+
+
+def key_of(path: Path) -> str:
+    """Return the key that DCP gives to the entry at `path`."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Which array each tensor of a state dict is; see [Note: paths]."""
+
+    arrays: dict[str, str] = field(default_factory=dict)
+    """Key -> array."""
+    model: Path | None = None
+    optimizer: Path | None = None
+    form: str = _NESTED
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Array -> path, of those that the roots do not give."""
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON, for the record."""
+        return {
+            "version": VERSION,
+            "model": None if self.model is None else list(self.model),
+            "optimizer": None if self.optimizer is None else list(self.optimizer),
+            "optimizer_form": self.form,
+            "paths": {name: list(path) for name, path in sorted(self.paths.items())},
+        }
+
+
+def name_arrays(paths: Mapping[str, Path]) -> Names:
+    """Return the arrays' names for tensors, given the path of each key."""
+    places = {key: _place(path) for key, path in paths.items()}
+    roots = Counter((p.group, p.root, p.form) for p in places.values() if p is not None)
+    alone = {group: [key for key in roots if key[0] == group] for group in ("model", "optimizer")}
+    model, optimizer = (alone[g][0] if len(alone[g]) == 1 else None for g in ("model", "optimizer"))
+    names = Names(
+        model=model and model[1], optimizer=optimizer and optimizer[1], form=optimizer[2] if optimizer else _NESTED
+    )
+    taken: set[str] = set()
+    for key, path in paths.items():
+        place = places[key]
+        name, plain = _name(key, place, place is not None and len(alone[place.group]) == 1)
+        if name in taken:
+            name, plain = f"client/{key}", False
+        taken.add(name)
+        names.arrays[key] = name
+        if not plain:
+            names.paths[name] = path
+    return names
+
+
+def _name(key: str, place: _Place | None, alone: bool) -> tuple[str, bool]:
+    """Return the array's name, and whether the root alone gives the path back."""
+    if place is None:
+        return f"client/{key}", False
+    fqn = place.fqn if alone else key_of((*place.root, place.fqn))
+    return (f"model/{fqn}" if place.group == "model" else f"optimizer/{place.slot}/{fqn}"), alone
+
+
+def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:
+    """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty where it has none).
+
+    What completes split masters has none: it belongs to the weights. Raises CorruptionError for a document that is none.
+    """
+    kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}
+    model = path_from_json(document.get("model") if document.get("model") is not None else ["model"])
+    optimizer = path_from_json(document.get("optimizer") if document.get("optimizer") is not None else ["optimizer"])
+    flat = document.get("optimizer_form") == _FLAT
+    found: dict[str, Path] = {}
+    for name in arrays:
+        group, _, rest = name.partition("/")
+        if name in kept:
+            found[name] = kept[name]
+        elif name.startswith((f"{LOW}/", f"{TIE}/")):
+            continue
+        elif group in ("model", "buffer"):
+            found[name] = (*model, rest)
+        elif group == "optimizer":
+            slot, _, fqn = rest.partition("/")
+            found[name] = (*optimizer, f"state.{fqn}.{slot}") if flat else (*optimizer, "state", fqn, slot)
+        else:
+            found[name] = (group, rest)
+    return found
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CorruptionError(f"expected an object in the record's `{STATE}`, got {value!r:.100}")
+    return value
+
+
+def path_from_json(value: object) -> Path:
+    """Return a path that was written as JSON; raises CorruptionError for anything else."""
+    if not isinstance(value, list) or not all(type(part) in (str, int) for part in value):
+        raise CorruptionError(f"expected a path in the record's `{STATE}`, got {value!r:.100}")
+    return tuple(value)
