@@ -27,6 +27,15 @@ class Overflow(StrEnum):
     CLAMP = "clamp"
 
 
+class Target(StrEnum):
+    """What `convert` writes."""
+
+    ZSTORE = "zstore"
+    DCP = "dcp"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
 def parse_size(text: str | int) -> int:
     """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)

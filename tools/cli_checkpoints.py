@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from zstore.errors import UsageError
+
 from .arguments import (
     Dtype,
     Json,
@@ -14,6 +16,7 @@ from .arguments import (
     Memory,
     Overflow,
     StorageOption,
+    Target,
     common,
     finish,
     parse_size,
@@ -133,6 +136,37 @@ def reshard(
     finish(reshard_command(ckpt, out, world_size, common=common(json, memory, storage_option)))
 
 
+def convert(  # noqa: PLR0913 - one parameter per option
+    src: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="A checkpoint of zstore, DeepSpeed, torch.distributed.checkpoint, or safetensors."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; with --to torch a file, as model.pt.")],
+    *,
+    to: Annotated[Target, typer.Option(help="What to write.")] = Target.ZSTORE,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="With --to zstore: ranks to lay it out for (default: the source's).", min=1, metavar="N"),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="With --to torch or safetensors: type of the weights (default: their own).")
+    ] = None,
+    json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
+    storage_option: StorageOption = None,
+) -> None:
+    """Write a checkpoint of one kind as one of another."""
+    from .convert import ConvertOptions, convert_command
+
+    try:
+        options = ConvertOptions(to=to, world_size=world_size, dtype=dtype)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    finish(convert_command(src, out, options, common=common(json, memory, storage_option)))
+
+
 COMMANDS = (
     ls,
     inspect,
@@ -140,4 +174,5 @@ COMMANDS = (
     diff,
     consolidate,
     reshard,
+    convert,
 )

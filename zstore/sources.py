@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from .checkpoint import ArraySource, open_checkpoint, tag_text
 from .errors import CheckpointNotFoundError
@@ -21,9 +22,25 @@ def open_source(
         return open_checkpoint(os.fspath(location), tag, resources=resources)
     except CheckpointNotFoundError:
         # Only where there is none of ours: a run that moved here goes on in the same folder.
-        from .foreign.deepspeed import open_deepspeed
-
         text = None if tag is None else tag_text(tag)
-        if (foreign := open_deepspeed(os.fspath(location), text, resources=resources)) is not None:
+        if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
         raise
+
+
+def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:
+    """Open a checkpoint of other software; None where there is none that is known."""
+    folder = Path(location) if tag is None else Path(location) / tag
+    if (folder / ".metadata").is_file():
+        from .foreign.torch_dcp import TorchDcpSource
+
+        return TorchDcpSource(folder, resources)
+    from .foreign.deepspeed import open_deepspeed
+
+    if (deepspeed := open_deepspeed(location, tag, resources=resources)) is not None:
+        return deepspeed
+    if any(folder.glob("*.safetensors")):
+        from .foreign.huggingface import HuggingFaceSource
+
+        return HuggingFaceSource(folder, resources)
+    return None

@@ -139,13 +139,21 @@ class TorchTensor:
         return out
 
 
-def load_torch_file(path: Path, table: Table | None = None) -> Any:
+def load_torch_file(path: Path, table: Table | None = None, *, part: tuple[int, int] | None = None) -> Any:
     """Return what was saved into the file, with a `TorchTensor` for each tensor; only the pickle is read.
 
-    Globals beyond tensors and plain containers are those of `table`. Raises FileNotFoundError; CorruptionError where the
+    Globals beyond tensors and plain containers are those of `table`. Of a file of many archives, `part` is offset and
+    bytes of one. Raises FileNotFoundError; CorruptionError where the
     file is damaged or no file of `torch.save`; CheckpointMismatchError for what it names that is not read.
     """
     with _opened(path) as (file, size):
+        if part is not None:
+            offset, nbytes = part
+            if offset + nbytes > size:
+                raise CorruptionError(
+                    f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
+                )
+            return _Zip(path, _Window(file, offset, nbytes), nbytes, offset).load(table or {})
         start = file.read(4)
         file.seek(0)
         if start == b"PK\x03\x04":
@@ -271,10 +279,39 @@ def _typed(kind: Any) -> tuple[str | None, int]:
 # -- zip archives ---------------------------------------------------------------------------------------------------
 
 
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if self._at < 0:
+            raise ValueError("a position before the archive")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._nbytes - self._at)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
 class _Bounded(io.RawIOBase):
     """A file of which no read asks for more memory than a file of tensors needs for its directory."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO | _Window, path: Path) -> None:
         self._file = file
         self._path = path
 
@@ -296,10 +333,12 @@ class _Bounded(io.RawIOBase):
 class _Zip:
     """An archive of torch.save, while it is loaded."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO | _Window, size: int, base: int = 0) -> None:
         self._path = path
         self._file = file
         self._size = size
+        self._base = base
+        """Where the archive begins in the file of that path."""
         self._storages: dict[str, Storage] = {}
         try:
             with zipfile.ZipFile(_Bounded(file, path)) as archive:
@@ -360,7 +399,7 @@ class _Zip:
         dtype, itemsize = _typed(kind)
         if key not in self._storages:
             offset, nbytes = self._range(f"data/{key}")
-            self._storages[key] = Storage(self._path, nbytes, offset)
+            self._storages[key] = Storage(self._path, nbytes, self._base + offset)
         storage = self._storages[key]
         if numel < 0 or numel * itemsize > storage.nbytes:
             raise CorruptionError(

@@ -1,0 +1,367 @@
+"""Saving and loading through torch.distributed.checkpoint: FSDP2, and FSDP2 with tensor parallelism, 4 ranks to 2."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zstore.dcp
+from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.sources import open_source
+from zstore.testing.ranks import run_ranks
+from zstore.tools.cli import app
+
+TIMEOUT_S = 120
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism cuts by columns and by rows, and odd ones that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 40)
+        self.down = nn.Linear(40, 24)
+        self.norm = nn.LayerNorm(24)
+        self.odd = nn.Linear(24, 7, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5).reshape(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.norm(x + self.down(torch.relu(self.up(x))))) * self.scale
+
+
+def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = nn.Sequential(Block(), nn.Linear(7, 24), Block())
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in (model[0], model[2]):
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        data = mesh["dp"]
+    else:
+        data = init_device_mesh("cpu", (world_size,))
+    for part in model:
+        fully_shard(part, mesh=data)
+    fully_shard(model, mesh=data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(5, 24)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(state: Any) -> Any:
+    """The state dict with whole tensors, as numbers that go through a pipe."""
+    if isinstance(state, DTensor):
+        return state.full_tensor().tolist()
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return [whole(each) for each in state] if isinstance(state, list) else state
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optim": states, "progress": {"step": 2, "seen": (3, 4.5), "loader": b"\x00raw"}}
+
+
+KINDS = {"fsdp": False, "tp": True}
+"""How a model is sharded -> whether its optimizer's state dict is flattened."""
+
+
+def save(rank: int, folder: str) -> Any:
+    saved = {}
+    for kind, flat in KINDS.items():
+        model, optimizer = build(kind, 4)
+        state = state_of(model, optimizer, flat=flat)
+        dcp.save(state, storage_writer=zstore.dcp.Writer(f"{folder}/{kind}/step-2"))
+        dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
+        saved[kind] = whole(state)
+    save_sharded(folder)
+    return saved
+
+
+def load(rank: int, folder: str) -> Any:
+    # By the same layout, and from tensor parallelism to none.
+    return [load_one(f"{folder}/{kind}/step-2", KINDS[kind], like) for kind, like in LOADS]
+
+
+LOADS = [("fsdp", "fsdp"), ("tp", "tp"), ("tp", "fsdp")]
+
+
+def load_one(path: str, flat: bool, like: str) -> Any:
+    model, optimizer = build(like, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = state_of(model, optimizer, flat=flat)
+    state["progress"] = {"step": 0, "seen": None, "loader": None}
+    dcp.load(state, storage_reader=zstore.dcp.Reader(path))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(flatten_optimizer_state_dict=flat),
+    )
+    again = state_of(model, optimizer, flat=flat)
+    return whole({**again, "progress": state["progress"]})
+
+
+def save_sharded(folder: str) -> None:
+    """Save tensors of every placement; refuse partial ones."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = torch.arange(21.0).reshape(7, 3)
+    state = {
+        "rows": distribute_tensor(weight, mesh, [Shard(0), Replicate()]),
+        "columns": distribute_tensor(weight, mesh, [Replicate(), Shard(1)]),
+        "both": distribute_tensor(weight, mesh, [Shard(0), Shard(1)]),
+        "same": distribute_tensor(weight, mesh, [Replicate(), Replicate()]),
+        "plain": weight.to(torch.bfloat16),
+        "deep": distribute_tensor(torch.arange(120.0).reshape(4, 5, 6), mesh, [Shard(1), Shard(0)]),
+        "none": distribute_tensor(torch.empty(0, 4), mesh, [Shard(0), Replicate()]),
+        "scalar": torch.tensor(2.5),
+    }
+    dcp.save({"model": state}, storage_writer=zstore.dcp.Writer(f"{folder}/sharded/first", step=9))
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial(), Replicate()])
+    with pytest.raises(BaseException, match=r"[Pp]artial"):
+        dcp.save({"w": partial}, storage_writer=zstore.dcp.Writer(f"{folder}/refused"))
+    uneven = DTensor.from_local(torch.ones(3), mesh, [Replicate(), Shard(0)], shape=torch.Size([7]), stride=(1,))
+    with pytest.raises(BaseException, match=r"'w'|key:w"):
+        dcp.save({"w": uneven}, storage_writer=zstore.dcp.Writer(f"{folder}/refused"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("dcp")
+    results = run_ranks(save, 4, str(folder), timeout_s=TIMEOUT_S)
+    assert results == [results[0]] * 4
+    return folder, results[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_four_ranks_saved_is_a_checkpoint(kind: str, saved: tuple[Path, Any]) -> None:
+    folder, state = saved[0] / kind, saved[1][kind]
+    path = folder / "step-2"
+    with open_checkpoint(folder) as reader:
+        assert (reader.path, reader.record.step, reader.record.world_size) == (path, 2, 4)
+        assert verify_checkpoint(reader) == []
+        model = {name.partition("/")[2]: reader.read_array(name) for name in reader.arrays if name.startswith("model/")}
+        assert {name: value.tolist() for name, value in model.items()} == state["model"]
+        assert reader.read_array("optimizer/exp_avg/0.up.weight").shape == (40, 24)
+        kept = reader.record.state["dcp"]
+        assert [["progress", "step"], 2] in kept["values"]
+        assert set(kept["opaque"].values()) == {"bytes"}
+    assert not list(path.glob("**/pieces")), "what passed between ranks is gone"
+    assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step-2"]
+
+
+def test_two_ranks_load_what_four_saved(saved: tuple[Path, Any]) -> None:
+    folder, states = saved
+    loaded = run_ranks(load, 2, str(folder), timeout_s=TIMEOUT_S)
+    for rank in range(2):
+        for (kind, _), found in zip(LOADS, loaded[rank], strict=True):
+            assert found == states[kind]
+
+
+def run(*args: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app([str(arg) for arg in args])
+    assert ended.value.code in (0, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_dcp_itself_wrote_is_converted(kind: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    theirs, state = saved[0] / "theirs" / kind, saved[1][kind]
+    run("convert", theirs, tmp_path / "ours", "--world-size", "3")
+    with (
+        open_source(theirs) as source,
+        open_checkpoint(tmp_path / "ours") as reader,
+        open_checkpoint(saved[0] / kind) as own,
+    ):
+        assert verify_checkpoint(reader) == []
+        assert reader.arrays.keys() == source.arrays.keys() == own.arrays.keys()
+        for name in own.arrays:
+            assert reader.read_array(name).tobytes() == own.read_array(name).tobytes()
+        assert reader.record.state == own.record.state
+        assert (reader.record.tag, reader.record.world_size) == (kind, 3)
+        assert all(reader.read_array(f"model/{name}").tolist() == value for name, value in state["model"].items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_the_commands_work_on_what_dcp_wrote(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = saved[0] / "sharded"
+    run("inspect", folder)
+    run("verify", folder)
+    run("consolidate", folder, tmp_path / "out", "--dtype", "fp32")
+    run("reshard", folder, tmp_path / "three", "--world-size", "3")
+    assert not (saved[0] / "refused").exists()
+    weight = torch.arange(21.0).reshape(7, 3)
+    weights = load_file(tmp_path / "out/model.safetensors")
+    expected = dict.fromkeys(["rows", "columns", "both", "same", "plain"], weight)
+    expected |= {"deep": torch.arange(120.0).reshape(4, 5, 6), "scalar": torch.tensor(2.5), "none": torch.empty(0, 4)}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    # A checkpoint that was resharded still loads through DCP.
+    target = {"model": {"columns": torch.zeros(7, 3), "plain": torch.zeros(7, 3)}}
+    load_alone(target, tmp_path / "three/first", allow_partial_load=True)
+    assert torch.equal(target["model"]["columns"], weight)
+    assert torch.equal(target["model"]["plain"], weight), "bf16 is loaded into fp32 as it is"
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def save_alone(state: dict[str, Any], path: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=zstore.dcp.Writer(path, **options), no_dist=True)
+
+
+def load_alone(
+    state: dict[str, Any], path: Path, *, allow_partial_load: bool = False, planner: Any = None, **options: Any
+) -> None:
+    planner = planner or dcp.DefaultLoadPlanner(allow_partial_load=allow_partial_load)
+    dcp.load(state, storage_reader=zstore.dcp.Reader(path, **options), planner=planner, no_dist=True)
+
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+@alone
+def test_numbers_text_and_bytes_come_back_as_they_were(tmp_path: Path) -> None:
+    values = {
+        "lr": 1e-3,
+        "best": float("-inf"),
+        "name": "ü",
+        "betas": (0.9, 0.999),
+        "ids": [1, 2**70],
+        "none": None,
+        "flags": {"on": True},
+        "raw": bytes(range(256)),
+        "empty": b"",
+    }
+    save_alone({"values": copy.deepcopy(values), "w": torch.ones(3)}, tmp_path / "a")
+    with open_checkpoint(tmp_path) as reader:
+        assert reader.read_array("client/values.raw").tobytes() == bytes(range(256))
+    target: dict[str, Any] = {"values": dict.fromkeys(values, 0) | {"flags": {"on": False}}, "w": torch.zeros(3)}
+    load_alone(target, tmp_path / "a")
+    assert target["values"] == values
+    assert type(target["values"]["betas"]) is tuple
+    assert torch.equal(target["w"], torch.ones(3))
+
+
+class Odd:
+    """A class that only a pickle can bring back."""
+
+    ran: ClassVar[list[str]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Odd.ran.append("ran")
+        self.__dict__.update(state)
+
+
+@alone
+def test_pickles_are_kept_but_not_handed_to_dcp_unless_trusted(tmp_path: Path) -> None:
+    odd = Odd()
+    odd.value = 4  # type: ignore[attr-defined]
+    save_alone({"odd": odd, "w": torch.ones(3)}, tmp_path / "a")
+    Odd.ran.clear()
+    target: dict[str, Any] = {"odd": None, "w": torch.zeros(3)}
+    with pytest.raises(BaseException, match=r"'odd' .* is a pickle.*trust_pickles=True"):
+        load_alone(target, tmp_path / "a")
+    load_alone({"w": torch.zeros(3)}, tmp_path / "a")
+    assert Odd.ran == []
+    load_alone(target, tmp_path / "a", trust_pickles=True)
+    assert target["odd"].value == 4
+
+
+@alone
+def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
+    for state, words in (
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, "'w': data type 'complex64' cannot be stored"),
+        ({"w": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "float8_e4m3fn"),
+    ):
+        with pytest.raises(BaseException, match=words):
+            save_alone(state, tmp_path / "a")
+    with pytest.raises(BaseException, match="use_collectives"):
+        dcp.save(
+            {"w": torch.zeros(2)},
+            storage_writer=zstore.dcp.Writer(tmp_path / "a"),
+            no_dist=True,
+            use_collectives=False,
+        )
+    with pytest.raises(BaseException, match="writes to folders"):
+        zstore.dcp.Writer("s3://bucket/a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@alone
+def test_a_checkpoint_is_replaced_only_where_asked(tmp_path: Path) -> None:
+    save_alone({"w": torch.zeros(3)}, tmp_path / "a")
+    with pytest.raises(BaseException, match="'a' is committed"):
+        save_alone({"w": torch.ones(3)}, tmp_path / "a")
+    target = {"w": torch.full((3,), 5.0)}
+    load_alone(target, tmp_path / "a")
+    assert torch.equal(target["w"], torch.zeros(3))
+    save_alone({"w": torch.ones(3)}, tmp_path / "a", overwrite=True)
+    load_alone(target, tmp_path / "a")
+    assert torch.equal(target["w"], torch.ones(3))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "latest"]
+
+
+@alone
+def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path) -> None:
+    writer = zstore.dcp.Writer(tmp_path / "step 1")
+    dcp.save({"w": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert [info.tag for info in tags(tmp_path)] == ["step 1", "step-2"]
+    target = {"w": torch.ones(3)}
+    load_alone(target, tmp_path / "step 1")
+    assert torch.equal(target["w"], torch.zeros(3))
+    reader = zstore.dcp.Reader(tmp_path / "step 1")
+    dcp.load(target, storage_reader=reader, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert torch.equal(target["w"], torch.ones(3))
+
+
+@alone
+def test_damage_is_found_by_name(tmp_path: Path) -> None:
+    save_alone({"w": torch.arange(300_000.0)}, tmp_path / "a")
+    shard = tmp_path / "a/model/w/c.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"x")
+    with pytest.raises(BaseException, match=r"'model/w'.*fails its crc32c"):
+        load_alone({"w": torch.zeros(300_000)}, tmp_path / "a")
+
+
+@alone
+def test_async_save_writes_the_values_of_its_beginning_and_its_errors_surface(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        state = {"w": torch.zeros(1000)}
+        future = dcp.async_save(state, storage_writer=zstore.dcp.Writer(tmp_path / "ckpt/a"))
+        state["w"].fill_(1)
+        future.result(60)  # type: ignore[union-attr]
+        target = {"w": torch.ones(1000)}
+        dcp.load(target, storage_reader=zstore.dcp.Reader(tmp_path / "ckpt/a"))
+        assert torch.equal(target["w"], torch.zeros(1000))
+        failing = dcp.async_save(state, storage_writer=zstore.dcp.Writer(tmp_path / "ckpt/a"))
+        with pytest.raises(BaseException, match="'a' is committed"):
+            failing.result(60)  # type: ignore[union-attr]
+    finally:
+        torch.distributed.destroy_process_group()

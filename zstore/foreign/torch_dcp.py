@@ -1,0 +1,333 @@
+"""A checkpoint of torch.distributed.checkpoint, `.metadata` and `.distcp` files, read as arrays. No torch.
+
+[Note: the folder]
+`.metadata` is a pickle of dataclasses: for each key a tensor's size and the blocks that it was cut into, or that it is
+something else; and for each block a file, an offset and a length. There lies what torch.save wrote of the block: a whole
+zip archive. A block is found when it is first read. Entries that are no tensors are read when the checkpoint is opened:
+plain data goes to the record, of all else the pickle is an array of bytes.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import ArraySpec
+from ..boxes import Box, gather
+from ..checkpoint import ArraySource, Record, StoredArray, tag_text
+from ..checkpoint.names import array_path, step_tag
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..files import Files
+from ..io import Priority
+from ..partition import make_grid
+from ..shardio import IoResources
+from .dcp_names import STATE, Names, key_of, name_arrays
+from .dcp_names import Path as KeyPath
+from .dcp_values import BYTES, PICKLE, NotPlainError, encode_value, make_document
+from .pickles import Global, PickledObject, Table, Walk, inert, load_pickle
+from .torchfile import TORCH, TorchTensor, load_torch_file
+
+Bytes = npt.NDArray[np.uint8]
+
+METADATA = ".metadata"
+_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
+_MOST_KEPT = 4096
+"""Blocks whose place in their file is remembered."""
+_MODULE = "torch.distributed.checkpoint"
+_TABLE: Table = {
+    **TORCH,
+    **inert(
+        f"{_MODULE}.metadata.Metadata",
+        f"{_MODULE}.metadata.TensorStorageMetadata",
+        f"{_MODULE}.metadata.BytesStorageMetadata",
+        f"{_MODULE}.metadata.ChunkStorageMetadata",
+        f"{_MODULE}.metadata.TensorProperties",
+        f"{_MODULE}.metadata._MEM_FORMAT_ENCODING",
+        f"{_MODULE}.metadata.MetadataIndex",
+        f"{_MODULE}.metadata.StorageMeta",
+        f"{_MODULE}.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a block or an entry lies."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The blocks of a tensor."""
+
+    blocks: list[tuple[Box, _Place]]
+
+
+class TorchDcpSource(ArraySource):
+    """The checkpoint in `folder`. Names are mapped as `docs/dcp.md` says.
+
+    Raises CorruptionError where it is damaged, CheckpointMismatchError for what is not read: other storage formats than
+    that of `FileSystemWriter`, and data types that the format does not store.
+    """
+
+    kind = "torch DCP"
+
+    def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
+        tensors, opaque, document = _Metadata(folder).described()
+        found = _STEP.search(folder.resolve().name)
+        step = int(found[1]) if found else 0
+        record = Record(
+            id="",
+            tag=_tag(folder, step),
+            step=step,
+            world_size=1,
+            training_world_size=1,
+            metadata_sha256="",
+            manifest_sha256=(),
+            state={STATE: document},
+        )
+        super().__init__(str(folder), record.tag, record, resources)
+        self._pieces = {name: pieces for name, (_, pieces) in tensors.items()}
+        self._opaque = opaque
+        specs = [spec for spec, _ in tensors.values()]
+        specs += [ArraySpec(name=name, shape=(len(data),), dtype="uint8") for name, data in opaque.items()]
+        self.arrays = {
+            spec.name: StoredArray(spec=spec, grid=make_grid(spec.stored_shape, 1), folder=array_path(spec.name))
+            for spec in specs
+        }
+        self._files = Files(direct=False)
+        self._lock = threading.Lock()
+        self._found: dict[_Place, TorchTensor] = {}
+        self._read_bytes = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """See `ArraySource.read_bytes`."""
+        with self._lock:
+            return self._read_bytes
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return nothing: DCP keeps no state of single ranks."""
+        return {}
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """See `ArraySource.read`."""
+        spec = self.array(name).spec
+        if not 0 <= first <= stop <= spec.numel or out.nbytes != (stop - first) * spec.itemsize:
+            raise UsageError(
+                f"array {name!r} of {spec.numel} elements: [{first}, {stop}) are asked for, into {out.nbytes} bytes"
+            )
+        target = out.reshape(-1).view(np.uint8)
+        if name in self._opaque:
+            target[:] = np.frombuffer(self._opaque[name], np.uint8)[first:stop]
+            return
+        filled = 0
+        for box, place in self._pieces[name].blocks:
+            fetch = partial(self._fetch, spec, box, place)
+            filled += gather(box, first, stop, spec.itemsize, fetch, target)
+        if filled != stop - first:
+            raise CorruptionError(
+                f"array {name!r}: {self.location}/{METADATA} has {filled} elements in [{first}, {stop}): its blocks overlap or "
+                "leave gaps"
+            )
+        with self._lock:
+            self._read_bytes += target.size
+
+    def _fetch(self, spec: ArraySpec, box: Box, place: _Place, start: int, out: Bytes) -> None:
+        tensor = self._tensor(spec, box, place)
+        tensor.read(self._files, start, start + out.size // spec.itemsize, out)
+
+    def _tensor(self, spec: ArraySpec, box: Box, place: _Place) -> TorchTensor:
+        with self._lock:
+            known = self._found.get(place)
+        if known is not None:
+            return known
+        tensor = load_torch_file(place.path, part=(place.offset, place.nbytes))
+        if not isinstance(tensor, TorchTensor) or (tensor.shape, tensor.dtype) != (box.sizes, spec.dtype):
+            got = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, TorchTensor) else "no tensor"
+            raise CorruptionError(
+                f"array {spec.name!r}: expected {spec.dtype} of shape {box.sizes} at byte {place.offset} of {place.path}, got "
+                f"{got}; restore it from another copy"
+            )
+        with self._lock:
+            if len(self._found) >= _MOST_KEPT:
+                self._found.clear()
+            self._found[place] = tensor
+        return tensor
+
+
+def _tag(folder: Path, step: int) -> str:
+    try:
+        return tag_text(folder.resolve().name)
+    except UsageError:
+        return step_tag(step)
+
+
+class _Metadata:
+    """What `.metadata` says, checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / METADATA
+        self._walk = Walk(str(self._path))
+        with self._path.open("rb") as file:
+            size = self._path.stat().st_size
+            root = load_pickle(file, str(self._path), _TABLE, size=size)
+        self._entries = self._dict(self._object(root, "Metadata").get("state_dict_metadata"))
+        self._storage = self._index(self._dict(root.get("storage_data")))
+        self._paths = self._key_paths(root.get("planner_data"))
+
+    def described(self) -> tuple[dict[str, tuple[ArraySpec, _Pieces]], dict[str, bytes], dict[str, Any]]:
+        """Return tensors by array name, the content of opaque arrays, and the record's `state["dcp"]`."""
+        tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}
+        names = name_arrays({key: self._paths[key] for key in tensors})
+        described = {names.arrays[key]: self._tensor(key, names.arrays[key], entry) for key, entry in tensors.items()}
+        values: list[tuple[KeyPath, Any]] = []
+        opaque: dict[str, bytes] = {}
+        kinds: dict[str, str] = {}
+        for key, entry in self._entries.items():
+            if key in tensors:
+                continue
+            if self._kind(entry) != "BytesStorageMetadata":
+                raise self._damaged(f"{key!r} is neither a tensor nor bytes")
+            kind, value = self._value(self._place(key, None))
+            if kind:
+                name = self._opaque_name(key, names, described)
+                opaque[name], kinds[name] = value, kind
+            else:
+                values.append((self._paths[key], value))
+        return described, opaque, make_document(names, values, kinds)
+
+    def _opaque_name(self, key: str, names: Names, tensors: Mapping[str, Any]) -> str:
+        name = f"client/{key}"
+        if name in tensors:
+            raise CheckpointMismatchError(f"{self._path}: {key!r} and a tensor would both be the array {name!r}")
+        names.paths[name] = self._paths[key]
+        return name
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Pieces]:
+        shape = self._extents(entry.get("size"))
+        properties = self._object(entry.get("properties"), "TensorProperties").state
+        dtype = properties[0] if isinstance(properties, tuple) and properties else None
+        if not isinstance(dtype, Global):
+            raise self._damaged(f"{key!r} has no data type")
+        try:
+            spec = ArraySpec(name=name, shape=shape, dtype=dtype.name.removeprefix("torch."))
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
+        blocks: list[tuple[Box, _Place]] = []
+        for chunk in self._items(entry.get("chunks")):
+            piece = self._object(chunk, "ChunkStorageMetadata")
+            offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
+            try:
+                box = Box(shape, offsets, sizes)
+            except ValueError as error:
+                raise self._damaged(f"{key!r}: {error}") from error
+            if box.numel:
+                blocks.append((box, self._place(key, offsets)))
+        if sum(box.numel for box, _ in blocks) != spec.numel:
+            raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has")
+        return spec, _Pieces(blocks)
+
+    def _extents(self, value: object) -> tuple[int, ...]:
+        if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
+            raise self._damaged(f"expected a size, got {value!r:.100}")
+        return value
+
+    # -- other entries -----------------------------------------------------------------------------------------------
+
+    def _value(self, place: _Place) -> tuple[str, Any]:
+        """Return an empty kind and JSON for plain data, else the kind and the bytes of an opaque array."""
+        try:
+            value = load_torch_file(place.path, part=(place.offset, place.nbytes))
+            return (BYTES, value) if type(value) is bytes else ("", encode_value(value))
+        except (NotPlainError, CheckpointMismatchError):
+            with place.path.open("rb") as file:
+                file.seek(place.offset)
+                return PICKLE, file.read(place.nbytes)
+
+    # -- where they lie ----------------------------------------------------------------------------------------------
+
+    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+        found: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        for key, value in storage.items():
+            index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
+            fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
+            start, nbytes = info.get("offset"), info.get("length")
+            if (
+                not isinstance(fqn, str)
+                or not isinstance(file, str)
+                or Path(file).name != file
+                or file in ("", ".", "..")
+            ):
+                raise self._damaged(f"an entry lies in {file!r:.100}, which is no file of the folder")
+            if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
+                raise self._damaged(f"{fqn!r} lies at {start!r:.50}, {nbytes!r:.50} bytes")
+            if info.get("transform_descriptors"):
+                raise CheckpointMismatchError(
+                    f"{self._path}: {fqn!r} was written through an extension, which is not read"
+                )
+            place = _Place(path=self._folder / file, offset=start, nbytes=nbytes)
+            found[fqn, None if offset is None else self._extents(offset)] = place
+        return found
+
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place:
+        place = self._storage.get((key, offsets))
+        if place is None:
+            raise self._damaged(f"nothing says where {key!r} at {offsets} lies")
+        return place
+
+    def _key_paths(self, planner: object) -> dict[str, KeyPath]:
+        kept = planner if isinstance(planner, dict) else {}
+        return {key: self._key_path(key, kept.get(key)) for key in self._entries}
+
+    def _key_path(self, key: str, path: object) -> KeyPath:
+        if isinstance(path, tuple | list) and path and all(type(part) in (str, int) for part in path):
+            return tuple(path) if key_of(tuple(path)) == key else (key,)
+        return (key,)
+
+    # -- what a pickle built -----------------------------------------------------------------------------------------
+
+    def _object(self, value: object, kind: str) -> PickledObject:
+        self._walk.step()
+        if not isinstance(value, PickledObject) or self._kind(value) != kind:
+            raise self._damaged(f"expected a {kind}, got {value!r:.100}")
+        return value
+
+    @staticmethod
+    def _kind(value: object) -> str:
+        return value.name.rpartition(".")[2] if isinstance(value, PickledObject) else ""
+
+    def _dict(self, value: object) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            raise self._damaged(f"expected a dict, got {value!r:.100}")
+        return value
+
+    def _items(self, value: object) -> Iterator[Any]:
+        if not isinstance(value, list):
+            raise self._damaged(f"expected a list of blocks, got {value!r:.100}")
+        for item in value:
+            self._walk.step()
+            yield item
+
+    def _damaged(self, what: str) -> CorruptionError:
+        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in a way that is not read")
