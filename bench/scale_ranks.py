@@ -9,6 +9,7 @@ from bench.process import Spec, Tell, measured, serve
 from bench.scale_model import Trillion, grids_of
 from zstore.checkpoint.ahead import cut_spans
 from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import COMPLETE, Record, dump_metadata, sha256
 from zstore.checkpoint.gather import Gatherer
 from zstore.checkpoint.metadata import make_documents
@@ -132,7 +133,7 @@ def _load(spec: Spec, tell: Tell) -> None:
 
         def begin() -> CheckpointReader:
             record = Record.decode((folder / RECORD_FILE).read_bytes(), RECORD_FILE)
-            return CheckpointReader(TagInfo(path=folder, record=record), resources)
+            return CheckpointReader(TagInfo(folder=LocalFolder(folder), record=record), resources)
 
         reader, figures = measured(begin)
         tell("open", **figures)

@@ -29,11 +29,9 @@ from zstore.arrays import ArraySpec, numpy_dtype
 from zstore.checkpoint import (
     ArraySource,
     CheckpointReader,
-    SaveHandle,
     SaveRequest,
     SaveSummary,
     new_save_id,
-    save_checkpoint,
     step_tag,
     tag_text,
 )
@@ -46,6 +44,7 @@ from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
+from .destinations import Destination, Handle, destination_of, reading_text
 from .interrupts import interrupts_wait
 from .loading import LoadOptions, LoadPlan, plan_load
 from .model import save_config, stored_buffers
@@ -65,7 +64,7 @@ _END_WELL_S = 5.0
 class SaveTicket:
     """A save under way, or done."""
 
-    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
+    def __init__(self, handle: Handle, stall_s: float) -> None:
         self._handle = handle
         self.stall_s = stall_s
         """Seconds that training stood still for the save."""
@@ -112,7 +111,9 @@ class Checkpoints:
         world = self._training.world
         error: BaseException | None = None
         mine, small = "", Small({}, {}, {})
+        destination = Destination(Path())
         try:
+            destination = destination_of(self._training, folder)
             self._training.require_whole()
             mine = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
             self._check_no_accumulation()
@@ -125,11 +126,11 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        handle: SaveHandle | None = None
+        handle: Handle | None = None
         try:
             # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
             with interrupts_wait():
-                handle = self._begin(Path(folder), chosen, save_id, small, overwrite=overwrite, wait=wait)
+                handle = self._begin(destination, chosen, save_id, small, overwrite=overwrite, wait=wait)
                 self._pending = SaveTicket(handle, time.perf_counter() - started)
         except Exception as raised:
             error = raised
@@ -173,16 +174,19 @@ class Checkpoints:
         specs, arrays = client.small_arrays(tensors)
         return Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
 
-    def _begin(self, folder: Path, tag: str, save_id: str, small: Small, *, overwrite: bool, wait: bool) -> SaveHandle:
+    def _begin(
+        self, destination: Destination, tag: str, save_id: str, small: Small, *, overwrite: bool, wait: bool
+    ) -> Handle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
+        folder = destination.folder
         # What is copied to another drive before training goes on stays nobody's after that.
         drives = store.options.all_paths
         copied = wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
         names = [name for one in training.state.records for name in training.state.arrays_of(one)]
         reserve_bytes = 0 if copied else store.require_room(names, num_stores=training.world.local_world_size)
-        return save_checkpoint(
+        return destination.begin(
             replace(
                 self.pinned_request(folder, tag, save_id, small),
                 keep=training.config.keep,
@@ -275,7 +279,8 @@ class Checkpoints:
         plan: LoadPlan | None = None
         with ExitStack() as opened:
             try:
-                reader = opened.enter_context(open_source(folder, tag, resources=training.state.store.resources))
+                resources, options_of = training.state.store.resources, training.config.storage_options
+                reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
                 plan = plan_load(training, reader, options)
                 check_record(training, _engine_of(reader), plan, reader.record.training_world_size)
             except CheckpointNotFoundError as missing:
@@ -303,6 +308,8 @@ class Checkpoints:
             state: dict[str, Any] = {}
             try:
                 state = self._bring_back(reader, plan)
+                if (text := reading_text(reader)) is not None:
+                    _log.info("rank %d: %s", training.world.rank, text)
             except Exception as raised:
                 raised.add_note(
                     "The engine now holds a mixture of two states: load another checkpoint before going on."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from zstore.errors import UsageError
 
 from .opening import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES, Common
 
@@ -91,19 +93,27 @@ Memory = Annotated[
 """Give it the default `DEFAULT_MEMORY_BYTES`."""
 StorageOption = Annotated[
     list[str] | None,
-    typer.Option("--storage-option", help="For a URL's file system, as key=value; may be repeated.", metavar="K=V"),
+    typer.Option(
+        "--storage-option",
+        help="For a URL's file system, as key=value, JSON values included; may be repeated.",
+        metavar="K=V",
+    ),
 ]
 
 
 def common(json: bool, memory: int, storage_option: list[str] | None) -> Common:
     """Return the options that every command on checkpoints has; `typer.BadParameter` for what is no `key=value`."""
-    pairs: dict[str, str] = {}
-    for text in storage_option or ():
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise typer.BadParameter(f"--storage-option: expected key=value, got {text!r}")
-        pairs[key] = value
-    return Common(json=json, memory_bytes=memory, storage_options=pairs)
+    return Common(json=json, memory_bytes=memory, storage_options=storage_options(storage_option))
+
+
+def storage_options(words: list[str] | None) -> dict[str, Any]:
+    """Return what `--storage-option` says; `typer.BadParameter` for what is no `key=value`."""
+    from zstore.remote import parse_options
+
+    try:
+        return parse_options(words or ())
+    except UsageError as error:
+        raise typer.BadParameter(f"--storage-option: {error}") from error
 
 
 def finish(code: int | None) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+
+from zstore.checkpoint.folder import Folder, Place, folder_at
 
 _COMPANIONS = (
     "config.json",
@@ -26,15 +27,16 @@ _COMPANIONS = (
 )
 
 
-def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
+def copy_companions(sources: Iterable[Place], target: Path) -> list[str]:
     """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names."""
-    found = {path.name: path for source in sources for path in _companions(source)}
-    for name, path in found.items():
-        shutil.copyfile(path, target / name)
+    found = {name: folder for folder in map(folder_at, sources) for name in companions(folder)}
+    for name, folder in found.items():
+        (target / name).write_bytes(folder.read_small(name))
     return list(found)
 
 
-def _companions(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _COMPANIONS):
-            yield path
+def companions(folder: Folder) -> list[str]:
+    """Return the names of config and tokenizer files in a folder."""
+    return sorted(
+        name for name in folder.entries().files if any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+    )

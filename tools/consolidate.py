@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zstore.checkpoint import ArraySource, new_folder
+from zstore.checkpoint import ArraySource, CheckpointReader, new_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.sizes import format_bytes
 from zstore.weights import (
@@ -25,7 +25,7 @@ from zstore.weights import (
 )
 
 from .companions import copy_companions
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, open_location, print_json, reading
 from .progress import Progress
 
 OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clamp"}
@@ -94,6 +94,7 @@ def consolidate_command(
                     raise CheckpointError(lost_text(lost, dtype, advice))
                 copied = _copy_companions(source, folder)
             progress.say(_done_text(files, lost, mode, target) + (f", with {copied}" if copied else ""))
+            read = reading(source, progress)
         if common.json:
             print_json(
                 {
@@ -101,6 +102,7 @@ def consolidate_command(
                     "files": [file.name for file in files],
                     "left_out": left_out,
                     "values_lost": sum(each.count for each in lost),
+                    **read,
                     **progress.summary(),
                 }
             )
@@ -128,5 +130,7 @@ def _beside(ckpt: str, suffix: str) -> Path:
 
 def _copy_companions(source: ArraySource, folder: Path) -> str:
     """Copy config and tokenizer files that lie in the checkpoint or beside it; return their names."""
+    if isinstance(source, CheckpointReader):
+        return ", ".join(copy_companions([source.folder.parent, source.folder], folder))
     place = Path(source.location)
     return ", ".join(copy_companions([place.parent, place], folder)) if place.is_dir() else ""

@@ -8,14 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, refused, tags
+from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, list_tags
 from zstore.sizes import format_bytes
+from zstore.sources import folder_of
 from zstore.weights import natural_key
 
 from .array_stats import ArrayStats, collect_stats
@@ -36,7 +36,7 @@ def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, 
     `describe`).
     """
     with open_location(ckpt, common) as source:
-        infos, refusals = _neighbours(ckpt, source)
+        infos, refusals = _neighbours(ckpt, source, common)
         found, transfer = _read_stats(source) if stats else ({}, {})
         if common.json:
             print_json(describe(source, infos, refusals, found) | transfer)
@@ -47,7 +47,7 @@ def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, 
         _print_summary(console, source)
         console.print(_arrays_table(source, found))
     for refusal in refusals:
-        print(printable(f"{refusal.path} is no checkpoint: {refusal.reason}"), file=sys.stderr)
+        print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
     return 0
 
 
@@ -59,9 +59,14 @@ def _read_stats(source: ArraySource) -> tuple[dict[str, ArrayStats], dict[str, f
     return found, progress.summary()
 
 
-def _neighbours(ckpt: str | os.PathLike[str], source: ArraySource) -> tuple[list[TagInfo], list[Refusal]]:
+def _neighbours(
+    ckpt: str | os.PathLike[str], source: ArraySource, common: Common
+) -> tuple[list[TagInfo], list[Refusal]]:
     """Return the checkpoints in the folder, and what looks like one and is none; nothing of other software's."""
-    return (tags(Path(ckpt)), refused(Path(ckpt))) if isinstance(source, CheckpointReader) else ([], [])
+    if not isinstance(source, CheckpointReader):
+        return [], []
+    found = list_tags(folder_of(ckpt, common.storage_options))
+    return list(found.tags), list(found.refusals)
 
 
 def describe(
@@ -74,7 +79,7 @@ def describe(
     record = source.record
     return {
         "tags": [_describe_tag(info) for info in infos],
-        "refused": [{"path": str(refusal.path), "reason": refusal.reason} for refusal in refusals],
+        "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals],
         "checkpoint": {
             "tag": source.tag,
             "path": source.location,
@@ -105,7 +110,7 @@ def _describe_tag(info: TagInfo) -> dict[str, Any]:
     record = info.record
     return {
         "tag": info.tag,
-        "path": str(info.path),
+        "path": info.location,
         "step": record.step,
         "world_size": record.world_size,
         "committed": _time(record.committed_ns),
@@ -156,7 +161,7 @@ def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> 
     for column in ("tag", "step", "world size", "committed"):
         table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
     for info in infos:
-        shown = cell(info.tag) + (" <-" if str(info.path) == source.location and len(infos) > 1 else "")
+        shown = cell(info.tag) + (" <-" if info.location == source.location and len(infos) > 1 else "")
         record = info.record
         table.add_row(shown, str(record.step), str(record.world_size), _time(record.committed_ns))
     console.print(table)

@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.table import Table
 
-from zstore.checkpoint import TagInfo, refused, tags
-from zstore.errors import CheckpointNotFoundError
+from zstore.checkpoint import Folder, TagInfo, refused, tags
+from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.sizes import format_bytes
+from zstore.sources import folder_of
 
 from .opening import DEFAULTS, Common, open_location, print_json
 from .printable import printable
@@ -48,40 +48,41 @@ def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int
     With `json`, one object: `path`, `checkpoints` (see `Entry`) and `refused`. Raises CheckpointNotFoundError where there
     is none.
     """
-    path = Path(folder)
-    if not path.is_dir():
+    place = folder_of(folder, common.storage_options)
+    try:
+        infos, refusals = tags(place), refused(place)
+    except (CheckpointNotFoundError, CorruptionError):
         return _list_one(folder, common)
-    infos, refusals = tags(path), refused(path)
     if not infos and not refusals:
         return _list_one(folder, common)
     entries = list_entries(infos, time.time_ns())
     if common.json:
         print_json(
             {
-                "path": str(path),
+                "path": place.location,
                 "checkpoints": [asdict(entry) for entry in entries],
-                "refused": [{"path": str(refusal.path), "reason": refusal.reason} for refusal in refusals],
+                "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals],
             }
         )
         return 0
     if entries:
         make_console().print(_table(entries))
     for refusal in refusals:
-        print(printable(f"{refusal.path} is no checkpoint: {refusal.reason}"), file=sys.stderr)
+        print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
     if not entries:
-        raise CheckpointNotFoundError(f"{path} holds no committed checkpoint")
+        raise CheckpointNotFoundError(f"{place} holds no committed checkpoint")
     return 0
 
 
 def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
     """Return an entry for each checkpoint of one folder, in their order."""
-    found = [_files_below(info.path) for info in infos]
+    found = [_files_below(info.folder) for info in infos]
     holders = Counter(key for files in found for key in files)
     newest = max((info.record.committed_ns for info in infos), default=0)
     return [
         Entry(
             tag=info.tag,
-            path=str(info.path),
+            path=info.location,
             step=info.record.step,
             world_size=info.record.world_size,
             committed_ns=info.record.committed_ns,
@@ -95,10 +96,13 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
     ]
 
 
-def _files_below(folder: Path) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """Return each file's bytes, number of names and number of names below `folder`, by device and inode."""
-    files: dict[tuple[int, int], tuple[int, int, int]] = {}
-    for parent, _, names in os.walk(folder):
+def _files_below(folder: Folder) -> dict[tuple[int, int] | str, tuple[int, int, int]]:
+    """Return each file's bytes, number of names and number of names below `folder`, by device and inode; behind a URL, where
+    a file has one name, by that."""
+    if not folder.is_local:
+        return {folder.place_of(file): (size or 0, 1, 1) for file, size in folder.sizes("").items()}
+    files: dict[tuple[int, int] | str, tuple[int, int, int]] = {}
+    for parent, _, names in os.walk(folder.path):
         for name in names:
             status = os.lstat(os.path.join(parent, name))
             key = (status.st_dev, status.st_ino)
@@ -107,7 +111,7 @@ def _files_below(folder: Path) -> dict[tuple[int, int], tuple[int, int, int]]:
 
 
 def _list_one(location: str | os.PathLike[str], common: Common) -> int:
-    """Print the one checkpoint that `location` opens: other software's, or one that is not on a local disk."""
+    """Print the one checkpoint that `location` opens: other software's, or a tag's own folder that is damaged."""
     with open_location(location, common) as source:
         nbytes = sum(array.spec.nbytes for array in source.arrays.values())
         document = {

@@ -6,11 +6,13 @@ import contextlib
 import json as json_module
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource, CheckpointReader
+
+    from .progress import Progress
 
 MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB
@@ -20,6 +22,7 @@ _BESIDE_BYTES = 32 * MIB
 _MOST_POOL_BYTES = 64 * MIB
 _ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
 """What the metadata of an array, and the checksum of a chunk, take in memory: measured, and rounded up."""
+_REMOTE_THREADS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Common:
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     """What the process may take beside what the interpreter and its modules have. Metadata is counted in, but the default
     gives way to it."""
-    storage_options: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
     """For the file system of a URL."""
     num_pools: int = 1
     """Pools that share the memory."""
@@ -54,13 +57,16 @@ def open_location(
     location: str | os.PathLike[str], common: Common = DEFAULTS, tag: str | None = None
 ) -> Iterator[ArraySource]:
     """Open whatever `location` means for the length of a `with` block; see `zstore.sources.open_source`."""
+    from zstore.checkpoint.source import NUM_THREADS
+    from zstore.remote import is_url
     from zstore.shardio import open_resources
     from zstore.sources import open_source
 
-    options: dict[str, Any] = {"storage_options": common.storage_options} if common.storage_options else {}
+    # Requests over a network take tens of milliseconds each, so more are under way.
+    num_threads = _REMOTE_THREADS if is_url(location) else NUM_THREADS
     with (
-        open_resources(pool_bytes=common.pool_bytes) as resources,
-        open_source(location, tag, resources=resources, **options) as source,
+        open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
+        open_source(location, tag, resources=resources, storage_options=common.storage_options) as source,
     ):
         _check_memory(source, common)
         yield source
@@ -91,6 +97,17 @@ def own_reader(source: ArraySource, command: str) -> CheckpointReader:
         f"zstore {command} compares bytes with the checksums of a zstore checkpoint on a local disk: {source.location} is "
         f"{source.kind}, which has none to compare; `zstore convert` makes a checkpoint that has"
     )
+
+
+def reading(source: ArraySource, progress: Progress) -> dict[str, int]:
+    """Say what was read of a checkpoint of zstore's for what was asked for, and return it for `--json`."""
+    from zstore.checkpoint import CheckpointReader
+
+    if not isinstance(source, CheckpointReader):
+        return {}
+    done = source.reading()
+    progress.say(done.text())
+    return asdict(done)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from zstore.checkpoint import Fault, refused, verify_checkpoint
-from zstore.errors import CorruptionError
+from zstore.errors import CheckpointNotFoundError, CorruptionError
+from zstore.sources import folder_of
 
 from .opening import DEFAULTS, Common, open_location, own_reader, print_json
 from .printable import printable
@@ -21,16 +22,16 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> i
     In a folder of checkpoints the newest committed one is checked, and those whose record is not valid are faults too.
     With `json`, one object: `path`, `faults`, and the transfer of `Progress.summary`.
     """
-    path = Path(ckpt)
-    faults = (
-        [Fault(file=str(refusal.path), problem=refusal.reason) for refusal in refused(path)] if path.is_dir() else []
-    )
+    faults: list[Fault] = []
+    with contextlib.suppress(CheckpointNotFoundError):
+        refusals = refused(folder_of(ckpt, common.storage_options))
+        faults += [Fault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
     transfer: dict[str, Any] = {}
     try:
         with open_location(ckpt, common) as source:
             reader = own_reader(source, "verify")
             total = sum(array.file_bytes for array in reader.arrays.values())
-            with Progress(f"verify {reader.path}", total) as progress:
+            with Progress(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
             transfer = progress.summary()
     except CorruptionError as error:

@@ -45,7 +45,7 @@ def open_checkpoint(
     location: str | os.PathLike[str],
     tag: str | float | None = None,
     *,
-    storage_options: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
     tag's own folder. Other software's checkpoints are opened as they are.
@@ -53,8 +53,7 @@ def open_checkpoint(
     `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it is damaged,
     CheckpointMismatchError where it is of a kind or version that is not read.
     """
-    options: dict[str, Any] = {"storage_options": storage_options} if storage_options else {}
-    return Checkpoint(open_source(location, tag, **options), storage_options or {})
+    return Checkpoint(open_source(location, tag, storage_options=storage_options), storage_options or {})
 
 
 def load_state_dict(
@@ -64,7 +63,7 @@ def load_state_dict(
     dtype: Dtype = None,
     names: str | Sequence[str] | None = None,
     overflow: Overflow = "error",
-    storage_options: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
 
@@ -84,7 +83,7 @@ class Checkpoint(Mapping[str, LazyArray]):
     Usable from several threads.
     """
 
-    def __init__(self, source: ArraySource, storage_options: Mapping[str, str]) -> None:
+    def __init__(self, source: ArraySource, storage_options: Mapping[str, Any]) -> None:
         self.source = source
         """What the arrays are read from."""
         self._storage_options = dict(storage_options)

@@ -181,13 +181,15 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Reads one shard file, verifying its index once and every chunk that it touches.
+    """Reads one shard file, verifying its size and index first (unless `check` is false) and every chunk that it touches.
 
     Raises CorruptionError that names array, file and offset for a file that is missing, of another size or damaged.
     Safe to use from several threads, but not from an I/O thread.
     """
 
-    def __init__(self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int) -> None:
+    def __init__(
+        self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int, *, check: bool = True
+    ) -> None:
         self.path = str(path)
         self.spec = spec
         self.grid = grid
@@ -195,9 +197,11 @@ class ShardReader:
         self.layout = layout_of(grid, shard, spec.dtype)
         self.read_bytes = 0
         self._res = res
-        self._check_file()
+        if check:
+            self.check_file()
 
-    def _check_file(self) -> None:
+    def check_file(self) -> None:
+        """Check size and index."""
         try:
             found = self._res.files.size(self.path)
         except FileNotFoundError as error:
@@ -210,6 +214,10 @@ class ShardReader:
                 f"(wrong from offset {min(found, self.layout.file_bytes)} on): the file was cut or replaced; "
                 "restore it from another copy"
             )
+        self.check_index()
+
+    def check_index(self) -> None:
+        """Check the index of a file of the right size."""
         index = _aligned(self.layout.data_offset)
         with self._res.files.opened(self.path) as file:
             self._res.files.read_into(file, index, 0)

@@ -372,6 +372,21 @@ class Config:
         return self.settings.zstore.keep
 
     @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """Options of the file system of URLs that are saved to and loaded from."""
+        return self.settings.zstore.storage_options or {}
+
+    @property
+    def upload_folder(self) -> Path | None:
+        """Where a checkpoint for a URL is committed first; None: chosen."""
+        return self.settings.zstore.upload_folder
+
+    @property
+    def keep_local(self) -> bool:
+        """Whether a checkpoint that was uploaded stays there as well."""
+        return self.settings.zstore.keep_local
+
+    @property
     def seed(self) -> int:
         """Seed of data order and dropout."""
         return self.settings.seed

@@ -35,6 +35,8 @@ from .values import (
     Bool,
     Count,
     MaybeAutoPositive,
+    MaybeOptions,
+    MaybePath,
     MaybePositive,
     OneOf,
     Real,
@@ -57,6 +59,14 @@ class ZstoreSection(Section):
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: MaybePositive = built(None)
     """Checkpoints that stay when a new one is saved, newest first. Unset: all, since deleting is not ours to start."""
+    storage_options: MaybeOptions = built(None)
+    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: what the environment says, where
+    credentials belong. See docs/remote.md."""
+    upload_folder: MaybePath = built(None)
+    """Where a checkpoint for a URL is committed first, to be uploaded behind training. All ranks must see it. Unset: beside
+    the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
+    keep_local: Bool = built(False)
+    """Leave that local checkpoint there once it is uploaded; `keep` holds for it too."""
     io_threads: MaybePositive = built(None)
     """The same as aio.thread_count; unset: what stands there."""
     silent_rank_s: Real = built(45.0)

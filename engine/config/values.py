@@ -176,6 +176,31 @@ class Folder(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneFolder(Folder):
+    """An absolute path of a folder, which need not exist yet."""
+
+    def _convert(self, value: object) -> Any:
+        return self._path(value)
+
+    def _expected(self) -> str:
+        return "an absolute path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Rule):
+    """An object whose keys go to other software as they are."""
+
+    def _convert(self, value: object) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            # Not shown: it may be a secret.
+            raise ValueError(f"expected {self}, got a {type(value).__name__}")
+        return dict(value)
+
+    def _expected(self) -> str:
+        return "an object"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pair(Rule):
     """Two numbers, each by `item`."""
 
@@ -251,4 +276,6 @@ Fraction = Annotated[float, PlainValidator(Number(maximum=1.0))]
 Name = Annotated[str, PlainValidator(Text())]
 Unread = Annotated[Any, PlainValidator(Anything())]
 Leftover = Annotated[Any, PlainValidator(Anything(can_be_off=False))]
+MaybeOptions = Annotated[dict[str, Any] | None, PlainValidator(Options())]
+MaybePath = Annotated[Path | None, PlainValidator(OneFolder())]
 AbsolutePaths = Annotated[tuple[Path, ...] | None, PlainValidator(Folder())]

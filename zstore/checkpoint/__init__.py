@@ -1,16 +1,17 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, publish, gather, commit,
-write; catalog, source, read, ahead, verify,
+write; folder, catalog, source, read, ahead, verify,
 reshard, retention.
 """
 
 from .ahead import ReadAhead
-from .catalog import Refusal, TagInfo
+from .catalog import Catalog, Refusal, TagInfo, list_tags
 from .commit import new_folder, temporary_folder
+from .folder import Folder, LocalFolder, Traffic
 from .format import Manifest, Record, ShardEntry
 from .names import new_save_id, step_tag, tag_text
-from .read import CheckpointReader, open_checkpoint, refused, tags
+from .read import CheckpointReader, Reading, open_checkpoint, refused, tags
 from .request import SaveRequest, SaveSummary
 from .reshard import reshard_checkpoint
 from .retention import keep_newest
@@ -20,10 +21,14 @@ from .write import SaveHandle, save_checkpoint
 
 __all__ = [
     "ArraySource",
+    "Catalog",
     "CheckpointReader",
     "Fault",
+    "Folder",
+    "LocalFolder",
     "Manifest",
     "ReadAhead",
+    "Reading",
     "Record",
     "Refusal",
     "SaveHandle",
@@ -32,7 +37,9 @@ __all__ = [
     "ShardEntry",
     "StoredArray",
     "TagInfo",
+    "Traffic",
     "keep_newest",
+    "list_tags",
     "new_folder",
     "new_save_id",
     "open_checkpoint",

@@ -33,8 +33,6 @@ Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
 
 MEMORY_BYTES = 48 * 1024 * 1024
-_DEPTH = 6
-_NUM_THREADS = 3
 
 
 @dataclass(eq=False)
@@ -89,10 +87,12 @@ class ReadAhead:
         ranges: Sequence[Range],
         *,
         memory_bytes: int | None = None,
-        depth: int = _DEPTH,
-        num_threads: int = _NUM_THREADS,
+        depth: int | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self._reader = reader
+        num_threads = num_threads or reader.num_readers
+        depth = depth or 2 * num_threads
         if memory_bytes is None:
             memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
         span_bytes = memory_bytes // depth

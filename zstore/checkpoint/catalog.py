@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
-from .format import Record, read_json
+from .folder import Entries, Folder, Place, folder_at
+from .format import Record
 from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
 _FOREIGN = {
@@ -22,15 +22,25 @@ _FOREIGN = {
 class TagInfo:
     """A committed checkpoint."""
 
-    path: Path
+    folder: Folder
     """The folder of the tag."""
     record: Record
 
     @property
+    def path(self) -> Path:
+        """The folder of the tag; raises UsageError where it is behind a URL."""
+        return self.folder.path
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the tag's folder."""
+        return self.folder.location
+
+    @property
     def tag(self) -> str:
         """The tag; for a folder that was renamed, the folder's name."""
-        own = parse_own_name(self.path.name)
-        folder = own[0] if own else self.path.name
+        own = parse_own_name(self.folder.name)
+        folder = own[0] if own else self.folder.name
         return self.record.tag if tag_folder(self.record.tag) == folder else folder
 
 
@@ -38,8 +48,13 @@ class TagInfo:
 class Refusal:
     """A folder that looks like a checkpoint and is none."""
 
-    path: Path
+    folder: Folder
     reason: str
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the folder."""
+        return self.folder.location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,46 +66,57 @@ class Catalog:
     refusals: tuple[Refusal, ...]
 
 
-def read_record(folder: Path) -> Record:
+def read_record(place: Place) -> Record:
     """Return the record in a tag's folder.
 
     Raises FileNotFoundError where there is none, CorruptionError or CheckpointMismatchError where it is not valid.
     """
-    path = folder / RECORD_FILE
-    return Record.decode(read_json(path), str(path))
+    folder = folder_at(place)
+    return Record.decode(folder.read_small(RECORD_FILE), folder.place_of(RECORD_FILE))
 
 
-def scan(folder: Path) -> Catalog:
-    """Return all checkpoints right below `folder`; the set-aside ones count where nothing else has their name.
+def scan(place: Place) -> Catalog:
+    """Return all checkpoints right below a folder; the set-aside ones count where nothing else has their name.
 
-    Raises CheckpointNotFoundError where `folder` is no folder.
+    Raises CheckpointNotFoundError where it is no folder.
     """
+    folder = folder_at(place)
     found: dict[str, TagInfo] = {}
     aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
-    for entry in _folders(folder):
-        own = parse_own_name(entry.name)
-        if own is not None and own[1] != SET_ASIDE:
-            continue
+    names = [name for name in _entries(folder).folders if _may_be_checkpoint(name)]
+    for name, data in zip(names, folder.read_all([f"{name}/{RECORD_FILE}" for name in names]), strict=True):
+        entry = folder.within(name)
         try:
-            info = TagInfo(path=entry, record=read_record(entry))
+            info = TagInfo(folder=entry, record=_decoded(data, entry))
         except (ZstoreError, OSError) as error:
-            if not isinstance(error, FileNotFoundError) or (entry / METADATA_FILE).exists():
-                refusals.append(Refusal(path=entry, reason=_reason(error)))
+            if not isinstance(error, FileNotFoundError) or entry.has(METADATA_FILE):
+                refusals.append(Refusal(folder=entry, reason=_reason(error)))
             continue
+        own = parse_own_name(name)
         if own is None:
-            found[entry.name] = info
+            found[name] = info
         elif own[0] not in aside or aside[own[0]].record.committed_ns < info.record.committed_ns:
             aside[own[0]] = info
     tags = found | {name: info for name, info in aside.items() if name not in found}
-    ordered = sorted(tags.values(), key=lambda info: (info.record.committed_ns, info.record.step, info.path.name))
+    ordered = sorted(tags.values(), key=lambda info: (info.record.committed_ns, info.record.step, info.folder.name))
     return Catalog(tags=tuple(ordered), refusals=tuple(refusals))
 
 
-def _folders(folder: Path) -> list[Path]:
+def _may_be_checkpoint(name: str) -> bool:
+    own = parse_own_name(name)
+    return own is None or own[1] == SET_ASIDE
+
+
+def _decoded(data: bytes | Exception, folder: Folder) -> Record:
+    if isinstance(data, Exception):
+        raise data
+    return Record.decode(data, folder.place_of(RECORD_FILE))
+
+
+def _entries(folder: Folder) -> Entries:
     try:
-        with os.scandir(folder) as entries:
-            return [folder / entry.name for entry in entries if entry.is_dir()]
+        return folder.entries()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} is not there, or is no folder: expected a checkpoint") from error
 
@@ -101,70 +127,100 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def find_tag(folder: Path, tag: str) -> TagInfo | None:
-    """Return the committed checkpoint `tag` below `folder`, also where it is set aside; None where there is none.
+def find_tag(place: Place, tag: str) -> TagInfo | None:
+    """Return the committed checkpoint `tag` in a folder, also where it is set aside; None where there is none.
 
     Raises CorruptionError or CheckpointMismatchError where it is there, but its record is not valid.
     """
-    name = tag_folder(tag)
+    folder, name = folder_at(place), tag_folder(tag)
     try:
-        return TagInfo(path=folder / name, record=read_record(folder / name))
+        return TagInfo(folder=folder.within(name), record=read_record(folder.within(name)))
     except (FileNotFoundError, NotADirectoryError):
         pass
-    if not folder.is_dir():
+    return _set_aside(folder, name)
+
+
+def _set_aside(folder: Folder, name: str) -> TagInfo | None:
+    """Return what counts for the tag folder `name`, which has no record of its own; None where nothing does."""
+    try:
+        entries = folder.entries()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    for entry in _folders(folder):
-        own = parse_own_name(entry.name)
+    aside: list[TagInfo] = []
+    for entry in entries.folders:
+        own = parse_own_name(entry)
         if own is not None and own[:2] == (name, SET_ASIDE):
             try:
-                return TagInfo(path=entry, record=read_record(entry))
+                aside.append(TagInfo(folder=folder.within(entry), record=read_record(folder.within(entry))))
             except (ZstoreError, OSError):
                 continue
-    return None
+    return max(aside, key=lambda info: info.record.committed_ns, default=None)
 
 
-def resolve(path: Path, tag: str | None = None) -> TagInfo:
-    """Return the checkpoint that `path` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
+def resolve(place: Place, tag: str | None = None) -> TagInfo:
+    """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
     Without a tag it is the newest committed one, by the records, whatever `latest` says.
     Raises CheckpointNotFoundError that says what is there instead.
     """
-    own = parse_own_name(path.name)
+    folder = folder_at(place)
+    own = parse_own_name(folder.name)
     if own is not None and own[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
-            f"{path} is what a save has under way, or left when it was killed: it was never committed; "
-            f"name {path.with_name(own[0])} or {path.parent}"
+            f"{folder} is what a save has under way, or left when it was killed: it was never committed; "
+            f"name {folder.parent.within(own[0])} or {folder.parent}"
         )
-    if (path / RECORD_FILE).exists():
-        info = TagInfo(path=path, record=read_record(path))
+    if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
             return info
-        raise CheckpointNotFoundError(f"{path} holds the checkpoint {info.tag!r}, not {tag!r}")
-    if tag is not None and (named := find_tag(path, tag)) is not None:
+        raise CheckpointNotFoundError(f"{folder} holds the checkpoint {info.tag!r}, not {tag!r}")
+    if tag is not None and (named := find_tag(folder, tag)) is not None:
         return named
-    catalog = scan(path)
+    try:
+        catalog = scan(folder)
+    except CheckpointNotFoundError:
+        if (info := _set_aside(folder.parent, folder.name)) is not None and tag in (None, info.tag):
+            return info
+        raise
     if tag is None and catalog.tags:
         return catalog.tags[-1]
-    raise CheckpointNotFoundError(_nothing(path, tag, catalog))
+    raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
 
 
-def _nothing(path: Path, tag: str | None, catalog: Catalog) -> str:
+def list_tags(place: Place) -> Catalog:
+    """Return what a folder of checkpoints holds; of a tag's own folder, that one alone."""
+    folder = folder_at(place)
+    info = _tag_at(folder)
+    return scan(folder) if info is None else Catalog(tags=(info,), refusals=())
+
+
+def _tag_at(folder: Folder) -> TagInfo | None:
+    """Return the checkpoint whose own folder it is, None where it has no record."""
+    try:
+        return TagInfo(folder=folder, record=read_record(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     what = "no committed checkpoint" if tag is None else f"no committed checkpoint {tag!r}"
-    text = f"{path} holds {what}"
+    text = f"{folder} holds {what}"
+    entries = _entries(folder)
     if catalog.tags:
         names = [repr(info.tag) for info in catalog.tags]
         text += f"; it has {', '.join(names[-10:])}" + (f" and {len(names) - 10} older" if len(names) > 10 else "")
-    elif (path / METADATA_FILE).exists():
+    elif METADATA_FILE in entries.files:
         text += f": there is a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or the file was lost"
     for refusal in catalog.refusals[:5]:
-        text += f"; {refusal.path.name} was refused: {refusal.reason}"
-    foreign = sorted({maker for name, maker in _FOREIGN.items() if (path / name).exists()})
+        text += f"; {refusal.folder.name} was refused: {refusal.reason}"
+    foreign = sorted({maker for name, maker in _FOREIGN.items() if name in entries.files})
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
 
-def check_tag_is_free(folder: Path, tag: str, *, overwrite: bool) -> None:
+def check_tag_is_free(place: Place, tag: str, *, overwrite: bool) -> None:
     """Raise CheckpointExistsError where a save to `tag` would replace something that it may not."""
-    target = folder / tag_folder(tag)
+    folder, name = folder_at(place), tag_folder(tag)
+    target = folder.place_of(name)
     try:
         existing = find_tag(folder, tag)
     except ZstoreError as error:
@@ -178,5 +234,13 @@ def check_tag_is_free(folder: Path, tag: str, *, overwrite: bool) -> None:
             f"checkpoint {tag!r} is committed in {folder} (step {existing.record.step}): save under another tag, or "
             "pass overwrite=True to replace it"
         )
-    if existing is None and (target.exists() or target.is_symlink()):
+    if existing is None and _is_there(folder, name):
         raise CheckpointError(f"{target} is there and is no checkpoint of zstore: move it away, or use another tag")
+
+
+def _is_there(folder: Folder, name: str) -> bool:
+    try:
+        entries = folder.entries()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return name in entries.folders or name in entries.files

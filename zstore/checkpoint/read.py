@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,44 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ArraySpec
-from ..errors import CorruptionError, UsageError
+from ..errors import CorruptionError, StorageError, UsageError
 from ..io import Priority
 from ..partition import Grid
 from ..shardio import IoResources, ShardReader
-from .catalog import Refusal, TagInfo, resolve, scan
-from .format import COMPLETE, Manifest, ShardEntry, parse_json, read_json, sha256
+from ..sizes import format_bytes
+from .catalog import Refusal, TagInfo, list_tags, resolve, scan
+from .folder import Folder, Place, folder_at
+from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
-from .source import ArraySource, StoredArray
+from .source import NUM_THREADS, ArraySource, StoredArray
 
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_OPEN_SHARDS = 4096
+_NUM_REMOTE_REQUESTS = 12
+"""Requests under way at a time: each takes tens of milliseconds, whatever it reads."""
 
 
 class _Shard(ShardReader):
     """A shard file whose chunks must also have the checksums that its rank's manifest gives."""
 
-    def __init__(self, res: IoResources, path: Path, array: StoredArray, shard: int, crcs: Sequence[int]) -> None:
-        super().__init__(res, path, array.spec, array.grid, shard)
+    def __init__(self, res: IoResources, folder: Folder, array: StoredArray, shard: int, crcs: Sequence[int]) -> None:
+        # Far away, size and index would be two requests a shard, and tell nothing that the chunks do not.
+        self._looks_later = not folder.is_local
+        path = folder.place_of(array.shard_file(shard))
+        super().__init__(res, path, array.spec, array.grid, shard, check=folder.is_local)
         self._expected = list(crcs)
 
     def _scan(
         self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
     ) -> list[int]:
-        crcs = super()._scan(first_chunk, stop_chunk, take, priority)
+        try:
+            crcs = super()._scan(first_chunk, stop_chunk, take, priority)
+        except StorageError:
+            if self._looks_later:
+                self.check_file()  # says what is wrong with the file, where that is the reason
+            raise
         for chunk, (found, expected) in enumerate(
             zip(crcs, self._expected[first_chunk:stop_chunk], strict=False), start=first_chunk
         ):
@@ -67,6 +80,24 @@ class _Checksums:
         return self._crcs[self._ends[number] : self._ends[number + 1]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was read of a checkpoint so far, and why."""
+
+    read_bytes: int
+    """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""
+    asked_bytes: int
+    """Bytes of the elements that were asked for."""
+    requests: int
+    """Operations on a URL; 0 for a folder."""
+
+    def text(self) -> str:
+        """Return a line for people."""
+        ratio = f", {self.read_bytes / self.asked_bytes:.3f} times that" if self.asked_bytes else ""
+        text = f"{format_bytes(self.read_bytes)} read for {format_bytes(self.asked_bytes)} asked{ratio}"
+        return f"{text}, in {self.requests} requests" if self.requests else text
+
+
 class CheckpointReader(ArraySource):
     """An open checkpoint."""
 
@@ -74,9 +105,17 @@ class CheckpointReader(ArraySource):
 
     def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
         self.documents, parsed = _read_metadata(info)
-        super().__init__(str(info.path), info.tag, info.record, resources)
-        self.path: Path = info.path
+        remote = not info.folder.is_local
+        num_threads = _NUM_REMOTE_REQUESTS if remote else NUM_THREADS
+        super().__init__(info.location, info.tag, info.record, resources, num_threads=num_threads)
+        if remote:
+            self.num_readers = _NUM_REMOTE_REQUESTS
+        self.folder: Folder = info.folder
         """The tag's folder."""
+        self.asked_bytes = 0
+        """Bytes of elements that `read` was asked for so far."""
+        self.shard_resources: IoResources = info.folder.resources(self.resources)
+        """`resources`, made to read the shard files, wherever they are."""
         self.arrays = {
             name: StoredArray(spec=spec, grid=grid, folder=folder) for name, (folder, spec, grid) in parsed.items()
         }
@@ -89,24 +128,38 @@ class CheckpointReader(ArraySource):
         self._retired_bytes = 0
 
     @property
+    def path(self) -> Path:
+        """The tag's folder; raises UsageError where it is behind a URL."""
+        return self.folder.path
+
+    @property
     def read_bytes(self) -> int:
         """Bytes of chunks that were read from files so far, checksums and alignment included."""
         with self._lock:
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
+
+    def reading(self) -> Reading:
+        """Return what was read so far, and how much of it was asked for."""
+        traffic = self.folder.traffic
+        return Reading(
+            read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
+            asked_bytes=self.asked_bytes,
+            requests=0 if traffic is None else traffic.requests,
+        )
 
     def manifest(self, rank: int) -> Manifest:
         """Return what rank `rank` of the saving run wrote, checked against the record.
 
         Raises CorruptionError where it is missing or not the one that was committed.
         """
-        path = self.path / manifest_file(rank)
+        path = self.folder.place_of(manifest_file(rank))
         try:
-            data = read_json(path)
+            data = self.folder.read_small(manifest_file(rank))
         except FileNotFoundError as error:
             raise CorruptionError(f"{path} is missing; restore it from another copy") from error
         if sha256(data) != self.record.manifest_sha256[rank]:
             raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-        manifest = Manifest.decode(data, str(path))
+        manifest = Manifest.decode(data, path)
         if (manifest.id, manifest.rank, manifest.outcome) != (self.record.id, rank, COMPLETE):
             raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
         return manifest
@@ -122,6 +175,8 @@ class CheckpointReader(ArraySource):
                 f"array {name!r}: expected {(stop - first) * spec.itemsize} contiguous bytes to read into, got "
                 f"{out.nbytes}"
             )
+        with self._lock:
+            self.asked_bytes += out.nbytes
         target = out.reshape(-1).view(np.uint8)
         low = first
         while low < stop:
@@ -144,7 +199,7 @@ class CheckpointReader(ArraySource):
                 return self._shards[key]
         array = self.array(name)
         crcs = self.shard_crcs(name, shard)
-        opened = _Shard(self.resources, self.path / array.shard_file(shard), array, shard, crcs)
+        opened = _Shard(self.shard_resources, self.folder, array, shard, crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)
             if len(self._shards) > _MOST_OPEN_SHARDS:
@@ -185,37 +240,34 @@ class CheckpointReader(ArraySource):
 
 
 def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, tuple[str, ArraySpec, Grid]]]:
-    path = info.path / METADATA_FILE
+    path = info.folder.place_of(METADATA_FILE)
     try:
-        data = read_json(path)
+        data = info.folder.read_small(METADATA_FILE)
     except FileNotFoundError as error:
         raise CorruptionError(f"{path} is missing; restore it from another copy") from error
     if sha256(data) != info.record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-    document = parse_json(data, str(path))
-    return document, parse_root(document, str(path))
+    document = parse_json(data, path)
+    return document, parse_root(document, path)
 
 
 def open_checkpoint(
-    path: str | Path, tag: str | float | None = None, *, resources: IoResources | None = None
+    place: Place, tag: str | float | None = None, *, resources: IoResources | None = None
 ) -> CheckpointReader:
-    """Open the checkpoint `tag` in the folder `path` (the newest committed one by default), or the tag's folder `path`.
+    """Open the checkpoint `tag` in the folder `place` (the newest committed one by default), or the tag's folder `place`.
 
     Raises CheckpointNotFoundError, CorruptionError where its record or metadata is damaged, CheckpointMismatchError
     where a newer version wrote it. `resources` stays the caller's.
     """
-    return CheckpointReader(resolve(Path(path), None if tag is None else tag_text(tag)), resources)
+    return CheckpointReader(resolve(place, None if tag is None else tag_text(tag)), resources)
 
 
-def tags(path: str | Path) -> list[TagInfo]:
-    """Return the committed checkpoints in the folder `path`, the oldest first; of a tag's folder, that one."""
-    folder = Path(path)
-    if (folder / RECORD_FILE).exists():
-        return [resolve(folder)]
-    return list(scan(folder).tags)
+def tags(place: Place) -> list[TagInfo]:
+    """Return the committed checkpoints in the folder `place`, the oldest first; of a tag's folder, that one."""
+    return list(list_tags(place).tags)
 
 
-def refused(path: str | Path) -> list[Refusal]:
-    """Return the folders below `path` that look like checkpoints and are none, with the reason; none of a tag's folder."""
-    folder = Path(path)
-    return [] if (folder / RECORD_FILE).exists() else list(scan(folder).refusals)
+def refused(place: Place) -> list[Refusal]:
+    """Return the folders in `place` that look like checkpoints and are none, with the reason; none of a tag's folder."""
+    folder = folder_at(place)
+    return [] if folder.has(RECORD_FILE) else list(scan(folder).refusals)

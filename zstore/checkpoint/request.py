@@ -153,3 +153,7 @@ class SaveSummary:
     """From the request to the commit."""
     messages: tuple[str, ...]
     """What the user should know: copies in place of links, leavings that could not be removed."""
+    url: str | None = None
+    """Where it was uploaded to; then `path`, where it was committed first, is gone unless it was to be kept."""
+    uploaded_bytes: int = 0
+    """Bytes that this rank uploaded."""

@@ -21,6 +21,9 @@ from ..shardio import IoResources, open_resources
 from .format import Record
 from .names import shard_file
 
+NUM_THREADS = 4
+"""I/O threads of a source that is given none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
@@ -58,7 +61,15 @@ class ArraySource(ABC):
     notes: tuple[str, ...] = ()
     """What other software's checkpoint has, or lacks, that is not carried over: for one warning where it is used."""
 
-    def __init__(self, location: str, tag: str, record: Record, resources: IoResources | None) -> None:
+    def __init__(
+        self,
+        location: str,
+        tag: str,
+        record: Record,
+        resources: IoResources | None,
+        *,
+        num_threads: int = NUM_THREADS,
+    ) -> None:
         self.location: str = location
         """Path or URL, for messages."""
         self.tag: str = tag
@@ -66,7 +77,9 @@ class ArraySource(ABC):
         """What was committed; of other software's checkpoint what corresponds to it, with `id` empty."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
-        self.resources: IoResources = resources or self._cleanup.enter_context(open_resources())
+        self.num_readers: int = 3
+        """How many `read` at a time serve this source best."""
+        self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""
 
     @property

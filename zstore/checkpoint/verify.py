@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from ..errors import CorruptionError, StorageError
 from ..shardfile import ShardLayout, layout_of
 from ..shardio import ShardReader
 from .crew import Crew
-from .format import parse_json, read_json
+from .format import parse_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .read import CheckpointReader
 from .source import StoredArray
@@ -40,7 +39,9 @@ class Fault:
         return f"{place}: {self.problem}" + ("" if self.array is None else f" (array {self.array})")
 
 
-def verify_checkpoint(reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int = 4) -> list[Fault]:
+def verify_checkpoint(
+    reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None
+) -> list[Fault]:
     """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
 
     Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the
@@ -48,35 +49,48 @@ def verify_checkpoint(reader: CheckpointReader, advance: Advance | None = None, 
     """
     faults = _check_metadata(reader)
     crcs = _read_manifests(reader, faults)
+    sizes = _sizes(reader)
     tasks: list[Callable[[], list[Fault]]] = []
     for name, array in reader.arrays.items():
         for shard in range(array.grid.num_shards):
-            check = _ShardCheck(reader, array, shard)
+            check = _ShardCheck(reader, array, shard, sizes)
             tasks.append(partial(check.run, crcs.pop((name, shard), None), advance))
     faults += [
         Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
         for name, shard in crcs
     ]
-    with Crew(num_threads, "zstore-verify") as crew:
+    with Crew(num_threads or max(4, reader.num_readers), "zstore-verify") as crew:
         for found in crew.run(tasks):
             faults += found
-    faults += _find_extra_files(reader)
+    faults += _find_extra_files(reader, sizes)
     return sorted(faults, key=lambda fault: (fault.file, fault.offset or 0))
 
 
 def _check_metadata(reader: CheckpointReader) -> list[Fault]:
     """Compare each level's `zarr.json` with the copy at the root, whose digest was checked when it was opened."""
     faults: list[Fault] = []
-    for folder, expected in reader.documents["consolidated_metadata"]["metadata"].items():
-        file = f"{folder}/{METADATA_FILE}"
+    documents = reader.documents["consolidated_metadata"]["metadata"]
+    files = [f"{folder}/{METADATA_FILE}" for folder in documents]
+    for file, data, expected in zip(files, reader.folder.read_all(files), documents.values(), strict=True):
         try:
-            if parse_json(read_json(reader.path / file), file) != expected:
+            if isinstance(data, Exception):
+                raise data
+            if parse_json(data, file) != expected:
                 faults.append(Fault(file=file, problem=f"differs from its copy in the root's {METADATA_FILE}"))
         except FileNotFoundError:
             faults.append(Fault(file=file, problem="is missing"))
         except (OSError, CorruptionError) as error:
             faults.append(Fault(file=file, problem=str(error)))
     return faults
+
+
+def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
+    """Return the bytes of all files below the folders that the format knows (see `Folder.sizes`)."""
+    documents = reader.documents["consolidated_metadata"]["metadata"]
+    sizes: dict[str, int | None] = {}
+    for top in sorted({folder.split("/")[0] for folder in documents} | {MANIFEST_FOLDER}):
+        sizes |= reader.folder.sizes(top)
+    return sizes
 
 
 def _read_manifests(reader: CheckpointReader, faults: list[Fault]) -> _Crcs:
@@ -92,12 +106,15 @@ def _read_manifests(reader: CheckpointReader, faults: list[Fault]) -> _Crcs:
 class _ShardCheck:
     """The check of one shard file."""
 
-    def __init__(self, reader: CheckpointReader, array: StoredArray, shard: int) -> None:
-        self._resources = replace(reader.resources, verify=True)
+    def __init__(
+        self, reader: CheckpointReader, array: StoredArray, shard: int, sizes: Mapping[str, int | None]
+    ) -> None:
+        self._resources = replace(reader.shard_resources, verify=True)
         self._array = array
         self._shard = shard
         self._file = array.shard_file(shard)
-        self._path = reader.path / self._file
+        self._path = reader.folder.place_of(self._file)
+        self._sizes = sizes
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
         """Return the file's faults; `expected` are the manifest's checksums, None where it names no such shard."""
@@ -113,12 +130,11 @@ class _ShardCheck:
         return Fault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
 
     def _check_size(self, layout: ShardLayout) -> list[Fault]:
-        if self._path.is_symlink():
-            return [self._fault("is a symbolic link, expected a file")]
-        try:
-            found = self._resources.files.size(self._path)
-        except FileNotFoundError:
+        if self._file not in self._sizes:
             return [self._fault("is missing")]
+        found = self._sizes[self._file]
+        if found is None:
+            return [self._fault("is a symbolic link, expected a file")]
         if found == layout.file_bytes:
             return []
         problem = f"has {found} bytes, expected {layout.file_bytes}"
@@ -126,7 +142,10 @@ class _ShardCheck:
 
     def _check_chunks(self, layout: ShardLayout, expected: Sequence[int] | None) -> list[Fault]:
         try:
-            shard = ShardReader(self._resources, self._path, self._array.spec, self._array.grid, self._shard)
+            shard = ShardReader(
+                self._resources, self._path, self._array.spec, self._array.grid, self._shard, check=False
+            )
+            shard.check_index()
         except CorruptionError as error:
             return [self._fault(str(error), 0)]
         except StorageError as error:
@@ -161,19 +180,9 @@ class _ShardCheck:
         return faults
 
 
-def _find_extra_files(reader: CheckpointReader) -> list[Fault]:
-    documents = reader.documents["consolidated_metadata"]["metadata"]
-    known = {f"{folder}/{METADATA_FILE}" for folder in documents}
+def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None]) -> list[Fault]:
+    known = {f"{folder}/{METADATA_FILE}" for folder in reader.documents["consolidated_metadata"]["metadata"]}
     known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
     for array in reader.arrays.values():
         known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
-    faults: list[Fault] = []
-    for top in sorted({folder.split("/")[0] for folder in documents} | {MANIFEST_FOLDER}):
-        for folder, _, files in os.walk(reader.path / top):
-            inside = os.path.relpath(folder, reader.path).replace(os.sep, "/")
-            faults += [
-                Fault(file=f"{inside}/{file}", problem="is no part of the checkpoint")
-                for file in files
-                if f"{inside}/{file}" not in known
-            ]
-    return faults
+    return [Fault(file=file, problem="is no part of the checkpoint") for file in sizes if file not in known]

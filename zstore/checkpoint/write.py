@@ -22,6 +22,7 @@ from ..shardio import ShardSummary
 from .catalog import TagInfo, read_record
 from .commit import Committer, sweep
 from .crew import Crew
+from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
 from .gather import Gatherer
 from .lock import owner_is_dead
@@ -163,7 +164,7 @@ class _Job:
         gatherer.check_complete()
         record = gatherer.record(self._state)
         if request.before_commit is not None:
-            with CheckpointReader(TagInfo(path=self._folder, record=record)) as reader:
+            with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
         gatherer.sync_folders(crew)
         self._check_alive()

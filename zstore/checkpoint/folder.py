@@ -1,0 +1,192 @@
+"""Where a checkpoint's files are read from: a local folder, or one behind a URL (`zstore.remote`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UsageError
+from ..shardio import IoResources
+from .format import read_json
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What lies right in a folder, by name."""
+
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+class Traffic:
+    """Counts what goes over a network. Usable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.requests = 0
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def count(self, *, requests: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
+        """Add what an operation did."""
+        with self._lock:
+            self.requests += requests
+            self.read_bytes += read_bytes
+            self.written_bytes += written_bytes
+
+
+class Folder(ABC):
+    """A folder of files. Paths inside it have `/` between their parts. Usable from any thread."""
+
+    is_local: bool
+    """Whether it is on a file system here: then an operation costs microseconds, and not a request over a network."""
+
+    traffic: Traffic | None = None
+    """What was read and written behind a URL, by this folder and those made from it; None: not counted."""
+
+    def __init__(self, location: str, name: str) -> None:
+        self.location = location
+        """Path or URL, for messages."""
+        self.name = name
+        """The last part of it."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The local folder; raises UsageError where it is not on this machine."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> Folder:
+        """The folder above."""
+
+    @abstractmethod
+    def within(self, name: str) -> Folder:
+        """Return the folder `name` in it, which need not be there."""
+
+    @abstractmethod
+    def place_of(self, file: str) -> str:
+        """Return path or URL of a file in it, as `resources()` and messages take it."""
+
+    @abstractmethod
+    def read_small(self, file: str) -> bytes:
+        """Return a small file's bytes.
+
+        Raises FileNotFoundError, or NotADirectoryError, where it is missing, CorruptionError where it is larger than any JSON
+        file of a checkpoint.
+        """
+
+    def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
+        """Return what `read_small` returns or raises for each of `files`."""
+        found: list[bytes | Exception] = []
+        for file in files:
+            try:
+                found.append(self.read_small(file))
+            except (OSError, ValueError) as error:
+                found.append(error)
+        return found
+
+    @abstractmethod
+    def has(self, file: str) -> bool:
+        """Return whether the file is there."""
+
+    @abstractmethod
+    def entries(self) -> Entries:
+        """Return what lies in it; raises FileNotFoundError or NotADirectoryError where it is no folder."""
+
+    @abstractmethod
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """Return the bytes of each file anywhere below its folder `top`, by path inside this one.
+
+        None for one that is no plain file, as a symbolic link. Empty where there is no such folder.
+        """
+
+    @abstractmethod
+    def resources(self, res: IoResources) -> IoResources:
+        """Return `res`, made to read this folder's files by the names that `place_of` gives."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and (self.is_local, self.location) == (other.is_local, other.location)
+
+    def __hash__(self) -> int:
+        return hash(self.location)
+
+    def __str__(self) -> str:
+        return self.location
+
+
+class LocalFolder(Folder):
+    """A folder on a local file system."""
+
+    is_local = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), path.name)
+        self._path = path
+
+    @property
+    def path(self) -> Path:
+        """See `Folder.path`."""
+        return self._path
+
+    @property
+    def parent(self) -> Folder:
+        """See `Folder.parent`."""
+        return LocalFolder(self._path.parent)
+
+    def within(self, name: str) -> Folder:
+        """See `Folder.within`."""
+        return LocalFolder(self._path / name)
+
+    def place_of(self, file: str) -> str:
+        """See `Folder.place_of`."""
+        return str(self._path / file)
+
+    def read_small(self, file: str) -> bytes:
+        """See `Folder.read_small`."""
+        return read_json(self._path / file)
+
+    def has(self, file: str) -> bool:
+        """See `Folder.has`."""
+        return (self._path / file).exists()
+
+    def entries(self) -> Entries:
+        """See `Folder.entries`."""
+        folders: list[str] = []
+        files: list[str] = []
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+        return Entries(tuple(folders), tuple(files))
+
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """See `Folder.sizes`."""
+        found: dict[str, int | None] = {}
+        for folder, _, names in os.walk(self._path / top):
+            inside = os.path.relpath(folder, self._path).replace(os.sep, "/")
+            for name in names:
+                path = os.path.join(folder, name)
+                found[f"{inside}/{name}"] = None if os.path.islink(path) else os.stat(path).st_size
+        return found
+
+    def resources(self, res: IoResources) -> IoResources:
+        """See `Folder.resources`."""
+        return res
+
+
+Place = str | os.PathLike[str] | Folder
+"""A folder, or the path of a local one."""
+
+
+def folder_at(place: Place) -> Folder:
+    """Return the folder that `place` is, or the local one of that path."""
+    return place if isinstance(place, Folder) else LocalFolder(Path(place))
+
+
+def not_local(location: str) -> UsageError:
+    """Return the error of asking for the path of a folder that is not on this machine."""
+    return UsageError(f"{location} is behind a URL and has no path on this machine: read it through its reader")

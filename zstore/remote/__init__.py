@@ -1,0 +1,27 @@
+"""Checkpoints behind URLs: read by ranges, uploaded behind training, committed by a record that is written last.
+
+Imports fsspec only where a URL is opened, and no torch. Read in this order: url, retries, send, folder; commit, upload, save.
+"""
+
+from .commit import keep_newest, remove_checkpoint
+from .folder import RemoteFolder, open_folder
+from .retries import PATIENT, Retries
+from .save import UploadHandle, UploadOptions, save_to_url
+from .upload import upload_checkpoint
+from .url import is_url, parse_options, shown
+
+__all__ = [
+    "PATIENT",
+    "RemoteFolder",
+    "Retries",
+    "UploadHandle",
+    "UploadOptions",
+    "is_url",
+    "keep_newest",
+    "open_folder",
+    "parse_options",
+    "remove_checkpoint",
+    "save_to_url",
+    "shown",
+    "upload_checkpoint",
+]

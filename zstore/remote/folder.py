@@ -1,0 +1,281 @@
+"""A folder behind a URL, through fsspec: small files, ranges of large ones, and what an upload needs.
+
+[Note: requests]
+Each operation is a request of tens of milliseconds, so many run at a time and none is made that another answers. What
+fails is tried again (`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint.crew import Crew
+from ..checkpoint.folder import Entries, Folder, Traffic, not_local
+from ..checkpoint.format import MAX_JSON_BYTES
+from ..errors import CorruptionError, StorageError, UsageError, storage_error
+from ..files import Files, OpenFile
+from ..shardio import IoResources
+from .retries import Retries
+from .send import send_file
+from .url import shown
+
+Bytes = npt.NDArray[np.uint8]
+
+_NUM_THREADS = 16
+"""Small files that are read at a time."""
+
+
+class RemoteFolder(Folder):
+    """The folder `root` of the fsspec file system `fs`, which people call `url`."""
+
+    is_local = False
+
+    def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: Traffic | None = None) -> None:
+        super().__init__(url, url.rpartition("/")[2])
+        self.fs = fs
+        self.root = root
+        self.retries = retries
+        self._traffic = self.traffic = traffic or Traffic()
+
+    @property
+    def path(self) -> Path:
+        """See `Folder.path`."""
+        raise not_local(self.location)
+
+    @property
+    def parent(self) -> RemoteFolder:
+        """See `Folder.parent`."""
+        return self._at(self.root.rpartition("/")[0], self.location.rpartition("/")[0])
+
+    def within(self, name: str) -> RemoteFolder:
+        """See `Folder.within`."""
+        return self._at(f"{self.root}/{name}", f"{self.location}/{name}")
+
+    def _at(self, root: str, url: str) -> RemoteFolder:
+        return RemoteFolder(self.fs, root, url, self.retries, self._traffic)
+
+    def patient(self, retries: Retries) -> RemoteFolder:
+        """Return the same folder with other retries."""
+        return RemoteFolder(self.fs, self.root, self.location, retries, self._traffic)
+
+    def place_of(self, file: str) -> str:
+        """See `Folder.place_of`."""
+        return f"{self.location}/{file}"
+
+    def _inner(self, file: str) -> str:
+        return f"{self.root}/{file}"
+
+    def _run(self, operation: Callable[[], Any], what: str, file: str = "") -> Any:
+        self._traffic.count(requests=1)
+        return self.retries.run(operation, what, f"{self.location}/{file}" if file else self.location)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        """Return bytes `[start, stop)` of a file, fewer where it ends before.
+
+        Raises FileNotFoundError where it is missing, StorageError for other failures.
+        """
+        inner = self._inner(file)
+        data: bytes = self._run(lambda: self.fs.cat_file(inner, start=start, end=stop), "read", file)
+        self._traffic.count(read_bytes=len(data))
+        return data
+
+    def read_small(self, file: str) -> bytes:
+        """See `Folder.read_small`."""
+        data = self.read_range(file, 0, MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise CorruptionError(
+                f"{self.place_of(file)} has more than {MAX_JSON_BYTES} bytes: it is no file of a checkpoint"
+            )
+        return data
+
+    def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
+        """See `Folder.read_all`; many are read at a time."""
+
+        def read(file: str) -> bytes | Exception:
+            try:
+                return self.read_small(file)
+            except (OSError, ValueError) as error:
+                return error
+
+        if len(files) < 2:
+            return [read(file) for file in files]
+        with Crew(min(_NUM_THREADS, len(files)), "zstore-remote") as crew:
+            return crew.run([partial(read, file) for file in files])
+
+    def has(self, file: str) -> bool:
+        """See `Folder.has`."""
+        try:
+            self.size(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def size(self, file: str) -> int:
+        """Return the file's bytes; FileNotFoundError where it is missing."""
+        inner = self._inner(file)
+
+        def ask() -> Any:
+            self.fs.invalidate_cache(inner.rpartition("/")[0])
+            return self.fs.info(inner)
+
+        return int(self._run(ask, "ask for the size", file)["size"] or 0)
+
+    def entries(self) -> Entries:
+        """See `Folder.entries`."""
+
+        def ask() -> Any:
+            self.fs.invalidate_cache(self.root)
+            return self.fs.ls(self.root, detail=True)
+
+        folders: list[str] = []
+        files: list[str] = []
+        for entry in self._run(ask, "list the folder"):
+            name = str(entry["name"]).rstrip("/")
+            if name == self.root.rstrip("/"):
+                if entry["type"] == "file":
+                    raise NotADirectoryError(f"{self.location} is a file")
+                continue  # some stores list a folder in itself
+            (folders if entry["type"] == "directory" else files).append(name.rpartition("/")[2])
+        return Entries(tuple(folders), tuple(files))
+
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """See `Folder.sizes`; of the folder itself where `top` is empty."""
+        inner = self._inner(top) if top else self.root
+
+        def ask() -> Any:
+            self.fs.invalidate_cache(inner)
+            return self.fs.find(inner, detail=True)
+
+        try:
+            found = self._run(ask, "list the folder", top)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        start = len(self.root.rstrip("/")) + 1
+        return {str(name)[start:]: int(entry["size"] or 0) for name, entry in found.items()}
+
+    def resources(self, res: IoResources) -> IoResources:
+        """See `Folder.resources`."""
+        return replace(res, files=_RemoteFiles(self))
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def write_small(self, file: str, data: bytes) -> None:
+        """Write a file that is whole or not there."""
+        inner = self._inner(file)
+
+        def write() -> None:
+            self._make_parent(inner)
+            self.fs.pipe_file(inner, data)
+
+        self._run(write, "write", file)
+        self._traffic.count(written_bytes=len(data))
+
+    def send(self, source: Path, file: str, advance: Callable[[int], None]) -> int:
+        """Copy the local file `source` to `file` in bounded memory and return its bytes.
+
+        `advance` is told bytes as they are sent, less than none where a try is begun anew; what it raises ends the copy.
+        """
+        inner = self._inner(file)
+
+        def send() -> int:
+            self._make_parent(inner)
+            return send_file(self.fs, source, inner, advance)
+
+        nbytes: int = self._run(send, f"upload {source}", file)
+        self._traffic.count(written_bytes=nbytes)
+        return nbytes
+
+    def _make_parent(self, inner: str) -> None:
+        protocols = self.fs.protocol if isinstance(self.fs.protocol, (tuple, list)) else (self.fs.protocol,)
+        # Object stores have keys, no folders; asked to make one they may make a bucket.
+        if not _WITHOUT_FOLDERS.intersection(protocols):
+            self.fs.makedirs(inner.rpartition("/")[0], exist_ok=True)
+
+    def remove(self, file: str) -> None:
+        """Remove a file; a missing one is no error."""
+        inner = self._inner(file)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._run(lambda: self.fs.rm_file(inner), "remove", file)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove all files below the folder `name` in it; a missing one is no error."""
+        inner = self._inner(name)
+
+        def remove() -> None:
+            self.fs.invalidate_cache(inner)
+            self.fs.rm(inner, recursive=True)
+
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._run(remove, "remove the folder", name)
+
+
+_WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
+
+
+class _RemoteFiles(Files):
+    """Reads ranges of the files of `folder`; they are named by their URLs, and written by nobody."""
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        super().__init__(direct=False)
+        self._folder = folder
+
+    def _file(self, url: str) -> str:
+        return url[len(self._folder.location) + 1 :]
+
+    @contextlib.contextmanager
+    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
+        """Yield what `read_into` takes."""
+        if write or create:
+            raise UsageError(f"{path} is behind a URL: it is written by an upload, and not in place")
+        yield OpenFile(-1, os.fspath(path), False)
+
+    def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
+        """See `Files.read_into`; one request."""
+        try:
+            data = self._folder.read_range(self._file(file.path), offset, offset + out.size)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
+        if len(data) != out.size:
+            raise StorageError(
+                f"expected {out.size} bytes, got {len(data)}: the file ended",
+                path=file.path,
+                offset=offset,
+                nbytes=out.size,
+            )
+        out[:] = np.frombuffer(data, dtype=np.uint8)
+
+    def size(self, path: str | Path) -> int:
+        """See `Files.size`."""
+        return self._folder.size(self._file(os.fspath(path)))
+
+
+def open_folder(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+) -> RemoteFolder:
+    """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made.
+
+    Raises UsageError where no file system is known or installed for the URL, or it does not take the options.
+    """
+    import fsspec
+
+    url = re.sub(r"(?<![:/])/+\Z", "", url)
+    try:
+        fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+    except ImportError as error:
+        advice = "install zstore[s3]" if url.startswith(("s3:", "s3a:")) else "install the package that it names"
+        raise UsageError(f"{shown(url)}: {error}; {advice}") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{shown(url)} cannot be opened with the storage options given: {error}") from error
+    return RemoteFolder(fs, str(root).rstrip("/"), shown(url), retries or Retries())

@@ -1,0 +1,314 @@
+"""Saving to a URL: a local commit first, then its upload, both behind training.
+
+[Note: who uploads what]
+The save into the local folder is the usual one, and so are its errors. Then every rank uploads the shard files that it wrote,
+rank 0 the others too, and rank 0 commits. As in a local save there are no collectives; ranks see each other through
+`<tag>.tmp-<upload id>/` in the local folder, which rank 0 holds a lock for:
+
+    begin.json              by rank 0: the remote folder that the files go to
+    rank-00001.json         by each other rank, last: that its files are there, or why not
+    abort.json              by rank 0: that the upload was given up, and why
+
+Once it is committed, rank 0 removes that folder; the others see the record at the URL. Then the local checkpoint is removed,
+unless it is to be kept. Where anything fails, it stays, and the error of each rank says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..checkpoint.commit import discard
+from ..checkpoint.crew import Crew
+from ..checkpoint.lock import SaveLock, owner_is_dead
+from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
+from ..checkpoint.read import CheckpointReader, open_checkpoint
+from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.write import SaveHandle, save_checkpoint
+from ..errors import CheckpointError
+from .commit import RemoteCommitter, keep_newest
+from .folder import RemoteFolder
+from .retries import PATIENT, Retries
+from .upload import NUM_THREADS, commit_upload, common_files, send_all, shard_files
+
+_BEGIN_FILE = "begin.json"
+_COMPLETE = "complete"
+_SEE_FOLDER_S = 60.0
+_END_S = 30.0
+"""How long rank 0 waits for the other ranks to end what they send, once it gave up."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadOptions:
+    """Where a save is uploaded to, and what becomes of the local copy."""
+
+    folder: RemoteFolder
+    keep_local: bool = False
+    """Leave the local checkpoint where it is after the upload."""
+    retries: Retries = PATIENT
+    num_threads: int = NUM_THREADS
+    """Files that a rank uploads at a time."""
+
+
+class UploadHandle:
+    """A save to a URL under way; used as a `SaveHandle`. A clean exit of the interpreter completes it."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._summary: SaveSummary | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="zstore-upload", daemon=False).start()
+
+    def _run(self) -> None:
+        try:
+            self._summary = self._job.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> SaveSummary:
+        """Return once the checkpoint is committed at the URL; raises what went wrong, on every rank, or TimeoutError."""
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"the upload to {self._job.location} is not done after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        if self._summary is None:
+            raise CheckpointError(f"the upload to {self._job.location} ended without a result")
+        return self._summary
+
+    def done(self) -> bool:
+        """Tell whether the save ended, well or badly."""
+        return self._ended.is_set()
+
+    def cancel(self) -> None:
+        """Give the save up soon; `wait()` then raises."""
+        self._job.cancel()
+
+
+def save_to_url(request: SaveRequest, options: UploadOptions) -> UploadHandle:
+    """Begin to save into the local folder of `request` and to upload that; return the handle.
+
+    See `save_checkpoint` for what is raised at once, and for the pins. `request.keep` holds for the URL as well;
+    whether the tag is free is asked there, behind the call.
+    """
+    # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
+    local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
+    return UploadHandle(_Job(request, options, local))
+
+
+class _Job:
+    """The save and upload of one rank."""
+
+    def __init__(self, request: SaveRequest, options: UploadOptions, local: SaveHandle) -> None:
+        self._request = request
+        self._options = options
+        self._local = local
+        self._cancelled = threading.Event()
+        self._folder = options.folder.patient(replace(options.retries, cancelled=self._cancelled))
+        self._files = request.resources.files
+        upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
+        name = tag_folder(request.tag)
+        self._meeting = request.folder / own_name(name, TEMPORARY, upload_id)
+        self._lock_path = request.folder / own_name(name, LOCK, upload_id)
+        self._committer = RemoteCommitter(self._folder, request.tag, request.save_id, request.run_id)
+        self._messages: list[str] = []
+        self._started = time.monotonic()
+        self.location = self._committer.location
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self._local.cancel()
+
+    def run(self) -> SaveSummary:
+        """Carry the save and the upload out. Called once, by the upload's thread."""
+        try:
+            with Crew(self._options.num_threads, f"zstore-upload-{self._request.rank}") as crew:
+                return self._lead(crew) if self._request.rank == 0 else self._follow(crew)
+        except BaseException as error:
+            self._local.cancel()
+            raise self._failure(error) from error
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return `error`, or one that says besides where the local checkpoint is, where there is one."""
+        try:
+            path = self._local.wait().path
+        except BaseException:
+            return error  # the local save failed, and nothing was uploaded
+        return CheckpointError(
+            f"checkpoint {self._request.tag!r} was not uploaded to {self._folder}: {error}. It is committed in {path}, "
+            "and stays there: upload it with zstore.remote.upload_checkpoint(path, url), or remove it"
+        )
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _lead(self, crew: Crew) -> SaveSummary:
+        lock = SaveLock(self._lock_path)
+        try:
+            self._files.make_folder(self._meeting)
+            # While the local save runs.
+            self._messages += self._committer.begin(overwrite=self._request.overwrite)
+            self._tell(_BEGIN_FILE, {"slot": self._committer.slot})
+            summary = self._local.wait()
+            with open_checkpoint(summary.path) as reader:
+                nbytes = self._send(crew, reader, [*common_files(reader), *shard_files(reader, 0)])
+                self._wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
+                self._messages += commit_upload(self._committer, reader, range(self._request.world_size))
+            self._clean_up(summary)
+            return self._summarise(summary, nbytes)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            lock.release()
+
+    def _all_sent(self) -> bool:
+        """Return whether every other rank's files are there; raises CheckpointError where one says that they are not."""
+        missing = False
+        for rank in range(1, self._request.world_size):
+            told = self._told(_rank_file(rank))
+            if told is None:
+                missing = True
+            elif told.get("outcome") != _COMPLETE:
+                raise CheckpointError(f"rank {rank} could not upload its part: {told.get('outcome')}")
+        return not missing
+
+    def _ranks_missing(self) -> Exception:
+        missing = [rank for rank in range(1, self._request.world_size) if self._told(_rank_file(rank)) is None]
+        return CheckpointError(f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s")
+
+    def _clean_up(self, summary: SaveSummary) -> None:
+        """Do what may fail without harm to the checkpoint, which is committed at the URL."""
+        try:
+            self._files.remove_tree(self._meeting)
+            if not self._options.keep_local:
+                discard(self._files, summary.path)
+        except OSError as error:
+            self._messages.append(f"the checkpoint is uploaded, but its local copy could not be removed: {error}")
+        if self._request.keep is not None:
+            self._messages += keep_newest(self._folder, keep=self._request.keep, run_id=self._request.run_id)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the other ranks why the upload ended, and remove what it wrote once none of them writes any more.
+
+        Never raises; the next save removes what is left.
+        """
+        with contextlib.suppress(OSError):
+            self._tell(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
+        self._local.cancel()
+        deadline = time.monotonic() + _END_S
+        while not (ended := self._all_ended()) and time.monotonic() < deadline:
+            time.sleep(_MOST_PAUSE_S)
+        self._committer.abort(ended=ended)
+        if self._request.world_size == 1:
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(self._meeting)
+
+    def _all_ended(self) -> bool:
+        return all(self._told(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
+
+    # -- the other ranks --------------------------------------------------------------------------------------------
+
+    def _follow(self, crew: Crew) -> SaveSummary:
+        rank = self._request.rank
+        try:
+            summary = self._wait_for_local()
+            self._wait_until(self._meeting.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun)
+            self._wait_until(lambda: self._told(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun)
+            self._committer.slot = str((self._told(_BEGIN_FILE) or {})["slot"])
+            with open_checkpoint(summary.path) as reader:
+                nbytes = self._send(crew, reader, list(shard_files(reader, rank)))
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._tell(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
+            raise
+        self._tell(_rank_file(rank), {"outcome": _COMPLETE})
+        self._wait_until(self._is_over, self._request.timeout_s, self._not_committed)
+        return self._summarise(summary, nbytes)
+
+    def _wait_for_local(self) -> SaveSummary:
+        try:
+            return self._local.wait()
+        except CheckpointError:
+            self._check_alive()  # rank 0 may have cancelled it because of the upload: it knows why
+            raise
+
+    def _is_over(self) -> bool:
+        """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
+        if self._meeting.is_dir():
+            return False
+        if not self._committer.is_committed():
+            raise CheckpointError("rank 0 ended without committing it")
+        return True
+
+    def _not_begun(self) -> Exception:
+        return CheckpointError(f"rank 0 did not begin the upload: {self._meeting} is not seen")
+
+    def _not_committed(self) -> Exception:
+        return CheckpointError(f"rank 0 did not commit within {self._request.timeout_s} s")
+
+    # -- all ranks --------------------------------------------------------------------------------------------------
+
+    def _send(self, crew: Crew, reader: CheckpointReader, files: list[str]) -> int:
+        def advance(nbytes: int) -> None:
+            if nbytes > 0:
+                self._check_alive()
+
+        return send_all(crew, reader.path, self._committer.target, files, advance)
+
+    def _summarise(self, summary: SaveSummary, uploaded_bytes: int) -> SaveSummary:
+        return replace(
+            summary,
+            url=self.location,
+            uploaded_bytes=uploaded_bytes,
+            elapsed_s=time.monotonic() - self._started,
+            messages=(*summary.messages, *self._messages),
+        )
+
+    def _tell(self, name: str, document: dict[str, Any]) -> None:
+        """Leave a message in the meeting folder, whole or not there."""
+        part = self._meeting / f"{name}.part"
+        self._files.write_small(part, json.dumps(document).encode(), sync=False)
+        self._files.rename(part, self._meeting / name)
+
+    def _told(self, name: str) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            document = json.loads((self._meeting / name).read_bytes())
+            return document if isinstance(document, dict) else None
+        return None
+
+    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not ready():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise failure()
+            self._cancelled.wait(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _check_alive(self) -> None:
+        """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
+        if self._cancelled.is_set():
+            raise CheckpointError("it was cancelled")
+        if self._request.rank == 0 or not self._meeting.is_dir():
+            return
+        if (told := self._told(ABORT_FILE)) is not None:
+            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
+        with owner_is_dead(self._lock_path) as dead:
+            ended = dead
+        if ended and self._meeting.is_dir():
+            told = self._told(ABORT_FILE) or {"reason": "it ended"}
+            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"

@@ -1,0 +1,65 @@
+"""Copying a local file into an fsspec file system, a part at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PART_BYTES = 8 * 1024 * 1024
+"""Bytes of a part; a file that is no larger goes in one request."""
+_MOST_PARTS = 9000
+"""S3 takes 10,000: larger files have larger parts."""
+
+
+def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
+    """Copy `source` to the path `target` of `fs`, and return its bytes; holds about three parts in memory.
+
+    `advance` is told the bytes of each part, and all of them again, negative, where the copy fails.
+    """
+    done = 0
+    with source.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if size <= PART_BYTES:
+                fs.pipe_file(target, file.readall())
+                done = size
+                advance(size)
+            else:
+                part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+                with _whole_or_nothing(fs.open(target, "wb", block_size=part_bytes)) as out:
+                    while part := file.read(part_bytes):
+                        out.write(part)
+                        done += len(part)
+                        advance(len(part))
+        except BaseException:
+            advance(-done)
+            raise
+        if done != size:
+            raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
+        _forget(file.fileno())
+    return size
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(out: Any) -> Iterator[Any]:
+    """Close `out` at the end of the block; where that or the block fails, leave nothing under its name."""
+    try:
+        yield out
+        out.close()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            out.discard()
+        # Else it would be completed as it is when it is collected.
+        with contextlib.suppress(Exception):
+            out.closed = True
+        raise
+
+
+def _forget(fd: int) -> None:
+    """Let the page cache drop what was read: nobody reads it again, and training needs the memory."""
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

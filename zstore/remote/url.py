@@ -1,0 +1,43 @@
+"""What is a URL, and what its storage options say. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import UsageError
+
+_URL = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
+
+
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Return whether it is a URL, as `s3://bucket/run`, and no path."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+def shown(url: str) -> str:
+    """Return the URL as messages may have it: without a password."""
+    return _PASSWORD.sub(r"\1:***@", url)
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """Return the storage options in words like `key=value`; a value that is JSON, as `true` or `{"a": 1}`, is what it
+    says, all else is text.
+
+    Raises UsageError for other words.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not key or not equals:
+            # The word may hold a secret: it is not repeated.
+            raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    return options
