@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,32 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     for row in first:
         assert row["links"]["disk_read"]["bytes"] == row["disk_read_bytes"]
         assert set(row["links"]["disk_read"]["stall_s"]) <= {"not read yet", "no free buffer"}
+
+
+def test_a_killed_run_goes_on_at_its_last_finished_step(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
+    config = config_file(tmp_path, **zero, zstore={"durability": "step"})
+    words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
+    words += ["--save", tmp_path / "run", "--metrics", tmp_path / "killed.jsonl"]
+    with subprocess.Popen([sys.executable, "-m", "zstore", "train", *map(str, words)]) as process:
+        deadline = time.monotonic() + 100
+        while not (path := tmp_path / "killed.jsonl").exists() or path.read_text().count("\n") < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+        process.kill()
+    finished = path.read_text().count("\n")
+    resumed = {"save": tmp_path / "run", "resume": "auto", "metrics": again, "seq_len": None}
+    run_train(options(tmp_path, text, config, **resumed, steps=finished + 2))
+    run_train(options(tmp_path, text, config_file(tmp_path, **zero), metrics=whole, steps=finished + 2))
+    # It goes on after the last step, or the one before it where that one's snapshot was under way.
+    assert finished <= rows(again)[0]["step"] <= finished + 2
+    for name in ("step", "loss", "lr", "grad_norm"):
+        assert [row[name] for row in rows(whole)][-len(rows(again)) :] == [row[name] for row in rows(again)]
+    # Its last step was saved: nothing else is needed.
+    assert [path.name for path in (tmp_path / "nvme" / "zstore-run" / "steps").iterdir()] == ["latest"]
 
 
 def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) -> None:

@@ -24,6 +24,8 @@ from .errors import StorageError, storage_error
 Bytes = npt.NDArray[np.uint8]
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_LARGE_BYTES = 1024 * 1024
+"""Files from here on go past the page cache though nobody waits until they are durable."""
 # What a file system answers where it cannot do direct I/O, links or preallocation at all.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 
@@ -75,7 +77,7 @@ class Files:
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         device = os.fstat(fd).st_dev
-        if not self.direct or device in self._refusing:
+        if not self.direct or device in self._refusing or not self._goes_direct(fd, flags):
             return fd, False
         try:
             direct = self._open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
@@ -91,6 +93,10 @@ class Files:
             return fd, False
         os.close(fd)
         return direct, True
+
+    def _goes_direct(self, fd: int, flags: int) -> bool:
+        """Return whether the transfers of a file opened like this go past the page cache, where they may."""
+        return True
 
     def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
         """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
@@ -258,11 +264,18 @@ class Files:
 
 class UnsyncedFiles(Files):
     """The files of `inner` without making anything durable: what is written survives the end of the process, which is
-    all that is asked, and a power cut only by chance."""
+    all that is asked, and a power cut only by chance.
+
+    Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them.
+    """
 
     def __init__(self, inner: Files) -> None:
         super().__init__(direct=inner.direct)
         self._inner = inner
+
+    def _goes_direct(self, fd: int, flags: int) -> bool:
+        # A new file has no size yet; what is written as it is made is its index.
+        return not flags & os.O_CREAT and os.fstat(fd).st_size >= _LARGE_BYTES
 
     def _open(self, path: str, flags: int) -> int:
         return self._inner._open(path, flags)
