@@ -76,6 +76,12 @@ def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str]) -> None:
         assert "Usage" in done.stderr
 
 
+def test_too_little_memory_is_an_error_that_says_the_least() -> None:
+    done = run("inspect", "x", "--memory", "63MiB")
+    assert done.returncode == 2
+    assert "expected at least 64MiB, got '63MiB'" in done.stderr
+
+
 def test_nothing_lies_beside_a_url() -> None:
     done = run("consolidate", "memory://bucket/run")
     assert done.returncode == 2
