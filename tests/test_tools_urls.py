@@ -1,0 +1,84 @@
+"""Commands on a URL say what they say of the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from zstore.errors import CheckpointNotFoundError
+from zstore.testing.checkpoints import save_arrays
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.diff import diff_command
+from zstore.tools.inspect import inspect_command
+from zstore.tools.ls import ls_command
+from zstore.tools.opening import Common
+from zstore.tools.verify import verify_command
+
+ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "model/b": np.zeros(77, np.float32)}
+JSON = Common(json=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
+    save_arrays(tmp_path / "run", ARRAYS | {"model/b": np.ones(77, np.float32)}, world_size=2, step=2)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def url(run: Path) -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    fs.put(str(run), "/bucket/run", recursive=True)
+    yield "memory://bucket/run"
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_ls_lists_sizes(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ls_command(run, JSON)
+    here = told(capsys)["checkpoints"]
+    assert ls_command(url, JSON) == 0
+    there = told(capsys)["checkpoints"]
+    assert [entry["path"] for entry in there] == [f"{url}/step-00000001", f"{url}/step-00000002"]
+    for ours, theirs in zip(here, there, strict=True):
+        same = ("tag", "step", "world_size", "committed_ns", "size_bytes", "newest")
+        assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+        assert (theirs["shared_bytes"], theirs["freed_bytes"]) == (0, theirs["size_bytes"])
+    with pytest.raises(CheckpointNotFoundError):
+        ls_command("memory://bucket/other")
+
+
+def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_command(run, JSON, stats=True)
+    here = told(capsys)
+    assert inspect_command(url, JSON, stats=True) == 0
+    there = told(capsys)
+    assert there["arrays"] == here["arrays"]
+    assert there["checkpoint"] | {"path": ""} == here["checkpoint"] | {"path": ""}
+    assert verify_command(url, JSON) == 0
+    assert told(capsys)["faults"] == []
+
+
+def test_diff_compares_across_places_by_checksums(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff_command(run, url, common=JSON) == 0
+    assert told(capsys)["bytes"] == 0
+    assert diff_command(run / "step-00000001", url, values=True, common=JSON) == 1
+    (entry,) = told(capsys)["arrays"]
+    assert (entry["name"], entry["changed"], entry["max_abs"]) == ("model/b", 77, 1.0)
+
+
+def test_consolidate_reads_from_there(url: str, tmp_path: Path) -> None:
+    assert consolidate_command(url, tmp_path / "out", "fp32", 10**9, "error") == 0
+    assert np.array_equal(load_file(tmp_path / "out/model.safetensors")["w"], ARRAYS["model/w"])
