@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench import disk, limits, offload, overhead, scale, step
+from bench import checkpoint, disk, limits, offload, overhead, scale, step
+from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, Told, limited_memory, run_contender
 from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
@@ -190,3 +192,50 @@ def test_scale_benchmark_plans_without_data(
     assert {who for who, _ in found} == {"save", "lead", "load"}
     assert "look at 8 manifests" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
+
+
+def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "checkpoint.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    monkeypatch.setattr(checkpoint, "run_child", run_here)
+    monkeypatch.setattr(checkpoint.signal, "signal", lambda *_: None)
+    arguments = ["--models", "tiny", "--peers", "torch.save,safetensors", "--rounds", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "--path", str(tmp_path), *arguments, "--out", str(out)])
+    checkpoint.main()
+    figures = json.loads(out.read_text())
+    assert [row["error"] for row in figures["medians"]] == [None] * 14
+    rows = {(row["who"], row["what"]): row for row in figures["rows"]}
+    saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
+    state_bytes = (
+        12 * sum(math.prod(shape) for shape in checkpoint.state_shapes(checkpoint.MODELS["tiny"]).values()) // 3
+    )
+    for row in (saved, loaded):
+        assert row["bytes"] == state_bytes
+        assert row["percent_of_limit"] == pytest.approx(
+            100 * state_bytes / row["seconds"] / 1e9 / row["limit_gb_per_s"]
+        )
+    assert saved["stall_s"] < saved["seconds"]
+    assert saved["new_blocks_percent"] > 99
+    assert rows["zstore, from disk", "save"]["new_blocks_percent"] < 10  # of a tiny model, small shards are much
+    assert rows["zstore, the rows of one rank of 3, saved by 1", "load"]["over_read"] > 1
+    assert rows["zstore, engines of 2 ranks, saved by 1", "load"]["bytes"] == state_bytes
+    assert rows["zstore", "consolidate to fp16"]["bytes"] == state_bytes // 3 + state_bytes // 6
+    judged = " ".join(goal["what"] for goal in figures["goals"])
+    for goal in ("stall under 100 ms", "save at 90 %", "consolidate to fp16 at 85 %", "completes in that limit"):
+        assert goal in judged
+    assert "median  tiny torch.save: load: " in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:
+    row = {"model": "m", "who": "zstore, from memory", "what": "save", "error": None, "percent_of_limit": 91.0}
+    rows = [row | {"seconds": seconds, "stall_s": 0.01} for seconds in (1.0, 9.0, 2.0)]
+    peer = row | {"who": "DCP 4 threads", "seconds": 3.9, "stall_s": 3.9}
+    failed = {"model": "m", "who": "zero_to_fp32", "what": "consolidate to fp32", "error": "out of words"}
+    found = medians([*rows, peer, failed])
+    assert [each.get("seconds") for each in found] == [2.0, 3.9, None]
+    assert found[0]["rounds"] == 3
+    assert [(goal["reached"], goal["text"]) for goal in goals(found)] == [(True, "91 %"), (False, "1.95 times")]
+    assert describe(failed) == "m zero_to_fp32: consolidate to fp32 FAILED: out of words"

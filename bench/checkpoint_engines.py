@@ -1,0 +1,80 @@
+"""Engines that save and load training state, each in a process of its own: `bench.checkpoint` starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+import zstore
+from bench.contenders import build_model
+from bench.process import Spec, Tell, disk_bytes, drop_page_cache, measured, serve, versions
+from zstore.engine import Engine
+from zstore.testing.ranks import run_ranks
+
+
+def run() -> None:
+    """Do what the first argument says."""
+    serve(CONTENDERS)
+
+
+def _engine(spec: Spec, tell: Tell) -> None:
+    """Train a step, save with `wait=False`, load; the state is where the config says."""
+    folder = Path(spec["folder"])
+    with _trained(spec, steps=1) as engine:
+        before = disk_bytes(Path(spec["drive"]))
+
+        def save() -> float:
+            ticket = engine.save_checkpoint(str(folder), wait=False)
+            ticket.wait()
+            return ticket.stall_s
+
+        stall_s, figures = measured(save)
+        summary_bytes = disk_bytes(folder)
+        taken = disk_bytes(Path(spec["drive"])) - before
+        tell("save", **figures, stall_s=stall_s, new_blocks_percent=100 * taken / summary_bytes)
+        engine.wait_for_checkpoint()
+        if spec["load"]:
+            drop_page_cache(folder)
+            _, figures = measured(lambda: engine.load_checkpoint(str(folder)))
+            tell("load", **figures)
+    tell("end", versions=versions())
+
+
+def _ranks(spec: Spec, tell: Tell) -> None:
+    """Load by engines of another world size, a process for each rank, all at once."""
+    drop_page_cache(Path(spec["folder"]))
+    found = run_ranks(_load_on_rank, spec["ranks"], spec, timeout_s=1800)
+    slowest = max(found, key=lambda each: float(each["seconds"]))
+    sums = {name: sum(each[name] for each in found) for name in ("read_bytes", "written_bytes", "cpu_s")}
+    tell("load", **{**slowest, **sums})
+    tell("end", versions=versions())
+
+
+def _load_on_rank(rank: int, spec: Spec) -> dict[str, Any]:
+    with _trained(spec, steps=0) as engine:
+        torch_dist.barrier()
+        _, figures = measured(lambda: engine.load_checkpoint(spec["folder"]))
+        return figures
+
+
+@contextmanager
+def _trained(spec: Spec, *, steps: int) -> Iterator[Engine]:
+    """Yield an engine of the model after so many steps; each array has values then, none is all zeros."""
+    config, shape = spec["config"], spec["model"]
+    model = build_model(shape, zstore.Init(config=config))
+    engine, *_ = zstore.initialize(model=model, config=config)
+    with engine:
+        for _ in range(steps):
+            ids = torch.randint(0, shape["vocab"], (spec["samples"], shape["tokens"]))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        yield engine
+
+
+CONTENDERS = {"engine": _engine, "ranks": _ranks}
+"""What a process may be asked for, by `contender`."""
