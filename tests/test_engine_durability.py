@@ -217,7 +217,8 @@ def test_a_snapshot_of_two_ranks_loads_on_one(nvme: Path, tmp_path: Path) -> Non
     before = run_ranks(_two_ranks, 2, *arguments)
     assert before[0] == before[1] == 2
     with trained(nvme, 0, gradient_accumulation_steps=4) as engine:
-        engine.load_checkpoint(str(tmp_path / "ckpt"))
+        _, state = engine.load_checkpoint(str(tmp_path / "ckpt"))
+        assert state["best"].tolist() == [1, 1, 1]
         assert engine.global_steps == 2
         assert engine.train_batch_size() == 8
         step(engine)
@@ -228,6 +229,8 @@ def test_a_snapshot_of_two_ranks_loads_on_one(nvme: Path, tmp_path: Path) -> Non
 def _two_ranks(rank: int, nvme: str, ckpt: str) -> int | None:
     engine = start(make_config(3, "nvme", nvme, **DURABLE))
     engine.load_checkpoint(ckpt)
+    if rank == 0:  # whose counts
+        engine.step_client_state = {"best": torch.ones(3)}
     for _ in range(2):
         step(engine)
     abandon(engine)
