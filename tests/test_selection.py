@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zstore import selection
+from zstore.arrays import ArraySpec
 from zstore.lazy import LazyArray
 from zstore.selection import select
 
@@ -21,13 +23,12 @@ Array = npt.NDArray[Any]
 class Stored:
     """An array in memory that counts which of its chunks are read."""
 
-    def __init__(self, values: Array, chunk_numel: int) -> None:
+    def __init__(self, values: Array, chunk_numel: int, num_readers: int = 1) -> None:
         self.flat = values.reshape(-1)
         self.chunk_numel = chunk_numel
         self.reads: list[tuple[int, int]] = []
-        self.lazy = LazyArray(
-            "model/x", values.shape, values.dtype.name, chunk_numel=chunk_numel, aliases=(), read=self.read
-        )
+        spec = ArraySpec(name="model/x", shape=values.shape, dtype=values.dtype.name)
+        self.lazy = LazyArray(spec.name, spec, spec.dtype, self.read, chunk_numel=chunk_numel, num_readers=num_readers)
 
     def read(self, first: int, stop: int, out: Array) -> None:
         assert 0 <= first < stop <= self.flat.size
@@ -85,6 +86,31 @@ def test_no_chunk_is_read_twice_for_a_column(monkeypatch: pytest.MonkeyPatch) ->
     assert np.array_equal(stored.lazy[:, 3], values[:, 3])
     assert len(stored.reads) == 5
     assert sorted(stored.chunks_read) == list(range(10))
+
+
+def test_several_groups_are_read_at_a_time() -> None:
+    values = np.arange(100 * 50, dtype=np.int32).reshape(100, 50)
+    both = threading.Barrier(2, timeout=60)
+
+    class Slow(Stored):
+        def read(self, first: int, stop: int, out: Array) -> None:
+            both.wait()  # nobody goes on alone
+            super().read(first, stop, out)
+
+    stored = Slow(values, 50, num_readers=2)
+    assert np.array_equal(stored.lazy[::10], values[::10])
+    assert len(stored.reads) == 10
+
+
+def test_an_error_in_one_of_several_groups_is_raised() -> None:
+    class Broken(Stored):
+        def read(self, first: int, stop: int, out: Array) -> None:
+            if first == 500:
+                raise OSError("lost")
+            super().read(first, stop, out)
+
+    with pytest.raises(OSError, match="lost"):
+        Broken(np.arange(1000, dtype=np.int32), 10, num_readers=3).lazy[::100]
 
 
 def test_long_runs_are_read_straight_into_the_result() -> None:

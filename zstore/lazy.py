@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import numpy_dtype
-from .selection import GROUP_NUMEL, Key, select
+from .arrays import ArraySpec, numpy_dtype
+from .checkpoint.crew import Crew
+from .selection import GROUP_NUMEL, Group, Key, select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +24,8 @@ Read = Callable[[int, int, Array], None]
 """`read(first, stop, out)` puts flat elements `[first, stop)` into `out`, contiguous and of the array's data type."""
 
 _ITER_BYTES = 8 * 1024 * 1024
+_MOST_TASKS = 1024
+"""Groups of runs that are handed to threads at a time."""
 
 
 class LazyArray:
@@ -32,15 +37,23 @@ class LazyArray:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: str, *, chunk_numel: int, aliases: tuple[str, ...], read: Read
+        self,
+        name: str,
+        spec: ArraySpec,
+        dtype: str,
+        read: Read,
+        *,
+        chunk_numel: int = 1,
+        num_readers: int = 1,
     ) -> None:
         self.name = name
-        self.shape = shape
+        self.shape = spec.shape
         self.dtype: np.dtype[Any] = numpy_dtype(dtype)
         """numpy's data type."""
-        self.aliases = aliases
+        self.aliases = spec.aliases
         """Other names of the same tensor, where parameters are tied."""
         self._chunk_numel = max(1, chunk_numel)
+        self._num_readers = num_readers
         self._read = read
 
     @property
@@ -75,14 +88,26 @@ class LazyArray:
             for run, start in enumerate(selection.starts(0, rows.shape[0]).tolist()):
                 self._read(start, start + numel, rows[run])
         elif out.size:
-            for group in selection.groups(self._chunk_numel):
-                block = np.empty(group.stop - group.first, self.dtype)
-                self._read(group.first, group.stop, block)
-                windows = np.lib.stride_tricks.sliding_window_view(block, numel)
-                rows[group.low_run : group.high_run] = windows[group.offsets]
+            self._read_groups(selection.groups(self._chunk_numel), rows)
         if selection.reversed_axes:
             out = np.ascontiguousarray(np.flip(out, selection.reversed_axes))
         return out.reshape(selection.shape)[() if selection.is_scalar else ...]
+
+    def _read_groups(self, groups: Iterator[Group], rows: Array) -> None:
+        """Read the runs of `groups` into `rows` of the same numbers, several groups at a time."""
+
+        def read(group: Group) -> None:
+            block = np.empty(group.stop - group.first, self.dtype)
+            self._read(group.first, group.stop, block)
+            windows = np.lib.stride_tricks.sliding_window_view(block, rows.shape[1])
+            rows[group.low_run : group.high_run] = windows[group.offsets]
+
+        while some := list(itertools.islice(groups, _MOST_TASKS)):
+            if len(some) == 1:
+                read(some[0])
+                continue
+            with Crew(min(self._num_readers, len(some)), "zstore-lazy") as crew:
+                crew.run([partial(read, group) for group in some])
 
     def __iter__(self) -> Iterator[Any]:
         row_bytes = max(1, self.nbytes // max(1, len(self)))

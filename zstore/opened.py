@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .checkpoint import ArraySource, CheckpointReader, Fault, StoredArray, verify_checkpoint
 from .errors import CheckpointError, CheckpointMismatchError, UsageError
-from .lazy import LazyArray, as_tensor
+from .lazy import LazyArray, Read, as_tensor
 from .sources import open_source
 from .weights import (
     DTYPES,
@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, LazyArray]):
             raise KeyError(
                 f"{self.location} has no array {name!r}; it has {len(self._names)}, as {self._names[:3]}"
             ) from None
-        return _lazy(stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
+        return _lazy(self.source, stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -227,8 +227,8 @@ class Weights(Mapping[str, "Tensor"]):
     def array(self, name: str) -> LazyArray:
         """Return a weight as a lazy array of its precision."""
         weight = self._weight(name)
-        stored = self._checkpoint.source.arrays[weight.array]
-        return _lazy(stored, weight.name, weight.dtype, partial(self._read, weight))
+        source = self._checkpoint.source
+        return _lazy(source, source.arrays[weight.array], weight.name, weight.dtype, partial(self._read, weight))
 
     def load(self, names: str | Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return those that `names` names, or all; see `load_state_dict`."""
@@ -261,9 +261,9 @@ class Weights(Mapping[str, "Tensor"]):
             raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
 
 
-def _lazy(stored: StoredArray, name: str, dtype: str, read: Any) -> LazyArray:
-    spec = stored.spec
-    return LazyArray(name, spec.shape, dtype, chunk_numel=stored.grid.chunk_numel, aliases=spec.aliases, read=read)
+def _lazy(source: ArraySource, stored: StoredArray, name: str, dtype: str, read: Read) -> LazyArray:
+    chunk_numel = stored.grid.chunk_numel
+    return LazyArray(name, stored.spec, dtype, read, chunk_numel=chunk_numel, num_readers=source.num_readers)
 
 
 def _zarr_name(dtype: Dtype) -> str | None:
