@@ -14,6 +14,7 @@ from zstore.arrays import ArraySpec
 from zstore.errors import UsageError
 
 from .tensors import as_numpy, as_torch, dtype_name
+from .understood import understood
 
 _MARK = "$tensor"
 
@@ -48,6 +49,7 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
+@understood("client state")
 def join(state: Any, read: Callable[[str], Any]) -> Any:
     """Return the client's state with tensors in their places; `read` gives an array by name."""
     if isinstance(state, dict):

@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import CheckpointMismatchError
+from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from .config import BatchSizes
 from .training import Counters
+from .understood import understood
 
 if TYPE_CHECKING:
     from .loading import LoadPlan
     from .training import Training
 
 _ITEMS = "$items"
+_MOST_RANKS = 2**16
+"""World sizes that a message looks at."""
 
 
 def engine_record(training: Training) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@understood("state of the engine")
 def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
     """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
     options = plan.options
@@ -71,6 +75,7 @@ def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, who
                 group[name] = tuple(value) if isinstance(value, list) else restored(value)
 
 
+@understood("state of the engine")
 def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
     """Raise CheckpointMismatchError where the record is of another optimizer or batch, as far as it is loaded."""
     groups, saved = training.optimizer.param_groups, record["groups"]
@@ -79,6 +84,11 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups, or "
             "pass load_lr_scheduler_states=False"
         )
+    if plan.options.schedule:
+        for group, settings in zip(groups, saved, strict=True):
+            _check_settings(group, settings)
+    if plan.options.progress:
+        _check_counts(record["counters"])
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]
@@ -92,6 +102,21 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
 
 
+def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise CorruptionError for settings of a parameter group of another kind than those that it has."""
+    for name, value in settings.items():
+        present = group.get(name)
+        is_number = type(present) in (int, float) or hasattr(present, "item")
+        if name == "params" or (is_number and type(value) not in (int, float)):
+            raise CorruptionError(f"the checkpoint's parameter groups have a setting {name!r} that no engine saves")
+
+
+def _check_counts(counters: Mapping[str, Any]) -> None:
+    for name, value in counters.items():
+        if type(value) is not int or not 0 <= value < 2**53:
+            raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
+
+
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
     """Return the batch sizes to go on with: at another world size the saved global batch is kept.
 
@@ -101,9 +126,11 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
     if world_size == saved_world_size:
         return training.batch
     total, micro = int(saved["train_batch_size"]), training.batch.micro_batch_size
+    if total < 1:
+        raise CorruptionError(f"the checkpoint's global batch of {total} samples is none")
     if total % (micro * world_size):
         # A smaller micro-batch may fit, where the config leaves it open.
-        good = [n for n in range(1, total // micro + 1) if total % (micro * n) == 0]
+        good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]
         raise CheckpointMismatchError(
             f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
             f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; change the world "

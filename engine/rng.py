@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .understood import understood
+
 
 def rng_state() -> dict[str, Any]:
     """Return this rank's generator states as JSON data."""
@@ -25,6 +27,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+@understood("state of the random number generators")
 def load_rng_state(state: dict[str, Any]) -> None:
     """Set this rank's generators to a state that `rng_state` gave."""
     torch.set_rng_state(_decode(state["torch"]))

@@ -14,13 +14,14 @@ import pytest
 
 from zstore.checkpoint.names import METADATA_FILE, encode_name
 from zstore.testing.checkpoints import save_arrays
+from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
 FORMAT = Path(__file__).parent.parent / "docs/format.md"
 
 
-@pytest.fixture(scope="module")
-def read_array() -> Callable[[Path, str], Array]:
+def printed_reader() -> Callable[[Path, str], Array]:
+    """The function `read_array` that the document prints."""
     blocks = re.findall(r"```python\n(.*?)```", FORMAT.read_text(), re.DOTALL)
     (block,) = (block for block in blocks if "def read_array" in block)
     assert len([line for line in block.splitlines() if line.strip()]) <= 45
@@ -28,6 +29,11 @@ def read_array() -> Callable[[Path, str], Array]:
     exec(block, names)
     reader: Callable[[Path, str], Array] = names["read_array"]
     return reader
+
+
+@pytest.fixture(scope="module")
+def read_array() -> Callable[[Path, str], Array]:
+    return printed_reader()
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,16 @@ def test_the_printed_reader_reads_every_array(
     for name, expected in arrays.items():
         found = read_array(path, name)
         assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+def test_the_printed_reader_reads_an_archive(
+    codec: str, read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    path = save_arrays(tmp_path / "plain", arrays, world_size=2)
+    reshard_command(path, tmp_path / "packed", codec=codec)
+    for name, expected in arrays.items():
+        assert read_array(tmp_path / "packed" / path.name, name).tobytes() == expected.tobytes()
 
 
 def test_the_printed_reader_refuses_a_flipped_byte(

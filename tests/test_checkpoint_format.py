@@ -181,7 +181,7 @@ def test_metadata_gives_specs_and_grids_back(world_size: int) -> None:
     documents = json.loads(json.dumps(make_documents(specs, grids)))
     assert set(documents) == {"", "model", "buffer", "optimizer", "optimizer/exp_avg"} | set(specs)
     parsed = parse_root(documents[""], "zarr.json")
-    assert {name: entry[1:] for name, entry in parsed.items()} == {name: (specs[name], grids[name]) for name in specs}
+    assert {name: entry[1:] for name, entry in parsed.items()} == {n: (specs[n], grids[n], None) for n in specs}
 
 
 def test_names_that_would_collide_are_refused() -> None:
@@ -255,7 +255,7 @@ def test_any_json_anywhere_in_the_metadata_is_refused_or_means_the_same(data: st
             break
         place = place[key]
     with contextlib.suppress(CorruptionError, CheckpointMismatchError):
-        for _, spec, grid in parse_root(root, "zarr.json").values():
+        for _, spec, grid, _ in parse_root(root, "zarr.json").values():
             assert grid.shard_rows * grid.row_numel < 2**62
             assert spec.nbytes < 2**62
 

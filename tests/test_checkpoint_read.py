@@ -297,7 +297,9 @@ def test_a_link_in_place_of_a_shard_is_a_fault(copied: Path) -> None:
     path = copied / "model/h.0.bias/c.0"
     path.rename(copied.parent / "elsewhere")
     path.symlink_to(copied.parent / "elsewhere")
-    assert _faults(copied) == ["model/h.0.bias/c.0: is a symbolic link, expected a file (array model/h.0.bias)"]
+    (fault,) = _faults(copied)
+    assert fault.startswith("model/h.0.bias/c.0: ")
+    assert "is a symbolic link" in fault
 
 
 # -- finding --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, unchanged, whole
+from tests.forging import Forge
 from zstore.engine import Engine
 from zstore.errors import (
     CheckpointExistsError,
@@ -206,3 +207,44 @@ def test_records_and_manifests_are_checked_before_anything_is_changed(engine: En
     with pytest.raises(CorruptionError, match="rank-00000"):
         engine.load_checkpoint(str(folder), "a")
     assert state_of(engine) == before
+
+
+HOSTILE: dict[str, Callable[[Any], Any]] = {
+    "no engine": lambda state: state.update(engine=[]),
+    "no counters": lambda state: state["engine"].pop("counters"),
+    "a counter as text": lambda state: state["engine"]["counters"].update(global_steps="7"),
+    "a negative counter": lambda state: state["engine"]["counters"].update(global_steps=-1),
+    "a counter more": lambda state: state["engine"]["counters"].update(other=1),
+    "groups of no kind": lambda state: state["engine"].update(groups=[1]),
+    "a learning rate as text": lambda state: state["engine"]["groups"][0].update(lr="0.1"),
+    "parameters in a group": lambda state: state["engine"]["groups"][0].update(params=[]),
+    "scalars as text": lambda state: state["engine"].update(scalars="x"),
+    "a scalar as a list": lambda state: next(iter(state["engine"]["scalars"].values())).update(step=[1]),
+    "a schedule of no kind": lambda state: state["engine"].update(schedule=[1, 2]),
+    "a position as text": lambda state: state["engine"].update(schedule={"$items": [[{}, 1]]}),
+    "a tensor that is not there": lambda state: state.update(client_state={"x": {"$tensor": "client/none"}}),
+    "a tensor of no name": lambda state: state.update(client_state={"x": {"$tensor": [1]}}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_state_that_no_engine_saves_is_an_error_of_ours(case: str, engine: Engine, folder: Path) -> None:
+    engine.save_checkpoint(str(folder), "good", {"epoch": 1})
+    good = state_of(engine)
+    engine.save_checkpoint(str(folder), "bad")
+    forge = Forge(folder / "bad")
+    forge.edit("zstore.json", lambda record: HOSTILE[case](record["state"]))
+    with pytest.raises((CorruptionError, CheckpointMismatchError)) as caught:
+        engine.load_checkpoint(str(folder), "bad")
+    assert len(str(caught.value)) < 1000
+    engine.load_checkpoint(str(folder), "good")
+    assert state_of(engine) == good
+
+
+def test_generators_that_no_engine_saves_are_an_error_of_ours(engine: Engine, folder: Path) -> None:
+    engine.save_checkpoint(str(folder), "bad")
+    forge = Forge(folder / "bad")
+    for state in ({"torch": "x"}, {"torch": "", "python": [], "numpy": []}, {"python": 1}):
+        forge.edit("manifest/rank-00000.json", lambda manifest, state=state: manifest.update(rank_state=state))
+        with pytest.raises(CorruptionError, match="state of the random number generators"):
+            engine.load_checkpoint(str(folder), "bad")

@@ -38,6 +38,14 @@ class Target(StrEnum):
     SAFETENSORS = "safetensors"
 
 
+class CodecName(StrEnum):
+    """What an archive's chunks are compressed with."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+    BLOSC = "blosc"
+
+
 def parse_size(text: str | int) -> int:
     """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)

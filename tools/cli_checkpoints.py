@@ -10,6 +10,7 @@ import typer
 from zstore.errors import UsageError
 
 from .arguments import (
+    CodecName,
     Dtype,
     Json,
     Location,
@@ -125,15 +126,21 @@ def reshard(
     ckpt: Location,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     *,
-    world_size: Annotated[int, typer.Option(help="Ranks to lay the state out for.", min=1, metavar="N")],
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks to lay the state out for (default: as it is).", min=1, metavar="N")
+    ] = None,
+    codec: Annotated[
+        CodecName, typer.Option(help="Compress the chunks: a smaller archive, read as it is.")
+    ] = CodecName.NONE,
     json: Json = False,
     memory: Memory = DEFAULT_MEMORY_BYTES,
     storage_option: StorageOption = None,
 ) -> None:
-    """Write the same state laid out for another number of ranks."""
+    """Write the same state laid out for another number of ranks, or compressed."""
     from .reshard import reshard_command
 
-    finish(reshard_command(ckpt, out, world_size, common=common(json, memory, storage_option)))
+    options = common(json, memory, storage_option)
+    finish(reshard_command(ckpt, out, world_size, codec=codec, common=options))
 
 
 def convert(  # noqa: PLR0913 - one parameter per option

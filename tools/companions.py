@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 
 from zstore.checkpoint.folder import Folder, Place, folder_at
+from zstore.errors import CorruptionError
 
 _COMPANIONS = (
     "config.json",
@@ -28,11 +30,17 @@ _COMPANIONS = (
 
 
 def copy_companions(sources: Iterable[Place], target: Path) -> list[str]:
-    """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names."""
+    """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names.
+
+    Links are left alone: they may lead to anything that this user can read.
+    """
     found = {name: folder for folder in map(folder_at, sources) for name in companions(folder)}
+    copied: list[str] = []
     for name, folder in found.items():
-        (target / name).write_bytes(folder.read_small(name))
-    return list(found)
+        with contextlib.suppress(CorruptionError):
+            (target / name).write_bytes(folder.read_small(name))
+            copied.append(name)
+    return copied
 
 
 def companions(folder: Folder) -> list[str]:

@@ -130,6 +130,7 @@ def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
         "chunk": [grid.chunk_rows, grid.chunk_cols],
         "aliases": list(spec.aliases),
         "folder": array.folder,
+        "codec": "none" if array.codec is None else array.codec.name,
     }
 
 
@@ -174,7 +175,7 @@ def _print_summary(console: Console, source: ArraySource) -> None:
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
     files = (
         f", {facts['num_shard_files']} shard files of {format_bytes(facts['file_bytes'])} (arrays x ranks that hold rows), "
-        f"{facts['num_files']} files in all"
+        f"{facts['num_files']} files in all{_archive(source, facts)}"
         if facts["num_files"] is not None
         else ""
     )
@@ -186,6 +187,13 @@ def _print_summary(console: Console, source: ArraySource) -> None:
         markup=False,
         soft_wrap=True,
     )
+
+
+def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
+    codecs = sorted({array.codec.name for array in source.arrays.values() if array.codec is not None})
+    if not codecs or not facts["file_bytes"]:
+        return ""
+    return f", compressed with {', '.join(codecs)} ({facts['array_bytes'] / facts['file_bytes']:.2f} times)"
 
 
 def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table:

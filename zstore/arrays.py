@@ -25,6 +25,8 @@ _NUMPY: dict[str, npt.DTypeLike] = {
     "float64": np.float64,
 }
 
+MAX_NAME = 4096
+"""Characters of an array's name, at most."""
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -55,7 +57,9 @@ class ArraySpec:
         numpy_dtype(self.dtype)
         group, _, fqn = self.name.partition("/")
         if not group or not fqn:
-            raise ValueError(f"array name {self.name!r}: expected `group/name`, as `model/weight`")
+            raise ValueError(f"array name {self.name!r:.200}: expected `group/name`, as `model/weight`")
+        if len(self.name) > MAX_NAME:
+            raise ValueError(f"array name {self.name[:100]!r}... has {len(self.name)} characters, at most {MAX_NAME}")
         if any(n < 0 for n in self.shape):
             raise ValueError(f"array {self.name!r}: shape {self.shape} has a negative extent")
 

@@ -8,7 +8,7 @@ for the pool: all of them could wait for buffers whose operations stand behind t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .arrays import ArraySpec
 from .buffers import Buffer, Pool
-from .errors import CorruptionError, UsageError
+from .errors import CorruptionError, StorageError, UsageError
 from .files import Files
 from .io import IoQueue, Priority, Ticket, settle
 from .partition import Grid
@@ -147,9 +147,8 @@ class ShardWriter:
         self._path = path
         self._spec = spec
         self._grid = grid
+        self._shard = shard
         self._layout = layout_of(grid, shard, spec.dtype)
-        self._base = shard * grid.shard_numel
-        self._end = self._base + grid.shard_valid_numel(shard)
         self._priority = priority
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill) -> list[int]:
@@ -166,18 +165,24 @@ class ShardWriter:
         return [crc for part in settle(tickets) for crc in part]
 
     def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill) -> list[int]:
-        numel, layout = self._grid.chunk_numel, self._layout
+        layout = self._layout
         with buffer:
             for i, slot in enumerate(slot_views(buffer.bytes, layout)):
-                first = self._base + (first_chunk + i) * numel
-                stop = min(first + numel, self._end)
-                valid_bytes = (stop - first) * self._spec.itemsize
-                fill(first, stop, slot[:valid_bytes])
-                slot[valid_bytes : layout.payload_bytes] = 0
+                payload = slot[: layout.payload_bytes]
+                fill_chunk(payload, fill, self._spec, self._grid, self._shard, first_chunk + i)
             crcs = seal_slots(buffer.bytes, layout)
             with self._res.files.opened(self._path, write=True) as file:
                 self._res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk))
             return crcs
+
+
+def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:
+    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros where it reaches behind the array's end."""
+    first = shard * grid.shard_numel + chunk * grid.chunk_numel
+    stop = min(first + grid.chunk_numel, shard * grid.shard_numel + grid.shard_valid_numel(shard))
+    valid_bytes = (stop - first) * spec.itemsize
+    fill(first, stop, payload[:valid_bytes])
+    payload[valid_bytes:] = 0
 
 
 class ShardReader:
@@ -197,31 +202,50 @@ class ShardReader:
         self.layout = layout_of(grid, shard, spec.dtype)
         self.read_bytes = 0
         self._res = res
+        self._expected: Sequence[int] | None = None
+        self._checked = check
         if check:
             self.check_file()
 
     def check_file(self) -> None:
         """Check size and index."""
-        try:
-            found = self._res.files.size(self.path)
-        except FileNotFoundError as error:
-            raise CorruptionError(
-                f"array {self.spec.name!r}: the shard file {self.path} is missing; restore it from another copy"
-            ) from error
+        found = self._file_bytes()
         if found != self.layout.file_bytes:
-            raise CorruptionError(
-                f"array {self.spec.name!r}: {self.path} has {found} bytes, expected {self.layout.file_bytes} "
-                f"(wrong from offset {min(found, self.layout.file_bytes)} on): the file was cut or replaced; "
-                "restore it from another copy"
-            )
+            raise self._wrong_size(found, self.layout.file_bytes)
         self.check_index()
 
     def check_index(self) -> None:
         """Check the index of a file of the right size."""
+        check_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
+
+    def _file_bytes(self) -> int:
+        try:
+            return self._res.files.size(self.path)
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"array {self.spec.name!r}: the shard file {self.path} is missing; restore it from another copy"
+            ) from error
+
+    def _wrong_size(self, found: int, expected: int) -> CorruptionError:
+        return CorruptionError(
+            f"array {self.spec.name!r}: {self.path} has {found} bytes, expected {expected} "
+            f"(wrong from offset {min(found, expected)} on): the file was cut or replaced; "
+            "restore it from another copy"
+        )
+
+    def _read_index(self) -> Bytes:
         index = _aligned(self.layout.data_offset)
         with self._res.files.opened(self.path) as file:
             self._res.files.read_into(file, index, 0)
-        check_index(self.layout, index, path=self.path, array=self.spec.name)
+        return index
+
+    def expect(self, crcs: Sequence[int]) -> None:
+        """From now on chunks must also have these checksums, by chunk: those that a manifest names."""
+        self._expected = crcs
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """Return (offset, bytes) of a chunk in the file, its crc32c included."""
+        return self.layout.slot_offset(chunk), self.layout.chunk_bytes
 
     def read(self, first: int, stop: int, out: Bytes, priority: Priority = Priority.READ) -> None:
         """Read global flat elements `[first, stop)`, all of this shard, into `out` (uint8); blocks until done."""
@@ -248,6 +272,25 @@ class ShardReader:
     def _scan(
         self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
     ) -> list[int]:
+        try:
+            crcs = self._scan_chunks(first_chunk, stop_chunk, take, priority)
+        except StorageError:
+            if not self._checked:
+                self.check_file()  # says what is wrong with the file, where that is the reason
+            raise
+        expected = () if self._expected is None else self._expected[first_chunk:stop_chunk]
+        for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=False), start=first_chunk):
+            if found != wanted:
+                raise CorruptionError(
+                    f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {self.place(chunk)[0]}) is whole, but "
+                    "not the one that the manifest names: the file was replaced; restore it from another copy"
+                )
+        return crcs
+
+    def _scan_chunks(
+        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
+    ) -> list[int]:
+        """Read chunks, hand each one's payload to `take`, and return their crc32c (none where they are not checked)."""
         layout = self.layout
         step = self._res.span_chunks(layout)
 

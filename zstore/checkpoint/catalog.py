@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, Place, folder_at
-from .format import Record
+from .format import MAX_RECORD_BYTES, Record
 from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
 _FOREIGN = {
@@ -72,7 +72,7 @@ def read_record(place: Place) -> Record:
     Raises FileNotFoundError where there is none, CorruptionError or CheckpointMismatchError where it is not valid.
     """
     folder = folder_at(place)
-    return Record.decode(folder.read_small(RECORD_FILE), folder.place_of(RECORD_FILE))
+    return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.place_of(RECORD_FILE))
 
 
 def scan(place: Place) -> Catalog:
@@ -85,7 +85,7 @@ def scan(place: Place) -> Catalog:
     aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
     names = [name for name in _entries(folder).folders if _may_be_checkpoint(name)]
-    for name, data in zip(names, folder.read_all([f"{name}/{RECORD_FILE}" for name in names]), strict=True):
+    for name, data in zip(names, folder.read_records(names), strict=True):
         entry = folder.within(name)
         try:
             info = TagInfo(folder=entry, record=_decoded(data, entry))
@@ -114,6 +114,12 @@ def _decoded(data: bytes | Exception, folder: Folder) -> Record:
     return Record.decode(data, folder.place_of(RECORD_FILE))
 
 
+def _open_tag(folder: Folder, name: str) -> TagInfo:
+    """Return the checkpoint in the tag's folder `name`; raises what reading its record raises."""
+    (data,) = folder.read_records([name])
+    return TagInfo(folder=folder.within(name), record=_decoded(data, folder.within(name)))
+
+
 def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
@@ -134,7 +140,7 @@ def find_tag(place: Place, tag: str) -> TagInfo | None:
     """
     folder, name = folder_at(place), tag_folder(tag)
     try:
-        return TagInfo(folder=folder.within(name), record=read_record(folder.within(name)))
+        return _open_tag(folder, name)
     except (FileNotFoundError, NotADirectoryError):
         pass
     return _set_aside(folder, name)
@@ -151,7 +157,7 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
         own = parse_own_name(entry)
         if own is not None and own[:2] == (name, SET_ASIDE):
             try:
-                aside.append(TagInfo(folder=folder.within(entry), record=read_record(folder.within(entry))))
+                aside.append(_open_tag(folder, entry))
             except (ZstoreError, OSError):
                 continue
     return max(aside, key=lambda info: info.record.committed_ns, default=None)

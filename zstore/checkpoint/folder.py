@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import CorruptionError, UsageError
 from ..shardio import IoResources
-from .format import read_json
+from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
+from .inside import PlainFolder, leads_out
+from .names import RECORD_FILE
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,17 @@ class Folder(ABC):
         """Return path or URL of a file in it, as `resources()` and messages take it."""
 
     @abstractmethod
-    def read_small(self, file: str) -> bytes:
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Return a small file's bytes.
 
-        Raises FileNotFoundError, or NotADirectoryError, where it is missing, CorruptionError where it is larger than any JSON
-        file of a checkpoint.
+        Raises FileNotFoundError, or NotADirectoryError, where it is missing, CorruptionError where it has more than
+        `most_bytes`, by default those of any JSON file of a checkpoint, or is a link or no file.
         """
+
+    @abstractmethod
+    def check_file(self, file: str) -> None:
+        """Raise FileNotFoundError where a local file is missing, CorruptionError where it, or a folder on the way, is a link or
+        of another kind. Behind a URL there are none, and nothing is asked."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return what `read_small` returns or raises for each of `files`."""
@@ -89,6 +97,10 @@ class Folder(ABC):
             except (OSError, ValueError) as error:
                 found.append(error)
         return found
+
+    def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
+        """Return the commit record in each of its folders `names`, or the error of reading it."""
+        return self.read_all([f"{name}/{RECORD_FILE}" for name in names])
 
     @abstractmethod
     def has(self, file: str) -> bool:
@@ -127,6 +139,7 @@ class LocalFolder(Folder):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), path.name)
         self._path = path
+        self._inside = PlainFolder(path)
 
     @property
     def path(self) -> Path:
@@ -146,9 +159,29 @@ class LocalFolder(Folder):
         """See `Folder.place_of`."""
         return str(self._path / file)
 
-    def read_small(self, file: str) -> bytes:
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
         """See `Folder.read_small`."""
-        return read_json(self._path / file)
+        return read_json(self._inside.file(file), most_bytes)
+
+    def check_file(self, file: str) -> None:
+        """See `Folder.check_file`."""
+        self._inside.file(file)
+
+    def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
+        """See `Folder.read_records`."""
+        found: list[bytes | Exception] = []
+        for name in names:
+            path = self._path / name
+            try:
+                if leads_out(path) and (path / RECORD_FILE).exists():
+                    raise CorruptionError(
+                        f"{path} is a symbolic link to {os.path.realpath(path)}, out of the folder of checkpoints: if that is "
+                        "meant, name that folder itself"
+                    )
+                found.append(LocalFolder(path).read_small(RECORD_FILE, MAX_RECORD_BYTES))
+            except (OSError, ValueError) as error:
+                found.append(error)
+        return found
 
     def has(self, file: str) -> bool:
         """See `Folder.has`."""
@@ -166,11 +199,13 @@ class LocalFolder(Folder):
     def sizes(self, top: str) -> dict[str, int | None]:
         """See `Folder.sizes`."""
         found: dict[str, int | None] = {}
-        for folder, _, names in os.walk(self._path / top):
+        if (self._path / top).is_symlink():
+            return found
+        for folder, folders, names in os.walk(self._path / top):
             inside = os.path.relpath(folder, self._path).replace(os.sep, "/")
-            for name in names:
-                path = os.path.join(folder, name)
-                found[f"{inside}/{name}"] = None if os.path.islink(path) else os.stat(path).st_size
+            for name in [*names, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]:
+                status = os.lstat(os.path.join(folder, name))
+                found[f"{inside}/{name}"] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
 
     def resources(self, res: IoResources) -> IoResources:

@@ -10,25 +10,35 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError, storage_error
+from .names import check_save_id, tag_folder
 
 FORMAT_VERSION = 1
 RECORD_FORMAT = "zstore checkpoint"
 MANIFEST_FORMAT = "zstore manifest"
 COMPLETE = "complete"
 
-MAX_JSON_BYTES = 512 * 1024 * 1024
+MAX_JSON_BYTES = 256 * 1024 * 1024
 """No JSON file of a checkpoint is larger; a larger one is not read."""
+MAX_JSON_VALUES = 2**24
+"""No JSON file of a checkpoint has more values, so that a small file cannot ask for much memory."""
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+MAX_RECORD_VALUES = 2**20
 MAX_RANKS = 2**20
 _MAX_DEPTH = 100
 _SHARDS = b',"shards":['
 """What the list of shards begins with in a manifest: its last key. In a JSON text the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +175,13 @@ class Record:
             "manifest_sha256": list(self.manifest_sha256),
             "state": encode_state(self.state, "state"),
         }
-        return _dump(document | {"digest": _digest(document)}, indent=1)
+        data = _dump(document | {"digest": _digest(document)}, indent=1)
+        if len(data) > MAX_RECORD_BYTES or _num_values(data) > MAX_RECORD_VALUES:
+            raise UsageError(
+                f"the state of a checkpoint is at most {MAX_RECORD_BYTES} bytes and about {MAX_RECORD_VALUES} values of JSON, "
+                f"this has {len(data)} and about {_num_values(data)}: store long lists as tensors"
+            )
+        return data
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Record:
@@ -173,7 +189,7 @@ class Record:
 
         Raises CorruptionError where it is damaged, CheckpointMismatchError where a newer version wrote it.
         """
-        document = parse_json(data, path)
+        document = parse_json(data, path, most_values=MAX_RECORD_VALUES)
         _check_kind(document, RECORD_FORMAT, path)
         if document.pop("digest", None) != _digest(document):
             raise CorruptionError(f"{path} fails its digest: the record is damaged; restore it from another copy")
@@ -181,9 +197,15 @@ class Record:
         digests = _get(document, "manifest_sha256", list, path)
         if len(digests) != world_size or not all(isinstance(d, str) for d in digests):
             raise CorruptionError(f"{path}: expected the digests of {world_size} manifests, got {len(digests)}")
+        tag, save_id = _get(document, "tag", str, path), _get(document, "id", str, path)
+        try:
+            tag_folder(tag)
+            check_save_id(save_id)
+        except UsageError as error:
+            raise CorruptionError(f"{path}: {error}") from error
         return cls(
-            id=_get(document, "id", str, path),
-            tag=_get(document, "tag", str, path),
+            id=save_id,
+            tag=tag,
             step=_count(document, "step", 2**63, path),
             world_size=world_size,
             training_world_size=_count(document, "training_world_size", MAX_RANKS, path),
@@ -243,20 +265,35 @@ def decode_state(value: Any, depth: int = 0) -> Any:
     return [decode_state(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
-def read_json(path: Path) -> bytes:
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the bytes of a JSON file of a checkpoint.
 
-    Raises FileNotFoundError where it is missing, CorruptionError where it is larger than any such file.
+    Raises FileNotFoundError or NotADirectoryError where it is missing, CorruptionError where it is larger than any such
+    file, a symbolic link or no file, StorageError where it cannot be read.
     """
-    with path.open("rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1) if path.stat().st_size <= MAX_JSON_BYTES else None
-    if data is None or len(data) > MAX_JSON_BYTES:
-        raise CorruptionError(f"{path} has more than {MAX_JSON_BYTES} bytes: it is no file of a checkpoint")
+    # A pipe would keep its reader waiting for ever; a link may lead anywhere.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        if path.is_symlink():
+            raise CorruptionError(f"{path} is a symbolic link, expected a file: it is no part of a checkpoint")
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptionError(f"{path} is no regular file: it is no part of a checkpoint")
+            data = file.read(most_bytes + 1) if status.st_size <= most_bytes else None
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise storage_error(error, "cannot read the file", path=str(path)) from error
+    if data is None or len(data) > most_bytes:
+        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is no file of a checkpoint")
     return data
 
 
-def parse_json(data: bytes, path: str) -> dict[str, Any]:
+def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """Return the JSON object in `data`, which was read from `path`; raises CorruptionError for anything else."""
+    if _num_values(data) > most_values:
+        raise CorruptionError(f"{path} has more than {most_values} values: it is no file of a checkpoint")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -264,6 +301,16 @@ def parse_json(data: bytes, path: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CorruptionError(f"{path}: expected a JSON object, got a {type(document).__name__}")
     return document
+
+
+def _num_values(data: bytes) -> int:
+    """Return at least the number of values in JSON; more where text has these characters."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def brief(value: object) -> str:
+    """Return a short text of what was found in a file, however long or deep it is."""
+    return _BRIEF.repr(value)
 
 
 def dump_metadata(document: Mapping[str, Any]) -> bytes:
@@ -287,25 +334,25 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 def _check_kind(document: Mapping[str, Any], kind: str, path: str) -> None:
     if document.get("format") != kind:
-        raise CorruptionError(f"{path}: expected format {kind!r}, got {document.get('format')!r:.100}")
+        raise CorruptionError(f"{path}: expected format {kind!r}, got {brief(document.get('format'))}")
     version = document.get("version")
     if type(version) is not int or version < 1:
-        raise CorruptionError(f"{path}: expected a format version, got {version!r:.100}")
+        raise CorruptionError(f"{path}: expected a format version, got {brief(version)}")
     if version > FORMAT_VERSION:
         raise CheckpointMismatchError(
-            f"{path} has format version {version}; this zstore reads up to {FORMAT_VERSION}: install a newer one"
+            f"{path} has format version {brief(version)}; this zstore reads up to {FORMAT_VERSION}: install a newer one"
         )
 
 
 def _get(document: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
     value = document.get(key)
     if type(value) is not kind:
-        raise CorruptionError(f"{path}: expected {key!r} to be a {kind.__name__}, got {value!r:.100}")
+        raise CorruptionError(f"{path}: expected {key!r} to be a {kind.__name__}, got {brief(value)}")
     return value
 
 
 def _count(document: Mapping[str, Any], key: str, most: int, path: str) -> int:
     value: int = _get(document, key, int, path)
     if not 0 <= value <= most:
-        raise CorruptionError(f"{path}: expected {key!r} to be from 0 to {most}, got {value}")
+        raise CorruptionError(f"{path}: expected {key!r} to be from 0 to {most}, got {brief(value)}")
     return value

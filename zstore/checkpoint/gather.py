@@ -24,7 +24,9 @@ class Gatherer:
         self._request = request
         self._folder = folder
         self._files = request.resources.files
-        self._documents = make_documents(request.specs, {name: request.grid(name) for name in request.specs})
+        self._documents = make_documents(
+            request.specs, {name: request.grid(name) for name in request.specs}, request.codec
+        )
         self._metadata_sha256 = ""
         self._own_layout = ""
         self._found: dict[int, str] = {}

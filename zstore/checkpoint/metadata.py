@@ -10,20 +10,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays import FLOATING, ArraySpec, numpy_dtype
+from ..codecs import Codec, parse_codec
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
-from ..partition import Grid
+from ..partition import ALIGN_NUMEL, Grid
+from .format import brief
 from .names import METADATA_FILE, array_path
 
 # Bounds on what metadata may ask for, before anything is allocated.
 MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
-MAX_CHUNKS_PER_SHARD = 2**22
+MAX_CHUNKS_PER_SHARD = 2**20
 
-_PLAIN_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC32C: dict[str, Any] = {"name": "crc32c"}
+_PLAIN_CODECS = [_BYTES, _CRC32C]
 
 
-def array_document(spec: ArraySpec, grid: Grid) -> dict[str, Any]:
-    """Return the `zarr.json` of an array that is cut as `grid` says."""
+def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> dict[str, Any]:
+    """Return the `zarr.json` of an array that is cut as `grid` says, its chunks compressed with `codec`."""
     two = len(spec.stored_shape) == 2
     width = [max(grid.row_numel, 1)] if two else []
     attributes: dict[str, Any] = {"name": spec.name, "shape": list(spec.shape)}
@@ -31,7 +36,7 @@ def array_document(spec: ArraySpec, grid: Grid) -> dict[str, Any]:
         attributes["aliases"] = list(spec.aliases)
     sharding = {
         "chunk_shape": [grid.chunk_rows, *([grid.chunk_cols] if two else [])],
-        "codecs": _PLAIN_CODECS,
+        "codecs": _PLAIN_CODECS if codec is None else [_BYTES, codec.document(spec.itemsize), _CRC32C],
         "index_codecs": _PLAIN_CODECS,
         "index_location": "start",
     }
@@ -55,8 +60,12 @@ def _fill_value(dtype: str) -> str | bool | int:
     return False if dtype == "bool" else 0
 
 
-def make_documents(specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid]) -> dict[str, dict[str, Any]]:
+def make_documents(
+    specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid], codec: Codec | None = None
+) -> dict[str, dict[str, Any]]:
     """Return every `zarr.json` of a checkpoint by its folder inside it; the root's folder is the empty text.
+
+    `codec` compresses the chunks of all arrays.
 
     Raises UsageError where two arrays would share a folder, or an array would stand inside another.
     """
@@ -68,14 +77,13 @@ def make_documents(specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid]) ->
         if path in owners:
             raise UsageError(f"arrays {owners[path]!r} and {name!r} would share the folder {path}: rename one")
         owners[path] = name
-        arrays[path] = array_document(specs[name], grids[name])
+        arrays[path] = array_document(specs[name], grids[name], codec)
         parts = path.split("/")
         groups.update("/".join(parts[:n]) for n in range(1, len(parts)))
     for path in sorted(groups & owners.keys()):
         raise UsageError(f"array {owners[path]!r} has the name of a group of other arrays: rename it")
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    inner = dict.fromkeys(groups, group) | arrays
-    root = group | {
+    inner: dict[str, dict[str, Any]] = dict.fromkeys(groups, _GROUP) | arrays
+    root = _GROUP | {
         "consolidated_metadata": {
             "kind": "inline",
             "must_understand": False,
@@ -85,8 +93,8 @@ def make_documents(specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid]) ->
     return {"": root} | inner
 
 
-def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid]]:
-    """Return (folder, spec, grid) of every array by name, from the root's document read from `path`.
+def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid, Codec | None]]:
+    """Return (folder, spec, grid, codec) of every array by name, from the root's document read from `path`.
 
     Raises CorruptionError where the document is not one that a checkpoint has, CheckpointMismatchError for arrays that
     are cut or coded in another way.
@@ -95,24 +103,48 @@ def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, A
     inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
     if document.get("zarr_format") != 3 or document.get("node_type") != "group" or not isinstance(inner, dict):
         raise CorruptionError(f"{path} is not a Zarr v3 group with consolidated metadata: the checkpoint is damaged")
-    arrays: dict[str, tuple[str, ArraySpec, Grid]] = {}
+    arrays: dict[str, tuple[str, ArraySpec, Grid, Codec | None]] = {}
+    groups: set[str] = set()
     for folder, entry in inner.items():
+        where = f"{path}, {brief(folder)}"
         if not isinstance(entry, dict):
-            raise CorruptionError(f"{path}: the metadata of {folder!r} is not an object: the checkpoint is damaged")
+            raise CorruptionError(f"{where}: the metadata is not an object: the checkpoint is damaged")
         if entry.get("node_type") == "group":
+            groups.add(folder)
             continue
-        spec, grid = parse_array(entry, f"{path}, {folder!r}")
-        if array_path(spec.name) != folder:
+        spec, grid, codec = parse_array(entry, where)
+        expected = _folder_of(spec.name, where)
+        if expected != folder:
             raise CorruptionError(
-                f"{path}: array {spec.name!r} must lie in {array_path(spec.name)!r}, found in {folder!r}: "
-                "the metadata was changed"
+                f"{where}: array {brief(spec.name)} must lie in {brief(expected)}: the metadata was changed"
             )
-        arrays[spec.name] = (folder, spec, grid)
+        arrays[spec.name] = (folder, spec, grid, codec)
+    _check_groups(groups, {folder for folder, *_ in arrays.values()}, inner, path)
     return arrays
 
 
-def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid]:
-    """Return spec and grid of an array's document; `where` names it in errors (see `parse_root`)."""
+def _folder_of(name: str, where: str) -> str:
+    try:
+        return array_path(name)
+    except UsageError as error:
+        raise CorruptionError(f"{where}: {error}") from error
+
+
+def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any], path: str) -> None:
+    """Raise CorruptionError for groups that no array is in: their names would lead anywhere."""
+    parents = {folder[:at] for folder in folders for at, letter in enumerate(folder) if letter == "/"}
+    strange = sorted(groups - parents) or sorted(parents & folders)
+    if strange:
+        raise CorruptionError(f"{path}: {brief(strange[0])} is no group of the arrays: the metadata was changed")
+    for folder in groups:
+        if inner[folder] != _GROUP:
+            raise CorruptionError(
+                f"{path}: the group {brief(folder)} is not one of a checkpoint: the metadata was changed"
+            )
+
+
+def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid, Codec | None]:
+    """Return spec, grid and codec of an array's document; `where` names it in errors (see `parse_root`)."""
     spec = _parse_spec(document, where)
     stored = tuple(_extents(document.get("shape"), f"{where}: shape"))
     if stored != spec.stored_shape:
@@ -125,12 +157,26 @@ def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Gri
     width = shard_shape[1] if len(stored) == 2 else 1
     grid = Grid(spec.rows, row_numel, shard_shape[0], chunk_shape[0], cols)
     _check_grid(spec, grid, width, where)
-    if document != array_document(spec, grid):
+    codec = _parse_codec(document, spec, where)
+    if document != array_document(spec, grid, codec):
         raise CheckpointMismatchError(
             f"{where}: the array is coded in a way that this version does not read (expected shards of "
-            "[bytes little, crc32c] chunks with the index at the start, keys with `.`): use a newer version"
+            "[bytes little, crc32c] chunks, or such with zstd or blosc between the two, with the index at the start, keys "
+            "with `.`): use a newer version"
         )
-    return spec, grid
+    return spec, grid, codec
+
+
+def _parse_codec(document: Mapping[str, Any], spec: ArraySpec, where: str) -> Codec | None:
+    codecs = document["codecs"][0]["configuration"].get("codecs")
+    if not isinstance(codecs, list) or len(codecs) != 3:
+        return None  # the plain ones, or none that are read
+    try:
+        return parse_codec(codecs[1], spec.itemsize)
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            f"{where}: the array is coded in a way that this version does not read ({error}): use a newer version"
+        ) from error
 
 
 def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
@@ -140,7 +186,7 @@ def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
         raise CorruptionError(f"{where}: expected an array with `zstore` attributes in {METADATA_FILE}")
     name, dtype, aliases = own.get("name"), document.get("data_type"), own.get("aliases", [])
     if not isinstance(name, str) or not isinstance(dtype, str):
-        raise CorruptionError(f"{where}: expected a name and a data type as text, got {name!r} and {dtype!r}")
+        raise CorruptionError(f"{where}: expected a name and a data type as text, got {brief(name)} and {brief(dtype)}")
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise CorruptionError(f"{where}: expected a list of names as aliases")
     shape = tuple(_extents(own.get("shape"), f"{where}: true shape"))
@@ -153,9 +199,9 @@ def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
 
 def _extents(value: object, what: str) -> list[int]:
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value):
-        raise CorruptionError(f"{what}: expected a list of whole numbers from 0 to {MAX_NUMEL}, got {value!r:.200}")
+        raise CorruptionError(f"{what}: expected a list of whole numbers from 0 to {MAX_NUMEL}, got {brief(value)}")
     if len(value) > 64 or math.prod(n for n in value if n) > MAX_NUMEL:
-        raise CorruptionError(f"{what}: {value!r:.200} is larger than any array of a checkpoint")
+        raise CorruptionError(f"{what}: {brief(value)} is larger than any array of a checkpoint")
     return value
 
 
@@ -181,6 +227,10 @@ def _check_grid(spec: ArraySpec, grid: Grid, width: int, where: str) -> None:
         raise CheckpointMismatchError(
             f"{where}: shards of {grid.shard_rows} x {width} in chunks of {grid.chunk_rows} x {grid.chunk_cols} are "
             f"not whole rows of {row_numel} elements in whole chunks"
+        )
+    if spec.numel and grid.shard_numel > ALIGN_NUMEL * spec.numel:
+        raise CorruptionError(
+            f"{where}: shards of {grid.shard_numel} elements are more than {ALIGN_NUMEL} times the array's {spec.numel}"
         )
     if grid.chunk_numel * spec.itemsize > MAX_CHUNK_BYTES or grid.chunks_per_shard > MAX_CHUNKS_PER_SHARD:
         raise CorruptionError(

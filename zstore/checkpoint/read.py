@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec
-from ..errors import CorruptionError, StorageError, UsageError
+from ..errors import CorruptionError, UsageError
 from ..io import Priority
-from ..partition import Grid
+from ..packedio import open_shard_file
 from ..shardio import IoResources, ShardReader
 from ..sizes import format_bytes
 from .catalog import Refusal, TagInfo, list_tags, resolve, scan
@@ -26,42 +25,9 @@ from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
 from .source import NUM_THREADS, ArraySource, StoredArray
 
-Bytes = npt.NDArray[np.uint8]
-
 _MOST_OPEN_SHARDS = 4096
 _NUM_REMOTE_REQUESTS = 12
 """Requests under way at a time: each takes tens of milliseconds, whatever it reads."""
-
-
-class _Shard(ShardReader):
-    """A shard file whose chunks must also have the checksums that its rank's manifest gives."""
-
-    def __init__(self, res: IoResources, folder: Folder, array: StoredArray, shard: int, crcs: Sequence[int]) -> None:
-        # Far away, size and index would be two requests a shard, and tell nothing that the chunks do not.
-        self._looks_later = not folder.is_local
-        path = folder.place_of(array.shard_file(shard))
-        super().__init__(res, path, array.spec, array.grid, shard, check=folder.is_local)
-        self._expected = list(crcs)
-
-    def _scan(
-        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
-    ) -> list[int]:
-        try:
-            crcs = super()._scan(first_chunk, stop_chunk, take, priority)
-        except StorageError:
-            if self._looks_later:
-                self.check_file()  # says what is wrong with the file, where that is the reason
-            raise
-        for chunk, (found, expected) in enumerate(
-            zip(crcs, self._expected[first_chunk:stop_chunk], strict=False), start=first_chunk
-        ):
-            if found != expected:
-                raise CorruptionError(
-                    f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {self.layout.slot_offset(chunk)}) "
-                    "is whole, but not the one that the manifest names: the file was replaced; restore it from another "
-                    "copy"
-                )
-        return crcs
 
 
 class _Checksums:
@@ -116,16 +82,30 @@ class CheckpointReader(ArraySource):
         """Bytes of elements that `read` was asked for so far."""
         self.shard_resources: IoResources = info.folder.resources(self.resources)
         """`resources`, made to read the shard files, wherever they are."""
-        self.arrays = {
-            name: StoredArray(spec=spec, grid=grid, folder=folder) for name, (folder, spec, grid) in parsed.items()
-        }
+        self.arrays = parsed
         self._numbers: dict[str, dict[str, int]] = {}
         """By group, the number of each of its arrays."""
         self._checksums: dict[tuple[str, int], _Checksums] = {}
         """By group and rank, those of the rank's shards."""
-        self._shards: OrderedDict[tuple[str, int], _Shard] = OrderedDict()
+        self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
         self._retired_bytes = 0
+        try:
+            self._find_sizes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_sizes(self) -> None:
+        """Look up how large the files of compressed arrays are: their metadata does not tell."""
+        packed = {name: array for name, array in self.arrays.items() if array.codec is not None}
+        sizes: dict[str, list[int]] = {name: [0] * array.grid.num_shards for name, array in packed.items()}
+        for rank in range(max(map(len, sizes.values()), default=0)):
+            for entry in self.manifest(rank).shards:
+                if entry.shard == rank < len(sizes.get(entry.array, ())):
+                    sizes[entry.array][rank] = entry.file_bytes
+        for name, array in packed.items():
+            self.arrays[name] = replace(array, shard_bytes=tuple(sizes[name]))
 
     @property
     def path(self) -> Path:
@@ -186,6 +166,13 @@ class CheckpointReader(ArraySource):
             self.open_shard(name, shard).read(low, high, piece, priority)
             low = high
 
+    def read_array(self, name: str) -> npt.NDArray[Any]:
+        """See `ArraySource.read_array`."""
+        if self.folder.is_local:
+            for shard in range(self.array(name).grid.num_shards):
+                self.open_shard(name, shard)  # files of that size are there, before memory is taken
+        return super().read_array(name)
+
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the JSON that belongs to rank `rank` of the saving run alone."""
         return self.manifest(rank).rank_state
@@ -199,7 +186,16 @@ class CheckpointReader(ArraySource):
                 return self._shards[key]
         array = self.array(name)
         crcs = self.shard_crcs(name, shard)
-        opened = _Shard(self.shard_resources, self.folder, array, shard, crcs)
+        path = self.folder.place_of(array.shard_file(shard))
+        try:
+            self.folder.check_file(array.shard_file(shard))
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"array {name!r}: the shard file {path} is missing; restore it from another copy"
+            ) from error
+        # Far away, size and index would be two requests a shard, and tell nothing that the chunks do not.
+        opened = open_shard_file(self.shard_resources, path, array.cut, shard, check=self.folder.is_local)
+        opened.expect(crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)
             if len(self._shards) > _MOST_OPEN_SHARDS:
@@ -207,9 +203,8 @@ class CheckpointReader(ArraySource):
         return kept
 
     def shard_crcs(self, name: str, shard: int) -> list[int]:
-        """Return the crc32c of each chunk of a shard that holds values, by the manifest.
-
-        Raises CorruptionError where it lacks them.
+        """Return the crc32c of each chunk of a shard that holds values, by the manifest; in an archive of its compressed
+        bytes. Raises CorruptionError where it lacks them.
         """
         array = self.array(name)
         group = name.partition("/")[0]
@@ -217,8 +212,6 @@ class CheckpointReader(ArraySource):
         with self._lock:
             known = self._checksums.get((group, shard))
         if known is None:
-            if shard >= self.record.world_size:
-                raise CorruptionError(f"array {name!r} has a shard {shard}, but {self.record.world_size} ranks saved")
             known = _Checksums(self._numbers_in(group), shard, self.manifest(shard).shards)
             with self._lock:
                 self._checksums[group, shard] = known
@@ -239,16 +232,26 @@ class CheckpointReader(ArraySource):
             return self._numbers[group]
 
 
-def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, tuple[str, ArraySpec, Grid]]]:
+def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray]]:
     path = info.folder.place_of(METADATA_FILE)
     try:
         data = info.folder.read_small(METADATA_FILE)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptionError(f"{path} is missing; restore it from another copy") from error
     if sha256(data) != info.record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
     document = parse_json(data, path)
-    return document, parse_root(document, path)
+    arrays = {
+        name: StoredArray(spec=spec, grid=grid, folder=folder, codec=codec)
+        for name, (folder, spec, grid, codec) in parse_root(document, path).items()
+    }
+    for name, array in arrays.items():
+        if array.grid.num_shards > info.record.world_size:
+            raise CorruptionError(
+                f"array {name!r} has {array.grid.num_shards} shards, but {info.record.world_size} rank(s) saved: {path} was "
+                "changed"
+            )
+    return document, arrays
 
 
 def open_checkpoint(

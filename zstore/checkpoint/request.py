@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ..arrays import ArraySpec, numpy_dtype
+from ..codecs import Codec
 from ..errors import DiskFullError, UsageError
 from ..partition import Grid, make_grid
 from ..shardfile import layout_of
@@ -43,6 +44,8 @@ class SaveRequest:
     """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name. Rank r stores shard r of the array's grid."""
+    codec: Codec | None = None
+    """What the pins' publishing compresses chunks with, for the metadata: an archive, with no arrays in `small`."""
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays that rank 0 stores whole: module buffers, the client's tensors. Every rank names them, rank 0's count."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +99,7 @@ class SaveRequest:
         return self.grids[name] if name in self.grids else make_grid(self.specs[name].stored_shape, 1)
 
     def file_bytes(self, name: str, shard: int) -> int:
-        """Return the bytes of a shard's file, 0 where the shard has no rows and so no file."""
+        """Return the bytes of a shard's file, not compressed; 0 where the shard has no rows and so no file."""
         grid = self.grid(name)
         if grid.shard_valid_numel(shard) == 0:
             return 0

@@ -1,4 +1,5 @@
-"""The same state laid out for another number of ranks, in bounded memory: one reads ahead, one writes, in one order."""
+"""The same state laid out for another number of ranks, or compressed, in bounded memory: one reads ahead, one writes, in one
+order."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ..arrays import ArraySpec
+from ..codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..errors import DiskFullError, UsageError
 from ..io import Priority
+from ..packedio import write_packed
 from ..partition import Grid, make_grid
 from ..shardio import IoResources, ShardSummary, open_resources, write_shard
 from ..tiers import LocalShard
@@ -21,6 +23,7 @@ from .names import new_save_id
 from .publish import Publisher
 from .request import SaveRequest
 from .source import ArraySource
+from .split import TIE
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
@@ -32,16 +35,21 @@ class _StoredShard:
     tier = "stored"
 
     def __init__(
-        self, ahead: ReadAhead, spec: ArraySpec, grid: Grid, shard: int, advance: Callable[[int], None]
+        self, ahead: ReadAhead, local: LocalShard, codec: Codec | None, advance: Callable[[int], None]
     ) -> None:
-        self.local = LocalShard(spec, grid, shard)
+        self.local = local
+        self._codec = codec
         self._ahead = ahead
         self._advance = advance
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file; see `PinnedShard.publish`."""
         fill = partial(self._ahead.read, self.local.spec.name)
-        summary = write_shard(res, path, self.local.spec, grid, shard, fill, priority)
+        spec = self.local.spec
+        if self._codec is None:
+            summary = write_shard(res, path, spec, grid, shard, fill, priority)
+        else:
+            summary = write_packed(res, path, self._codec, spec, grid, shard, fill)
         self._advance(self.local.nbytes)
         return summary
 
@@ -50,34 +58,65 @@ class _StoredShard:
 
 
 def reshard_checkpoint(
-    reader: ArraySource, folder: Path, world_size: int, advance: Callable[[int], None] | None = None
+    reader: ArraySource,
+    folder: Path,
+    world_size: int | None = None,
+    advance: Callable[[int], None] | None = None,
+    *,
+    codec: str = "none",
 ) -> Path:
-    """Write `reader`'s checkpoint, laid out for `world_size` ranks, into `folder` under its tag; return the tag's folder.
+    """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
-    The record stays what it was but for the layout; what belonged to single ranks (RNG states) is left out. `advance` is
-    told the bytes that were written. Raises CheckpointExistsError where `folder` has that tag.
+    `codec`, one of `zstore.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays what it was but
+    for the layout; what belongs to single ranks (RNG states) stays where the world size does, and is left out else. `advance`
+    is told the bytes that were written, before compression. Returns the tag's folder. Raises CheckpointExistsError where
+    `folder` has that tag.
     """
+    world_size = reader.record.world_size if world_size is None else world_size
     if world_size < 1:
         raise UsageError(f"world size must be at least 1, got {world_size}")
+    if codec not in CODECS:
+        raise UsageError(f"expected one of {', '.join(CODECS)} as codec, got {codec!r}")
     with open_resources(files=reader.resources.files, pool_bytes=reader.resources.pool.nbytes) as resources:
-        job = _Job(reader, resources, folder, world_size)
+        job = _Job(reader, resources, folder, world_size, CODECS[codec])
         return job.run(advance or (lambda _: None))
 
 
 class _Job:
     """One resharding."""
 
-    def __init__(self, reader: ArraySource, resources: IoResources, folder: Path, world_size: int) -> None:
+    def __init__(
+        self, reader: ArraySource, resources: IoResources, folder: Path, world_size: int, codec: Codec | None
+    ) -> None:
         self._reader = reader
         self._resources = resources
         self._folder = folder
         self._world_size = world_size
+        self._codec = codec
         self._save_id = new_save_id()
+        # Another program's checkpoint has neither our grids nor our ranks' states.
+        self._keeps_layout = world_size == reader.record.world_size and reader.record.id != ""
         self._specs = {name: array.spec for name, array in reader.arrays.items()}
-        self._grids = {
-            name: make_grid(spec.stored_shape, 1 if name.startswith(_WHOLE) else world_size)
-            for name, spec in self._specs.items()
-        }
+        self._grids = {name: self._grid(name) for name in self._specs}
+        if codec is not None and codec.name == "blosc":
+            self._check_chunks()
+
+    def _grid(self, name: str) -> Grid:
+        if self._keeps_layout:
+            return self._reader.arrays[name].grid
+        if name.startswith(_WHOLE):
+            return make_grid(self._specs[name].stored_shape, 1)
+        group, _, fqn = name.rpartition(f"{TIE}/")
+        if fqn and not group and f"model/{fqn}" in self._specs:
+            return make_grid(self._specs[f"model/{fqn}"].stored_shape, self._world_size).packed()
+        return make_grid(self._specs[name].stored_shape, self._world_size)
+
+    def _check_chunks(self) -> None:
+        for name, grid in self._grids.items():
+            if grid.chunk_numel * self._specs[name].itemsize > MAX_BLOSC_BYTES:
+                raise UsageError(
+                    f"array {name!r} has chunks of over {MAX_BLOSC_BYTES} bytes, which blosc cannot have: use zstd"
+                )
 
     def _request(self, rank: int, pins: dict[str, _StoredShard]) -> SaveRequest:
         record = self._reader.record
@@ -93,6 +132,7 @@ class _Job:
             grids=self._grids,
             pins=pins,
             run_id=record.run,
+            codec=self._codec,
         )
 
     def run(self, advance: Callable[[int], None]) -> Path:
@@ -131,14 +171,17 @@ class _Job:
 
     def _write_rank(self, rank: int, folder: Path, ahead: ReadAhead, advance: Callable[[int], None]) -> None:
         pins = {
-            name: _StoredShard(ahead, self._specs[name], grid, rank, advance)
+            name: _StoredShard(ahead, LocalShard(self._specs[name], grid, rank), self._codec, advance)
             for name, grid in self._grids.items()
             if grid.shard_valid_numel(rank) > 0
         }
         publisher = Publisher(self._request(rank, pins), folder, lambda: None)
-        publisher.write_manifest(COMPLETE, [task() for task in publisher.tasks()], {})
+        rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
+        publisher.write_manifest(COMPLETE, [task() for task in publisher.tasks()], rank_state)
 
     def _check_room(self, folder: Path) -> None:
+        if self._codec is not None:
+            return  # nobody knows how small an archive becomes
         request = self._request(0, {})
         needed = sum(
             request.file_bytes(name, shard) for name, grid in self._grids.items() for shard in range(grid.num_shards)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ArraySpec, numpy_dtype
-from ..errors import CheckpointMismatchError
+from ..codecs import Codec
+from ..errors import BudgetError, CheckpointMismatchError
 from ..io import Priority
 from ..partition import Grid
 from ..shardfile import layout_of
@@ -34,6 +35,15 @@ class StoredArray:
     """How it is cut where it is stored, by its own metadata; reads that end where chunks do cost least."""
     folder: str
     """Where it lies inside the source, for people; of our checkpoints its folder."""
+    codec: Codec | None = None
+    """What its chunks are compressed with; then a shard file is none that a store could go on with."""
+    shard_bytes: tuple[int, ...] | None = None
+    """Bytes of each shard file where it is compressed."""
+
+    @property
+    def cut(self) -> tuple[ArraySpec, Grid, Codec | None]:
+        """What a reader of its shard files needs to know."""
+        return self.spec, self.grid, self.codec
 
     def shard_file(self, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""
@@ -42,11 +52,16 @@ class StoredArray:
     @property
     def file_bytes(self) -> int:
         """Bytes of all its shard files."""
-        if self.grid.num_shards == 0:
-            return 0
+        if self.grid.num_shards == 0 or self.shard_bytes is not None:
+            return sum(self.shard_bytes or ())
         last = self.grid.num_shards - 1  # all others are alike
-        first_bytes, last_bytes = (layout_of(self.grid, n, self.spec.dtype).file_bytes for n in (0, last))
-        return last * first_bytes + last_bytes
+        return last * self.shard_file_bytes(0) + self.shard_file_bytes(last)
+
+    def shard_file_bytes(self, shard: int) -> int:
+        """Return the bytes of one of its shard files."""
+        if self.shard_bytes is not None:
+            return self.shard_bytes[shard]
+        return layout_of(self.grid, shard, self.spec.dtype).file_bytes
 
 
 class ArraySource(ABC):
@@ -112,7 +127,12 @@ class ArraySource(ABC):
     def read_array(self, name: str) -> npt.NDArray[Any]:
         """Return the whole array in its true shape; bfloat16 as `ml_dtypes.bfloat16`."""
         spec = self.array(name).spec
-        out = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        try:
+            out = np.empty(spec.shape, numpy_dtype(spec.dtype))
+        except MemoryError as error:
+            raise BudgetError(
+                f"array {name!r} has {spec.nbytes} bytes, which are not to be had: read it in parts"
+            ) from error
         self.read(name, 0, spec.numel, out)
         return out
 

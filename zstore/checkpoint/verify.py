@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import CorruptionError, StorageError
-from ..shardfile import ShardLayout, layout_of
+from ..errors import CorruptionError, StorageError, ZstoreError
+from ..packedio import open_shard_file
 from ..shardio import ShardReader
 from .crew import Crew
 from .format import parse_json
@@ -79,7 +79,7 @@ def _check_metadata(reader: CheckpointReader) -> list[Fault]:
                 faults.append(Fault(file=file, problem=f"differs from its copy in the root's {METADATA_FILE}"))
         except FileNotFoundError:
             faults.append(Fault(file=file, problem="is missing"))
-        except (OSError, CorruptionError) as error:
+        except (OSError, ZstoreError) as error:
             faults.append(Fault(file=file, problem=str(error)))
     return faults
 
@@ -98,7 +98,7 @@ def _read_manifests(reader: CheckpointReader, faults: list[Fault]) -> _Crcs:
     for rank in range(reader.record.world_size):
         try:
             crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
-        except (OSError, CorruptionError) as error:
+        except (OSError, ZstoreError) as error:
             faults.append(Fault(file=manifest_file(rank), problem=str(error)))
     return crcs
 
@@ -118,33 +118,31 @@ class _ShardCheck:
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
         """Return the file's faults; `expected` are the manifest's checksums, None where it names no such shard."""
-        layout = layout_of(self._array.grid, self._shard, self._array.spec.dtype)
-        faults = self._check_size(layout)
+        file_bytes = self._array.shard_file_bytes(self._shard)
+        faults = self._check_size(file_bytes)
         if not faults:
-            faults = self._check_chunks(layout, expected)
+            faults = self._check_chunks(expected)
         if advance is not None:
-            advance(layout.file_bytes)
+            advance(file_bytes)
         return faults
 
     def _fault(self, problem: str, offset: int | None = None) -> Fault:
         return Fault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
 
-    def _check_size(self, layout: ShardLayout) -> list[Fault]:
+    def _check_size(self, file_bytes: int) -> list[Fault]:
         if self._file not in self._sizes:
             return [self._fault("is missing")]
         found = self._sizes[self._file]
         if found is None:
-            return [self._fault("is a symbolic link, expected a file")]
-        if found == layout.file_bytes:
+            return [self._fault("is a symbolic link or of another kind, expected a file")]
+        if found == file_bytes:
             return []
-        problem = f"has {found} bytes, expected {layout.file_bytes}"
-        return [self._fault(problem, min(found, layout.file_bytes))]
+        problem = f"has {found} bytes, expected {file_bytes}"
+        return [self._fault(problem, min(found, file_bytes))]
 
-    def _check_chunks(self, layout: ShardLayout, expected: Sequence[int] | None) -> list[Fault]:
+    def _check_chunks(self, expected: Sequence[int] | None) -> list[Fault]:
         try:
-            shard = ShardReader(
-                self._resources, self._path, self._array.spec, self._array.grid, self._shard, check=False
-            )
+            shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
             shard.check_index()
         except CorruptionError as error:
             return [self._fault(str(error), 0)]
@@ -153,30 +151,33 @@ class _ShardCheck:
         try:
             crcs = shard.verify()
         except (CorruptionError, StorageError):
-            return self._find_bad_chunks(shard, layout)
+            return self._find_bad_chunks(shard)
         if expected is None or len(expected) != len(crcs):
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
         return [
-            self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", layout.slot_offset(chunk))
+            self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", shard.place(chunk)[0])
             for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
             if found != wanted
         ]
 
-    def _find_bad_chunks(self, shard: ShardReader, layout: ShardLayout) -> list[Fault]:
+    def _find_bad_chunks(self, shard: ShardReader) -> list[Fault]:
         """Read a file that is known to be bad chunk by chunk, to name each."""
         faults: list[Fault] = []
         grid = self._array.grid
         base = self._shard * grid.shard_numel
-        for chunk in range(layout.num_present):
+        for chunk in range(shard.layout.num_present):
+            offset, nbytes = shard.place(chunk)
             # One element is enough: the chunk around it is read and checked.
             first = base + chunk * grid.chunk_numel
             try:
                 shard.read(first, first + 1, np.empty(self._array.spec.itemsize, np.uint8))
             except CorruptionError:
-                problem = f"chunk {chunk} ({layout.chunk_bytes} bytes) fails its crc32c"
-                faults.append(self._fault(problem, layout.slot_offset(chunk)))
+                problem = f"chunk {chunk} ({nbytes} bytes) fails its crc32c" + (
+                    "" if self._array.codec is None else ", or does not decode"
+                )
+                faults.append(self._fault(problem, offset))
             except StorageError as error:
-                faults.append(self._fault(str(error), layout.slot_offset(chunk)))
+                faults.append(self._fault(str(error), offset))
         return faults
 
 

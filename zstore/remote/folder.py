@@ -91,14 +91,17 @@ class RemoteFolder(Folder):
         self._traffic.count(read_bytes=len(data))
         return data
 
-    def read_small(self, file: str) -> bytes:
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
         """See `Folder.read_small`."""
-        data = self.read_range(file, 0, MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
+        data = self.read_range(file, 0, most_bytes + 1)
+        if len(data) > most_bytes:
             raise CorruptionError(
-                f"{self.place_of(file)} has more than {MAX_JSON_BYTES} bytes: it is no file of a checkpoint"
+                f"{self.place_of(file)} has more than {most_bytes} bytes: it is no file of a checkpoint"
             )
         return data
+
+    def check_file(self, file: str) -> None:
+        """See `Folder.check_file`."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """See `Folder.read_all`; many are read at a time."""

@@ -1,0 +1,22 @@
+"""State out of a checkpoint that may come from elsewhere: what cannot be taken up is an error of ours, with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zstore.errors import CorruptionError, ZstoreError
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise CorruptionError where the block, or function, meets JSON that no engine saves; `what` it looked at."""
+    try:
+        yield
+    except ZstoreError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"the checkpoint's {what} is not what an engine saves ({type(error).__name__}: {error!s:.200}): the record was "
+            "changed; load another checkpoint, or pass load_module_only=True"
+        ) from error
