@@ -350,9 +350,9 @@ class UnitGradients:
         """See Gradients."""
         if self._is_spilled(record):
             return None  # the update reads it from disk itself
-        if self._rules.keeps_rows and self._world.world_size > 1:
-            return self.owned(record)
-        rows = self._rows.pop(record, None)
+        kept = self._rules.keeps_rows and self._world.world_size > 1
+        # Not `owned`: an update within the backward takes what is not agreed on before its end.
+        rows = self._rows.get(record) if kept else self._rows.pop(record, None)
         return rows if record in self._filled else None
 
     def squares(self, record: ParameterRecord) -> float | None:

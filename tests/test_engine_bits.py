@@ -208,6 +208,12 @@ def all_cases() -> list[Case]:
     ]
 
 
+def test_an_update_within_the_backward_of_what_is_not_offloaded_takes_gradients_that_wait_in_place() -> None:
+    cases = [asdict(Case(stage, "none", "bf16", 1, 0.0, 500_000_000, 100, overlap="backward")) for stage in (2, 3)]
+    for failed in run_ranks(_compare_all, 2, 2, cases, timeout_s=120):
+        assert failed == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
