@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from zstore import selection
 from zstore.arrays import ArraySpec
+from zstore.errors import BudgetError
 from zstore.lazy import LazyArray
 from zstore.selection import select
 
@@ -183,3 +184,12 @@ def test_numpy_takes_it_as_an_array() -> None:
     assert np.sum(lazy) == 15
     with pytest.raises(ValueError, match="without copying"):
         np.array(lazy, copy=False)
+
+
+def test_what_no_memory_holds_is_an_error_that_says_so() -> None:
+    spec = ArraySpec(name="model/x", shape=(2**45, 2**12), dtype="float32")
+    lazy = LazyArray(spec.name, spec, spec.dtype, lambda *_: None, chunk_numel=2**18)
+    for read in (lazy.numpy, lambda: lazy[::-1], lambda: lazy[1:]):
+        with pytest.raises(BudgetError, match=r"'model/x': no memory for .* read a part of it"):
+            read()
+    assert lazy[2**44, :3].shape == (3,)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from .errors import BudgetError
 
 _NUMPY: dict[str, npt.DTypeLike] = {
     "bool": np.bool_,
@@ -96,3 +99,14 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes of the whole tensor, without padding."""
         return self.numel * self.itemsize
+
+
+def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return memory for values of the array `name`; raises BudgetError where there is not so much."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as error:
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise BudgetError(
+            f"array {name!r}: no memory for {nbytes} bytes, {dtype} {list(shape)}; read a part of it"
+        ) from error

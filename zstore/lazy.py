@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import ArraySpec, numpy_dtype
+from .arrays import ArraySpec, empty_array, numpy_dtype
 from .checkpoint.crew import Crew
 from .selection import GROUP_NUMEL, Group, Key, select
 
@@ -81,7 +81,7 @@ class LazyArray:
 
     def __getitem__(self, key: Key) -> Any:
         selection = select(key, self.shape)
-        out = np.empty(selection.counts, self.dtype)
+        out = empty_array(self.name, selection.counts, self.dtype)
         num_runs, numel = selection.runs()
         rows = out.reshape(num_runs, numel) if out.size else out.reshape(0, 1)
         if numel >= GROUP_NUMEL or num_runs == 1:
@@ -123,7 +123,7 @@ class LazyArray:
 
     def numpy(self) -> Array:
         """Return all of it, in its true shape."""
-        out = np.empty(self.shape, self.dtype)
+        out = empty_array(self.name, self.shape, self.dtype)
         if out.size:
             self._read(0, out.size, out.reshape(-1))
         return out

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import FLOATING, numpy_dtype
+from ..arrays import FLOATING, empty_array, numpy_dtype
 from ..checkpoint import ArraySource
 from ..checkpoint.ahead import Span, cut_spans, use_spans
 from ..checkpoint.split import complete_master, rest_of_master
@@ -118,7 +118,9 @@ def read_weights(
     reader: ArraySource, weights: Sequence[Weight], overflow: Overflow, advance: Advance | None = None
 ) -> tuple[dict[str, Array], list[Lost]]:
     """Return `weights` by name, each in its own shape and data type, and what these could not hold."""
-    found: dict[str, Array] = {weight.name: np.empty(weight.shape, numpy_dtype(weight.dtype)) for weight in weights}
+    found: dict[str, Array] = {
+        weight.name: empty_array(weight.name, weight.shape, numpy_dtype(weight.dtype)) for weight in weights
+    }
     by_array: Mapping[str, Weight] = {weight.array: weight for weight in weights}
     counts: dict[str, int] = {}
     lock = threading.Lock()
