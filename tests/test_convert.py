@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -14,12 +15,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zstore.dcp
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.split import LOW, TIE
-from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, UsageError
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CorruptionError,
+    UsageError,
+    ZstoreError,
+)
+from zstore.shardio import open_resources
 from zstore.sources import open_source
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.cli import app
@@ -261,7 +272,13 @@ def test_a_hugging_face_folder_there_and_back(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "ours", world_size=2)
     with open_checkpoint(tmp_path / "ours") as reader:
         assert (reader.tag, verify_checkpoint(reader)) == ("hf", [])
+    (tmp_path / "tokenizer.json").write_text("another model's")
+    (tmp_path / "ours/generation_config.json").write_text('{"max_length": 7}')
+    convert(tmp_path / "hf", tmp_path / "ours2")
+    assert not (tmp_path / "ours2/tokenizer.json").exists(), "what lies beside the source is not the model's"
+    assert (tmp_path / "ours2/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
     convert(tmp_path / "ours", tmp_path / "back", "safetensors")
+    assert "7" in (tmp_path / "back/generation_config.json").read_text()
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     convert(tmp_path / "hf", tmp_path / "model.pt", "torch")
@@ -317,3 +334,24 @@ def test_the_command_prints_its_plan_and_json(theirs: Path, tmp_path: Path, caps
     report = json.loads(printed.out)
     assert (report["to"], report["path"]) == ("torch", str(tmp_path / "w.pt"))
     assert report["bytes"] > 0
+
+
+@settings(max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data())
+def test_any_damage_to_metadata_is_an_error_or_does_not_matter(
+    data: st.DataObject, theirs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not folder.exists():
+        shutil.copytree(theirs, folder)
+    good = (theirs / ".metadata").read_bytes()
+    broken = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        broken[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    (folder / ".metadata").write_bytes(broken[: data.draw(st.integers(1, 2 * len(good)))])
+    with open_resources(num_threads=1, pool_bytes=4096) as resources, contextlib.suppress(ZstoreError):
+        source = open_source(folder, resources=resources)
+        for name, array in source.arrays.items():
+            if array.spec.nbytes < 2**20:
+                with contextlib.suppress(ZstoreError):
+                    source.read_array(name)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -93,6 +96,7 @@ def save(rank: int, folder: str) -> Any:
         dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
         saved[kind] = whole(state)
     save_sharded(folder)
+    fail_and_go_on(folder)
     return saved
 
 
@@ -146,6 +150,26 @@ def save_sharded(folder: str) -> None:
         dcp.save({"w": uneven}, storage_writer=zstore.dcp.Writer(f"{folder}/refused"))
 
 
+class Failing(dcp.DefaultSavePlanner):
+    """Loses a tensor on rank 1 when it is to be written."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and write_item.tensor_data is not None:
+            raise OSError("the memory is gone")
+        return super().resolve_data(write_item)
+
+
+def fail_and_go_on(folder: str) -> None:
+    """One rank cannot write its part, of tensors that pass between ranks: all hear of it, and the next save is whole."""
+    mesh = init_device_mesh("cpu", (4,))
+    state = {"w": distribute_tensor(torch.arange(4000.0).reshape(500, 8), mesh, [Shard(1)])}
+    writer = zstore.dcp.Writer(f"{folder}/failed/a")
+    with pytest.raises(BaseException, match="the memory is gone"):
+        dcp.save(state, storage_writer=writer, planner=Failing())
+    assert not Path(f"{folder}/failed/a").exists()
+    dcp.save(state, storage_writer=writer, checkpoint_id=f"{folder}/failed/b")
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("dcp")
@@ -183,6 +207,14 @@ def run(*args: object) -> None:
     with pytest.raises(SystemExit) as ended:
         app([str(arg) for arg in args])
     assert ended.value.code in (0, None)
+
+
+def test_a_rank_that_fails_leaves_no_checkpoint_and_nothing_else(saved: tuple[Path, Any]) -> None:
+    folder = saved[0] / "failed"
+    assert sorted(entry.name for entry in folder.iterdir()) == ["b", "latest"]
+    with open_checkpoint(folder) as reader:
+        assert verify_checkpoint(reader) == []
+        assert reader.read_array("model/w").reshape(-1).tolist() == list(range(4000))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -335,6 +367,43 @@ def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path)
     reader = zstore.dcp.Reader(tmp_path / "step 1")
     dcp.load(target, storage_reader=reader, checkpoint_id=tmp_path / "step-2", no_dist=True)
     assert torch.equal(target["w"], torch.ones(3))
+
+
+@alone
+def test_a_load_that_cannot_be_says_why_and_leaves_no_thread(tmp_path: Path) -> None:
+    with pytest.raises(BaseException, match="is not there, or is no folder"):
+        load_alone({"w": torch.zeros(3)}, tmp_path / "none/a")
+    save_alone({"w": torch.zeros(3)}, tmp_path / "a")
+    for state, words in (({"v": torch.zeros(3)}, r"Missing key.*v"), ({"w": torch.zeros(4)}, "Size mismatch")):
+        with pytest.raises(BaseException, match=words):
+            load_alone(state, tmp_path / "a")
+    gc.collect()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("zstore")]
+
+
+@alone
+def test_files_that_rank_0_does_not_find_are_no_checkpoint(tmp_path: Path) -> None:
+    class Losing(zstore.dcp.Writer):
+        def finish(self, metadata: Any, results: Any) -> None:
+            (shard,) = tmp_path.glob("a.tmp-*/model/w/c.0")
+            shard.unlink()
+            super().finish(metadata, results)
+
+    with pytest.raises(BaseException, match="the folder is not the same one for all ranks"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=Losing(tmp_path / "a"), no_dist=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@alone
+def test_dcp_loads_from_a_url(tmp_path: Path) -> None:
+    save_alone({"w": torch.arange(5000.0), "step": 3}, tmp_path / "run/a")
+    files = fsspec.filesystem("memory")
+    files.put(str(tmp_path / "run"), "/dcp/run", recursive=True)
+    target = {"w": torch.zeros(5000), "step": 0}
+    dcp.load(target, storage_reader=zstore.dcp.Reader("memory://dcp/run"), no_dist=True)
+    files.rm("/dcp", recursive=True)
+    assert target["step"] == 3
+    assert torch.equal(target["w"], torch.arange(5000.0))
 
 
 @alone

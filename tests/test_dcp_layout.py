@@ -164,6 +164,17 @@ def test_a_rank_that_waits_hears_of_one_that_failed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / PIECES_FOLDER).iterdir()] == ["failed-1.json"]
 
 
+def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    share = Share(
+        save_id="0" * 32, folder=str(tmp_path / "gone"), rank=3, world_size=4, arrays={}, names={}, timeout_s=1
+    )
+    with (
+        open_resources(num_threads=1, pool_bytes=4096) as resources,
+        pytest.raises(CheckpointError, match="rank 3 does not see"),
+    ):
+        Workplace(share, resources).check_folder()
+
+
 def test_a_missing_or_double_chunk_is_noticed() -> None:
     spec = ArraySpec(name="model/w", shape=(1000, 64), dtype="float32")
     grid = lay_out(spec, cut((1000, 64), (2, 1)), 2).grid

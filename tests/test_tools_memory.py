@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from zstore.testing.checkpoints import save_arrays
+from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
 
 Array = npt.NDArray[Any]
@@ -67,6 +68,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "optimizer/master_tie/w": np.zeros(-(-weight.size // 8), np.uint8),
         }
         save_arrays(base / name, arrays, world_size=2)
+    for size in ("small", "large"):
+        assert convert_command(base / size, base / f"dcp-{size}", ConvertOptions(to="dcp")) == 0
     return base
 
 
@@ -93,6 +96,10 @@ COMMANDS = {
     "consolidate-url": ["consolidate", "file://{large}", "{out}"],
     "consolidate-split": ["consolidate", "{split}", "{out}", "--dtype", "fp32"],
     "reshard": ["reshard", "{large}", "{out}", "--world-size", "3"],
+    "convert-from-dcp": ["convert", "{dcp}", "{out}", "--world-size", "3"],
+    "convert-to-dcp": ["convert", "{large}", "{out}", "--to", "dcp"],
+    "convert-to-torch": ["convert", "{split}", "{out}", "--to", "torch"],
+    "convert-to-safetensors": ["convert", "{dcp}", "{out}", "--to", "safetensors", "--dtype", "bf16"],
 }
 
 
@@ -104,7 +111,14 @@ def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_p
     def words(size: str) -> list[str]:
         split = "split-small" if size == "small" else "split"
         other = "small" if size == "small" else "other"
-        places = {"large": base / size, "other": base / other, "split": base / split, "out": tmp_path / size}
+        dcp = base / f"dcp-{size}"
+        places = {
+            "dcp": dcp,
+            "large": base / size,
+            "other": base / other,
+            "split": base / split,
+            "out": tmp_path / size,
+        }
         return [word.format(**places) for word in COMMANDS[name]] + ["--memory", str(memory_bytes)]
 
     peak = peak_bytes(words("small"), words("large"))

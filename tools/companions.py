@@ -32,14 +32,15 @@ _COMPANIONS = (
 def copy_companions(sources: Iterable[Place], target: Path) -> list[str]:
     """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names.
 
-    Links are left alone: they may lead to anything that this user can read.
+    What is in `target` already stays as it is. Links are left alone: they may lead to anything that this user can read.
     """
     found = {name: folder for folder in map(folder_at, sources) for name in companions(folder)}
     copied: list[str] = []
     for name, folder in found.items():
         with contextlib.suppress(CorruptionError):
-            (target / name).write_bytes(folder.read_small(name))
-            copied.append(name)
+            if not (target / name).exists():
+                (target / name).write_bytes(folder.read_small(name))
+                copied.append(name)
     return copied
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import ArraySource, new_folder, reshard_checkpoint, temporary_folder
+from zstore.checkpoint import ArraySource, CheckpointReader, new_folder, reshard_checkpoint, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.sizes import format_bytes
 from zstore.weights import DTYPES, lost_text, plan_files, write_weights
 
 from .companions import copy_companions
 from .export import list_stored_weights, write_state_dict
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, open_location, print_json, reading
 from .progress import Progress
 
 TARGETS = ("zstore", "dcp", "torch", "safetensors")
@@ -64,7 +64,9 @@ def convert_command(
         with Progress(f"convert {source.location}", total) as progress:
             job = _Job(source, out, options, progress)
             progress.say(f"plan: {len(names)} tensors of {format_bytes(total)}, from {source.kind} into {job.plan()}")
-            report = job.run()
+            for note in source.notes:
+                progress.say(f"not carried over: {note}")
+            report = job.run() | reading(source, progress)
         if common.json:
             print_json({"from": source.kind, "to": options.to, **report, **progress.summary()})
     return 0
@@ -145,8 +147,10 @@ class _Job:
             raise CheckpointError(lost_text(lost, self._options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
 
     def _copy_companions(self, folder: Path) -> str:
-        """Copy config and tokenizer files that lie in the source or beside it; return their names."""
-        place = Path(self._source.location)
-        if not place.is_dir() or folder.absolute() in (place.absolute(), place.absolute().parent):
-            return ""
-        return ", ".join(copy_companions([place.parent, place], folder))
+        """Copy config and tokenizer files that belong to the source; return their names."""
+        source = self._source
+        if isinstance(source, CheckpointReader):
+            return ", ".join(copy_companions([source.folder.parent, source.folder], folder))
+        # Ours lie beside the tag. What lies beside other software's folder may be anyone's.
+        place = Path(source.location)
+        return ", ".join(copy_companions([place], folder)) if place.is_dir() else ""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ _GAP_BYTES = 1024 * 1024
 
 
 class Reader(StorageReader):
-    """Reads the checkpoint at `path`: its own folder, or a folder of checkpoints and a `tag` (default: the newest).
+    """Reads the checkpoint at `path`: its own folder or URL, or one of checkpoints and a `tag` (default: the newest).
 
     Anything that zstore reads serves, also what an engine or other software saved; without a mapping of DCP's own,
     weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
@@ -67,12 +68,15 @@ class Reader(StorageReader):
         *,
         trust_pickles: bool = False,
         num_threads: int = 4,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._storage_options = storage_options
         self.path = os.fspath(path)
         self._tag = tag
         self._trust_pickles = trust_pickles
         self._num_threads = num_threads
         self._source: ArraySource | None = None
+        self._forget: Callable[[], None] | None = None
         self._arrays: dict[str, str] = {}
         self._state = DcpState(paths={})
 
@@ -145,7 +149,9 @@ class Reader(StorageReader):
                 # A tag may be called otherwise on disk than it is.
                 self._source = open_checkpoint(path.parent, path.name)
             else:
-                self._source = open_source(self.path, self._tag)
+                self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
+            # A load that DCP gives up before the end has no other one to close it.
+            self._forget = weakref.finalize(self, self._source.close)
         return self._source
 
     def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:
@@ -164,9 +170,9 @@ class Reader(StorageReader):
 
     def close(self) -> None:
         """Close the checkpoint; a second call does nothing."""
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
+        forget, self._forget, self._source = self._forget, None, None
+        if forget is not None:
+            forget()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

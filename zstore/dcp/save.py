@@ -20,8 +20,9 @@ from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
 from zstore.checkpoint.crew import Crew
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.gather import Gatherer
+from zstore.checkpoint.names import array_path, shard_file
 from zstore.checkpoint.publish import Publisher
-from zstore.errors import DiskFullError, UsageError
+from zstore.errors import CheckpointError, DiskFullError, UsageError
 from zstore.files import Files
 from zstore.foreign.dcp_names import STATE, Names, name_arrays
 from zstore.foreign.dcp_names import Path as KeyPath
@@ -200,11 +201,25 @@ class Save:
             for shard in range(grid.num_shards):
                 crcs = assemble(grid, shard, name, parts.get((name, shard), ()))
                 file_bytes = layout_of(grid, shard, specs[name].dtype).file_bytes
+                self._check_file(specs[name], shard, file_bytes)
                 summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
         for root, _, names in os.walk(self._committer.temporary):
             for file in names:
                 os.chmod(os.path.join(root, file), READ_ONLY)
         return summaries
+
+    def _check_file(self, spec: ArraySpec, shard: int, file_bytes: int) -> None:
+        path = self._committer.temporary / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
+        try:
+            found = self._files.size(path)
+        except FileNotFoundError:
+            found = -1
+        if found != file_bytes:
+            raise CheckpointError(
+                f"array {spec.name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
+                + (f"{found}" if found >= 0 else "no such file")
+                + f" in {path.parent}: the folder is not the same one for all ranks"
+            )
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed. Never raises."""

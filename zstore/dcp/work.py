@@ -73,6 +73,14 @@ class Workplace:
         """The save's temporary folder."""
         return Path(self.share.folder)
 
+    def check_folder(self) -> None:
+        """Raise CheckpointError where this rank does not see the folder that rank 0 made."""
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the folder is local to a machine; give "
+                "one that all ranks share"
+            )
+
     # -- chunks that this rank holds whole ---------------------------------------------------------------------------
 
     def write_box(self, spec: ArraySpec, grid: Grid, box: Box, data: Bytes) -> list[Wrote]:

@@ -106,6 +106,7 @@ class Writer(StorageWriter):
         with open_resources(num_threads=self._num_threads) as resources:
             place = Workplace(share, resources)
             try:
+                place.check_folder()
                 with Crew(self._num_threads, f"zstore-dcp-{share.rank}") as crew:
                     future.set_result(_write(place, plan, planner, crew))
             except BaseException as error:
