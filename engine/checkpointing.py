@@ -1,14 +1,8 @@
-"""Saving and loading the whole state of a run: what is collected, what is checked, what is brought back.
+"""Saving the whole state of a run: what is collected, pinned and handed over; and the load that goes with it.
 
 [Note: saving]
 On every rank: the store's arrays are pinned, buffers and the client's tensors copied, the record built. Errors until
 here are raised on every rank, and nothing was written. The rest runs in zstore.checkpoint's background thread.
-
-[Note: loading]
-The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
-elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
-resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
-neither trained nor saved until a load mends it.
 """
 
 from __future__ import annotations
@@ -17,40 +11,35 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from zstore.arrays import ArraySpec, numpy_dtype
 from zstore.checkpoint import (
-    ArraySource,
     CheckpointReader,
+    KnownFile,
     SaveRequest,
     SaveSummary,
     new_save_id,
     step_tag,
     tag_text,
 )
-from zstore.checkpoint.ahead import ReadAhead
-from zstore.checkpoint.split import complete_master
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.sources import open_source
+from zstore.errors import UsageError
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
-from .destinations import Destination, Handle, destination_of, reading_text
+from .destinations import Destination, Handle, destination_of
 from .interrupts import interrupts_wait
-from .loading import LoadOptions, LoadPlan, plan_load
+from .loading import LoadOptions, LoadReport
 from .model import save_config, stored_buffers
-from .record import apply_record, check_record, engine_record
-from .rng import derive_rng_state, load_rng_state, rng_state
-from .tensors import as_numpy, as_torch, dtype_name
+from .record import engine_record
+from .restoring import Restore
+from .rng import rng_state
 
 if TYPE_CHECKING:
     from .training import Training
@@ -59,6 +48,21 @@ _log = logging.getLogger("zstore")
 
 _END_WELL_S = 5.0
 """How long a save may go on after a rank failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What `save_checkpoint` is asked for."""
+
+    folder: str
+    tag: str | float | None = None
+    """None: `step-` and the step."""
+    state: Mapping[str, Any]
+    """The client's."""
+    metrics: Mapping[str, Any]
+    """Numbers by name that retention may go by."""
+    wait: bool = True
+    overwrite: bool = False
 
 
 class SaveTicket:
@@ -83,13 +87,17 @@ class SaveTicket:
 
 
 class Checkpoints:
-    """Saves and loads a run's state. See [Note: saving] and [Note: loading]."""
+    """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `restoring`."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._pending: SaveTicket | None = None
+        self._known: dict[str, KnownFile] = {}
+        """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.stall_s = 0.0
         """Time for which saves held training up."""
+        self.report: LoadReport | None = None
+        """What the last load did; None before the first."""
         training.world.when_broken.append(self._give_up_later)
 
     def _give_up_later(self) -> None:
@@ -102,9 +110,7 @@ class Checkpoints:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(
-        self, folder: str, tag: str | float | None, state: Mapping[str, Any], *, wait: bool, overwrite: bool
-    ) -> SaveTicket:
+    def save(self, options: SaveOptions) -> SaveTicket:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
@@ -113,11 +119,12 @@ class Checkpoints:
         mine, small = "", Small({}, {}, {})
         destination = Destination(Path())
         try:
-            destination = destination_of(self._training, folder)
+            destination = destination_of(self._training, options.folder)
             self._training.require_whole()
-            mine = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
+            steps = self._training.counters.global_steps
+            mine = tag_text(step_tag(steps) if options.tag is None else options.tag)
             self._check_no_accumulation()
-            small = self.collect_small(state)
+            small = self.collect_small(options.state, options.metrics)
         except Exception as raised:
             error = raised
         world.raise_together(error)
@@ -130,7 +137,7 @@ class Checkpoints:
         try:
             # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
             with interrupts_wait():
-                handle = self._begin(destination, chosen, save_id, small, overwrite=overwrite, wait=wait)
+                handle = self._begin(options, destination, chosen, save_id, small)
                 self._pending = SaveTicket(handle, time.perf_counter() - started)
         except Exception as raised:
             error = raised
@@ -144,7 +151,7 @@ class Checkpoints:
         ticket = self._pending
         if ticket is None:
             raise UsageError("the save did not begin")
-        if wait:
+        if options.wait:
             self.wait()
             ticket.stall_s = time.perf_counter() - started
         self.stall_s += ticket.stall_s
@@ -162,7 +169,7 @@ class Checkpoints:
                 f"{training.backwards} backward without step): gradients are not saved; save after the step"
             )
 
-    def collect_small(self, state: Mapping[str, Any]) -> Small:
+    def collect_small(self, state: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
         if not isinstance(state, Mapping):
             raise UsageError(f"client_state: expected a dict, got {type(state).__name__}")
@@ -172,25 +179,28 @@ class Checkpoints:
             for name, buffer in stored_buffers(self._training.model)
         }
         specs, arrays = client.small_arrays(tensors)
-        return Small({"client_state": marked, "engine": engine_record(self._training)}, specs, arrays)
+        record = {
+            "client_state": marked,
+            "engine": engine_record(self._training),
+            "metrics": client.numbers({} if metrics is None else metrics),
+        }
+        return Small(record, specs, arrays)
 
-    def _begin(
-        self, destination: Destination, tag: str, save_id: str, small: Small, *, overwrite: bool, wait: bool
-    ) -> Handle:
+    def _begin(self, options: SaveOptions, destination: Destination, tag: str, save_id: str, small: Small) -> Handle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store
         folder = destination.folder
         # What is copied to another drive before training goes on stays nobody's after that.
         drives = store.options.all_paths
-        copied = wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
-        names = [name for one in training.state.records for name in training.state.arrays_of(one)]
-        reserve_bytes = 0 if copied else store.require_room(names, num_stores=training.world.local_world_size)
+        copied = options.wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
+        changing = [name for one in training.trained for name in training.state.arrays_of(one)]
+        reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
         return destination.begin(
             replace(
                 self.pinned_request(folder, tag, save_id, small),
                 keep=training.config.keep,
-                overwrite=overwrite,
+                overwrite=options.overwrite,
                 before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
                 reserve_bytes=reserve_bytes,
             )
@@ -221,6 +231,7 @@ class Checkpoints:
                 rank_state=rng_state(),
                 record=small.state,
                 run_id=training.run_id,
+                known=self._known,
                 disk_folder=store.options.run_path,
                 disk_folders=store.disk_folders(),
             )
@@ -242,8 +253,7 @@ class Checkpoints:
             return
         error: BaseException | None = None
         try:
-            for message in self._pending.wait().messages:
-                _log.warning("%s", message)
+            self._note(self._pending.wait())
         except Exception as raised:
             error = raised
         # Not before: a save whose wait was interrupted is still under way.
@@ -264,122 +274,24 @@ class Checkpoints:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
         ticket, self._pending = self._pending, None
         if ticket is not None:
-            for message in ticket.wait().messages:
-                _log.warning("%s", message)
+            self._note(ticket.wait())
+
+    def _note(self, summary: SaveSummary) -> None:
+        self._known = dict(summary.known)
+        for message in summary.messages:
+            _log.warning("%s", message)
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
-        training = self._training
-        training.settle()
+        self._training.settle()
         self._end_save()
-        error: Exception | None = None
-        reader: ArraySource | None = None
-        plan: LoadPlan | None = None
-        with ExitStack() as opened:
-            try:
-                resources, options_of = training.state.store.resources, training.config.storage_options
-                reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
-                plan = plan_load(training, reader, options)
-                check_record(training, _engine_of(reader), plan, reader.record.training_world_size)
-            except CheckpointNotFoundError as missing:
-                if tag is not None:
-                    error = missing
-            except Exception as raised:
-                error = raised
-            # Until here nothing was changed, on any rank.
-            training.world.raise_together(error)
-            self._check_all_found(reader is not None)
-            if reader is None or plan is None:
-                _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
-                return None, {}
-            training.give_up_within()
-            training.updater.forget()
-            if plan.left_out and training.world.rank == 0:
-                _log.warning(
-                    "%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out)
-                )
-            if reader.notes and training.world.rank == 0:
-                _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
-            training.torn = True
-            if training.hooks is not None:
-                training.hooks.residence.forget()
-            state: dict[str, Any] = {}
-            try:
-                state = self._bring_back(reader, plan)
-                if (text := reading_text(reader)) is not None:
-                    _log.info("rank %d: %s", training.world.rank, text)
-            except Exception as raised:
-                raised.add_note(
-                    "The engine now holds a mixture of two states: load another checkpoint before going on."
-                )
-                error = raised
-            training.world.raise_together(error)
-        training.gather_resident(training.state.records)
-        training.restart_accumulation()
-        training.backwards = 0
-        training.torn = False
-        return reader.location, state
-
-    def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
-        """Load what this rank owns; return the client's state."""
-        training = self._training
-        self._load_arrays(reader, plan)
-        apply_record(training, _engine_of(reader), plan, reader.record.training_world_size)
-        if plan.options.everything:
-            training.run_id = reader.record.run or training.run_id
-        if plan.options.progress:
-            self._load_rng(reader)
-        state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)
-        return state
-
-    def _check_all_found(self, found: bool) -> None:
-        ranks = self._training.world.all_gather_object(found)
-        if any(ranks) and not all(ranks):
-            raise CheckpointNotFoundError(
-                f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
-                "loaded: the folder is local to a machine; give one that all ranks share"
-            )
-
-    def _load_arrays(self, reader: ArraySource, plan: LoadPlan) -> None:
-        state, arrays = self._training.state, plan.arrays
-        with (
-            ReadAhead(reader, [one.stored for one in arrays]) as ahead,
-            state.passing([one.into for one in arrays], "fill") as tiles,
-        ):
-            for tile in tiles:
-                one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
-                name, first, _ = one.stored
-                if one.converts:
-                    values = _read_master(ahead, reader, name, first + tile.first, tile.stop - tile.first)
-                    state.put_master(values, views)
-                else:
-                    read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
-        for name, buffer in stored_buffers(self._training.model):
-            if name in plan.buffers:
-                buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
-        state.refresh_parameters()
-
-    def _load_rng(self, reader: ArraySource) -> None:
-        world, step = self._training.world, self._training.counters.global_steps
-        record = reader.record
-        # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
-        if record.training_world_size == record.world_size == world.world_size:
-            state = reader.rank_state(world.rank)
-            if state:
-                load_rng_state(dict(state))
-                return
-        derive_rng_state(self._training.config.seed, step, world.rank)
-        if world.rank == 0 and not reader.notes:  # those say it
-            _log.warning(
-                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
-                "%d, step %d and rank",
-                record.training_world_size,
-                world.world_size,
-                self._training.config.seed,
-                step,
-            )
+        restore = Restore(self._training)
+        found = restore.load(folder, tag, options)
+        if restore.report is not None:
+            self.report, self._known = restore.report, restore.known
+        return found
 
 
 @dataclass(frozen=True)
@@ -406,31 +318,3 @@ def _one_drive(one: Path, other: Path) -> bool:
     """Return whether two folders, of which the second may be made yet, are on one file system."""
     made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
     return one.stat().st_dev == made.stat().st_dev
-
-
-def _engine_of(reader: ArraySource) -> dict[str, Any]:
-    engine = reader.record.state.get("engine")
-    if not isinstance(engine, dict):
-        raise CheckpointMismatchError(
-            f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from"
-        )
-    return engine
-
-
-def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
-    """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
-    stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
-    ahead.read(name, first, first + numel, stored)
-    master = complete_master(reader, name, first, stored)
-    return as_torch(stored if master is None else master)
-
-
-def read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:
-    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and of any type."""
-    stop = first + target.numel()
-    if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
-        ahead.read(name, first, stop, as_numpy(target))
-        return
-    values = np.empty(stop - first, numpy_dtype(stored))
-    ahead.read(name, first, stop, values)
-    target.copy_(as_torch(values))

@@ -59,6 +59,19 @@ def join(state: Any, read: Callable[[str], Any]) -> Any:
     return [join(item, read) for item in state] if isinstance(state, list) else state
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers; tensors of one element are taken. Raises UsageError for what is no number."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics: expected a dict of numbers by name, got {type(metrics).__name__}")
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metrics: expected a number for {name!r}, got {type(value).__name__}") from error
+    return found
+
+
 def small_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
     """Return specs and numpy arrays of tensors that one rank stores whole."""
     specs = {

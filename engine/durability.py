@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint, step_tag
+from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
 from zstore.errors import ConfigError, StorageError
 from zstore.files import UnsyncedFiles
 
@@ -109,6 +109,8 @@ class StepSnapshots:
         self._pinned_step: int | None = None
         """Step of the snapshot that was begun last."""
         self._said: set[str] = set()
+        self._known: Mapping[str, KnownFile] = {}
+        """Files of the last snapshot, which the next one may link. Not a checkpoint: they are not made durable."""
         self.client_state: ClientState = {}
         self.committed_step: int | None = None
         """Step of the last snapshot that is committed."""
@@ -184,7 +186,8 @@ class StepSnapshots:
             resources=self._resources,
             record={**request.record, KEY: {"folders": self._folders}},
             rank_state={**request.rank_state, BOOT: boot_id()},
-            keep=1,
+            keep=Keep(last=1),
+            known={**request.known, **self._known},
             overwrite=True,
             most_pause_s=_MOST_PAUSE_S,
         )
@@ -202,7 +205,8 @@ class StepSnapshots:
         # May be interrupted: the snapshot goes on, and the next call waits again.
         error: BaseException | None = None
         try:
-            messages = handle.wait().messages
+            summary = handle.wait()
+            messages, self._known = summary.messages, summary.known
         except Exception as raised:
             raised.add_note(
                 f"This happened as the snapshot of step {self._pinned_step} was taken; nothing was changed since, and the "

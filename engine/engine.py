@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -16,24 +16,24 @@ from zstore.dist import World
 from zstore.errors import UsageError
 
 from .access import Access
-from .calls import StateCalls
-from .checkpointing import Checkpoints, SaveTicket
+from .checkpointing import Checkpoints
 from .distributed import phase
-from .durability import ClientState, StepSnapshots
+from .durability import StepSnapshots
 from .garbage import CollectorPause
 from .generation import in_step
 from .loader import TrainingLoader
-from .loading import LoadOptions
 from .monitors import Monitors
 from .optimizer import ZeroOptimizer
 from .reporting import RunReport
+from .save_calls import SaveCalls
+from .signals import StopSignals
 from .statistics import EngineStatistics, engine_statistics
 from .tensors import cast_floating
 from .timers import Timers
 from .training import Training
 
 
-class Engine(StateCalls, nn.Module):
+class Engine(SaveCalls, nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
@@ -51,9 +51,11 @@ class Engine(StateCalls, nn.Module):
         # Not a method of this object, which would then never be collected.
         self._complete_saves = partial(_complete_saves, self.checkpoints, self.steps)
         self.access = Access(training, self._complete_saves)
+        self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
+        last = (pause.end if pause is not None else None, self.signals.close)
         self._finalizer = weakref.finalize(
-            self, _close, training, self.checkpoints, self.steps, self.report, self.access, pause
+            self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -108,6 +110,7 @@ class Engine(StateCalls, nn.Module):
         if training.counters.micro_steps % training.batch.accumulation_steps == 0:
             self.report.step_ended()
             self.steps.take()
+            self.stop_if_asked()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -116,65 +119,6 @@ class Engine(StateCalls, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    @phase("save")
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | float | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        client_sd: Mapping[str, Any] | None = None,
-        wait: bool = True,
-        overwrite: bool = False,
-    ) -> SaveTicket:
-        """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
-
-        Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
-        the state may change meanwhile. `client_state` (or `client_sd`) is JSON data and tensors. Raises UsageError in
-        the middle of an accumulation, CheckpointExistsError for a committed tag unless `overwrite`.
-        """
-        state = client_state if client_state is not None else client_sd
-        self.steps.note_folder(save_dir)
-        return self.checkpoints.save(save_dir, tag, state or {}, wait=wait, overwrite=overwrite)
-
-    def load_checkpoint(
-        self, load_dir: str, tag: str | float | None = None, **options: bool
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
-
-        `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
-        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. What is not loaded stays as it is.
-        (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
-        that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
-        """
-        chosen = LoadOptions.of(options)
-        self.access.require_no_block("engine.load_checkpoint()")
-        with self.world.calling("load"):
-            return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
-
-    @phase("save")
-    def wait_for_checkpoint(self) -> None:
-        """Return once a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
-        raise what went wrong, on every rank (all ranks)."""
-        self._complete_saves()
-
-    @property
-    def step_client_state(self) -> ClientState:
-        """What the snapshots of steps have as client state: a dict as it is at the end of `step()`, or a function that is
-        called there (rank 0's counts); empty at first. `load_checkpoint` returns it."""
-        return self.steps.client_state
-
-    @step_client_state.setter
-    def step_client_state(self, state: ClientState) -> None:
-        self.steps.client_state = state
-
-    @property
-    def durable_step(self) -> int | None:
-        """The last step that a kill does not take back, by the snapshots of this engine; None where there is none yet."""
-        return self.steps.committed_step
 
     # -- what is asked of it ----------------------------------------------------------------------------------------
 
@@ -328,11 +272,12 @@ def _close(
     steps: StepSnapshots,
     report: RunReport,
     access: Access,
-    pause: CollectorPause | None,
+    last: Sequence[Callable[[], None] | None],
 ) -> None:
     with contextlib.ExitStack() as last_to_first:
-        if pause is not None:
-            last_to_first.callback(pause.end)
+        for end in last:
+            if end is not None:
+                last_to_first.callback(end)
         last_to_first.callback(training.world.end_watch)
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)

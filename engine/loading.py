@@ -13,6 +13,7 @@ from zstore.errors import CheckpointMismatchError, UsageError
 
 from .model import stored_buffers
 from .parameters import ParameterRecord
+from .renaming import Names, Renamed
 from .state import OptimizerState
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_LISTED = 10
 """Differences of one kind that an error names."""
+_MISSING, _STRANGE = "missing: ", "not in the model or its optimizer: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +37,19 @@ class LoadOptions:
     """Load the schedule and the learning rates."""
     load_module_only: bool = False
     """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
+    names: Names | None = None
+    """What the checkpoint's parameters and buffers are called in the model; None: the same."""
 
     @staticmethod
-    def of(options: Mapping[str, Any]) -> LoadOptions:
+    def of(options: Mapping[str, Any], names: Names | None = None) -> LoadOptions:
         """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
-        known = [field.name for field in fields(LoadOptions)]
+        known = [field.name for field in fields(LoadOptions) if field.name != "names"]
         for name, value in options.items():
             if name not in known:
                 raise UsageError(f"load_checkpoint() has no option {name!r}; it has {', '.join(known)}")
             if not isinstance(value, bool):
                 raise UsageError(f"load_checkpoint({name}={value!r}): expected True or False")
-        return LoadOptions(**options)
+        return LoadOptions(names=names, **options)
 
     @property
     def optimizer(self) -> bool:
@@ -89,8 +93,33 @@ class LoadPlan:
     buffers: list[str]
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
-    left_out: list[str]
-    """Differences that are accepted, for a warning."""
+    missing: list[str]
+    """Arrays of the model and its optimizer that the checkpoint does not have."""
+    left_over: list[str]
+    """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Differences that were accepted, for a warning."""
+        return [*_short(_MISSING, self.missing), *_short(_STRANGE, self.left_over)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank."""
+
+    path: str
+    """The checkpoint's folder or URL."""
+    missing: tuple[str, ...]
+    """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
+    left_over: tuple[str, ...]
+    """Arrays that the checkpoint has and the engine lacks, or that `names` left out; what the options leave out is not
+    among them."""
+    read_bytes: int
+    """Bytes that were read from the checkpoint's shard files."""
+    linked_bytes: int
+    """Bytes of its shard files that were linked into the run folder: they are read, and verified, when training first
+    needs them."""
 
 
 def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> LoadPlan:
@@ -104,8 +133,8 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
     wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
-    left_out = _differences(training, reader, options, wanted)
-    if (training.torn or training.within is not None) and (left_out or not options.everything):
+    missing, left_over = _differences(training, reader, options, wanted)
+    if (training.torn or training.within is not None) and (missing or left_over or not options.everything):
         raise UsageError(
             "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
             "options"
@@ -122,7 +151,8 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
         ],
         buffers=[name for name, _ in stored_buffers(training.model) if f"buffer/{name}" in found],
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
-        left_out=left_out,
+        missing=missing,
+        left_over=left_over,
     )
 
 
@@ -144,8 +174,8 @@ def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, n
 
 def _differences(
     training: Training, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """Return the differences that `options` accept. Raises CheckpointMismatchError for others."""
+) -> tuple[list[str], list[str]]:
+    """Return what is missing and what is left over, where `options` accept it. Raises CheckpointMismatchError where not."""
     frozen = {record.name for record in training.state.records if record.group is None}
 
     def counts(name: str) -> bool:
@@ -156,24 +186,23 @@ def _differences(
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
-    missing = [f"missing: {name}" for name in wanted if name not in stored]
-    strange = [f"not in the model or its optimizer: {name}" for name in stored if name not in wanted]
+    missing = [name for name in wanted if name not in stored]
+    strange = [name for name in stored if name not in wanted]
     unequal = [
         f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    accepted = [] if options.load_module_strict else [*_short(missing), *_short(strange)]
-    refused = [*_short(missing), *_short(strange)] if options.load_module_strict else []
-    refused += _short(unequal)
+    refused = [*_short(_MISSING, missing), *_short(_STRANGE, strange)] if options.load_module_strict else []
+    refused += _short("", unequal)
     if refused:
         raise CheckpointMismatchError(
             f"checkpoint {reader.location} is of another model or optimizer:"
             + "".join(f"\n  {line}" for line in refused)
         )
-    return accepted
+    return missing, strange + (reader.left_out if isinstance(reader, Renamed) else [])
 
 
-def _short(problems: list[str]) -> list[str]:
-    more = len(problems) - _MOST_LISTED
-    return problems[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
+def _short(prefix: str, names: list[str]) -> list[str]:
+    more = len(names) - _MOST_LISTED
+    return [prefix + name for name in names[:_MOST_LISTED]] + ([f"and {more} more"] if more > 0 else [])

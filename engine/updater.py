@@ -237,14 +237,26 @@ class LatePin:
         """See `PinnedShard`."""
         return self._tier
 
+    @property
+    def version(self) -> int | None:
+        """See `PinnedShard`."""
+        return None
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError where the update failed."""
+        return self._made().checksums(res, grid, shard)
+
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError where the update failed."""
+        return self._made().publish(res, path, grid, shard, priority)
+
+    def _made(self) -> PinnedShard:
         error = self._found.exception()
         if error is not None:
             raise UsageError(
                 f"array {self._name!r}: its update failed, so there is nothing to save: {error}"
             ) from error
-        return self._found.result().publish(res, path, grid, shard, priority)
+        return self._found.result()
 
     def release(self) -> None:
         """See `PinnedShard.release`."""

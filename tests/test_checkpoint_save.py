@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from zstore.arrays import ArraySpec
-from zstore.checkpoint import new_save_id, open_checkpoint, save_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint import Keep, new_save_id, open_checkpoint, save_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.errors import (
@@ -176,7 +176,7 @@ def test_only_the_newest_of_the_own_run_are_kept(folder: Path, run_path: Path) -
     save_arrays(folder, arrays, step=1, run_id="another run")
     with open_world(arrays, tier="disk", run_path=run_path) as world:
         for step in range(2, 7):
-            world.save(folder, step=step, run_id="run", keep=2)
+            world.save(folder, step=step, run_id="run", keep=Keep(last=2))
     assert [info.record.step for info in tags(folder)] == [1, 5, 6]
     assert values(folder) == values(folder, "step-00000005") == as_bytes(arrays)
     assert leavings(folder) == []
@@ -217,7 +217,7 @@ def test_requests_that_make_no_sense_are_refused_and_the_pins_released(folder: P
     with open_world(make_arrays()) as world:
         for options, words in (
             ({"tag": "../up"}, "cannot be a tag"),
-            ({"keep": 2}, "a run_id"),
+            ({"keep": Keep(last=2)}, "a run_id"),
             ({"record": {"client": {"x": object()}}}, r"record\['client'\]\['x'\] is a builtins.object"),
             ({"small": {"client/x": np.zeros(3)}}, "has no spec"),
         ):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zstore.checkpoint import Keep
 from zstore.engine.config import BatchSizes, Config, IoConfig, LossScaling, OptimizerConfig, ResolveContext, load_config
 from zstore.engine.config.resolve import open_keys, solve_batch
 from zstore.errors import ConfigError, UsageError
@@ -181,7 +182,8 @@ def test_io_and_settings_of_our_own() -> None:
         }
     )
     assert config.io == IoConfig(block_bytes=1 << 20, queue_depth=4, num_threads=2)
-    assert (config.host_budget_bytes, config.keep, config.verify_reads, config.seed) == (10**9, 2, False, 5)
+    assert (config.host_budget_bytes, config.verify_reads, config.seed) == (10**9, False, 5)
+    assert config.keep == Keep(last=2)
     assert resolved({"zstore": {"io_threads": 3}}).io.num_threads == 3
     assert resolved({"zstore": {"host_budget_bytes": "auto"}}).host_budget_bytes == "auto"
 

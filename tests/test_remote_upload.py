@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
+from zstore.checkpoint import Keep, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.checkpoint.names import parse_own_name
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from zstore.remote import Retries, UploadHandle, UploadOptions, open_folder, save_to_url, upload_checkpoint
@@ -123,7 +123,7 @@ def test_the_record_is_written_last(remote: Remote, world: World) -> None:
 
 def test_the_local_copy_stays_where_it_is_to_be_kept(remote: Remote, world: World) -> None:
     for step in (1, 2, 3):
-        summary = remote.save(world, step=step, keep_local=True, keep=2)[0]
+        summary = remote.save(world, step=step, keep_local=True, keep=Keep(last=2))[0]
     with open_checkpoint(summary.path) as reader:
         assert verify_checkpoint(reader) == []
     assert remote.tags() == [info.tag for info in tags(remote.local)] == ["step-00000002", "step-00000003"]
@@ -256,7 +256,7 @@ def test_an_upload_that_was_taken_for_dead_does_not_commit(remote: Remote) -> No
 def test_retention_holds_at_the_url_for_the_runs_own_checkpoints(remote: Remote, world: World) -> None:
     remote.save(world, step=1, run_id="other")
     for step in (2, 3, 4, 5):
-        remote.save(world, step=step, keep=2)
+        remote.save(world, step=step, keep=Keep(last=2))
     assert remote.tags() == ["step-00000001", "step-00000004", "step-00000005"]
     removed = [key for kind, key in remote.fs.order if kind == "remove" and "/step-00000002/" in key]
     assert removed[0].endswith("/zstore.json")  # else half of it would look like a checkpoint

@@ -22,7 +22,7 @@ from .arguments import (
     finish,
     parse_size,
 )
-from .opening import DEFAULT_MEMORY_BYTES
+from .opening import DEFAULT_MEMORY_BYTES, Common
 
 
 def inspect(
@@ -174,6 +174,42 @@ def convert(  # noqa: PLR0913 - one parameter per option
     finish(convert_command(src, out, options, common=common(json, memory, storage_option)))
 
 
+def prune(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints.")],
+    *,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Keep the newest N (without this option: the newest).", min=1, metavar="N")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep those whose step is a multiple of K.", min=1, metavar="K")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the one with the least or greatest value: a name of save_checkpoint(metrics=...) or client_state.",
+            metavar="METRIC:min|max",
+        ),
+    ] = None,
+    keep_tag: Annotated[
+        list[str] | None, typer.Option(help="Keep this one, or those of a pattern; may be repeated.", metavar="NAME")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove the checkpoints that no rule keeps; says what goes, what stays, and the bytes that are really freed."""
+    from zstore.checkpoint import Keep
+
+    from .prune import prune_command
+
+    if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):
+        raise typer.BadParameter("say what to keep: --keep-last, --keep-every, --keep-best or --keep-tag")
+    try:
+        keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    finish(prune_command(folder, keep, dry_run=dry_run, common=Common(json=json)))
+
+
 COMMANDS = (
     ls,
     inspect,
@@ -182,4 +218,5 @@ COMMANDS = (
     consolidate,
     reshard,
     convert,
+    prune,
 )

@@ -32,6 +32,12 @@ def train(  # noqa: PLR0913 - one parameter per option
     save: Annotated[Path | None, typer.Option(help="Folder for checkpoints; one is saved at the end.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Save every K steps too.", min=1, metavar="K")] = None,
     keep: Annotated[int | None, typer.Option(help="Keep the newest N checkpoints.", min=1, metavar="N")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep those whose step is a multiple of K, too.", min=1, metavar="K")
+    ] = None,
+    keep_best: Annotated[
+        str | None, typer.Option(help="Keep the best too, by the last step's loss.", metavar="loss:min")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +66,8 @@ def train(  # noqa: PLR0913 - one parameter per option
             save=save,
             save_every=save_every,
             keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
             resume=resume,
             nproc=nproc,
             metrics=metrics,

@@ -6,14 +6,14 @@ import os
 import shutil
 import sys
 import tempfile
-import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, ZstoreError, storage_error
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, storage_error
 
 from .companions import copy_companions
+from .launch import launch
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,10 @@ class TrainOptions:
     """Steps from one save to the next; None: only at the end."""
     keep: int | None = None
     """Newest checkpoints to keep; None: what the config says."""
+    keep_every: int | None = None
+    """Keep those whose step is a multiple of it, too."""
+    keep_best: str | None = None
+    """Keep the one with the best metric, as `loss:min`, too; `loss` and `grad_norm` are the last step's."""
     resume: str | None = None
     """`DIR`, `DIR:TAG`, or `auto` for the newest checkpoint in `save`, or a newer snapshot of a step, if any."""
     nproc: int = 1
@@ -61,7 +65,7 @@ class TrainOptions:
     """Learning rate in place of the config's."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every", "keep", "nproc", "seq_len"):
+        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
@@ -75,12 +79,11 @@ class TrainOptions:
     def arguments(self) -> list[str]:
         """Return the command line that gives these options, `--nproc` left out."""
         words: list[str] = []
-        for name in ("config", "model", "steps", "data", "save", "save_every", "keep", "resume", "metrics", "seed"):
-            if (value := getattr(self, name)) is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        if self.seq_len is not None:
-            words += ["--seq-len", str(self.seq_len)]
-        return words if self.lr is None else [*words, "--lr", repr(self.lr)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name != "nproc":
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return words
 
 
 @dataclass(frozen=True)
@@ -104,36 +107,9 @@ def run_train(options: TrainOptions) -> None:
             os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
         _prepare(options)  # what is wrong is said once, and not by every rank
-        _launch(options)
+        launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
     else:
         _train(options)
-
-
-def _launch(options: TrainOptions) -> None:
-    """Start `nproc` processes of this command through torch's elastic launcher, and wait for their end."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=options.nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "zstore", "train", *options.arguments())
-    except ChildFailedError as error:
-        ranks = ", ".join(str(rank) for rank in sorted(error.failures))
-        raise ZstoreError(f"training failed on rank {ranks}; its message stands above") from error
-    except SignalException as error:
-        print(f"zstore: stopped by {error.sigval.name}; the checkpoints that were committed hold", file=sys.stderr)
-        raise SystemExit(128 + error.sigval) from error
 
 
 def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Position, Text]:
@@ -223,11 +199,20 @@ def _config(options: TrainOptions) -> dict[str, Any]:
     schedule = config.get("scheduler") or {}
     if isinstance(schedule, dict) and (schedule.get("params") or {}).get("total_num_steps") == "auto":
         schedule["params"]["total_num_steps"] = options.steps
-    if options.keep is not None:
-        config.setdefault("zstore", {})["keep"] = options.keep
+    _keep(options, config)
     if options.seed is not None:
         config["seed"] = options.seed
     return config
+
+
+def _keep(options: TrainOptions, config: dict[str, Any]) -> None:
+    """Put what the command line says of checkpoints to keep in the place of what the config says."""
+    asked = {"last": options.keep, "every": options.keep_every, "best": options.keep_best}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked:
+        section = config.setdefault("zstore", {})
+        before = section.get("keep")
+        section["keep"] = (before if isinstance(before, dict) else {"last": before}) | asked
 
 
 class TrainLoop:
@@ -242,6 +227,8 @@ class TrainLoop:
         self._position = position
         self._first_step = engine.global_steps
         engine.step_client_state = self._state
+        self._row: dict[str, Any] = {}
+        """Metrics of the last step."""
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:
@@ -259,13 +246,18 @@ class TrainLoop:
             MetricsFile(options.metrics if leader else None, first_step=engine.global_steps + 1) as metrics,
             TrainProgress(options.steps, engine.global_steps, enabled=leader) as progress,
         ):
+            if options.save is not None:
+                engine.watch_signals()
             while engine.global_steps < options.steps:
-                row = self._step()
+                row = self._row = self._step()
                 metrics.write(row)
                 progress.show(row)
-                if self._is_save_due():
+                due, stop = self._is_save_due(), engine.stop_requested
+                if due or stop is not None:
                     stall_s = self._save()
                     progress.say(f"step {engine.global_steps}: save stall {1000 * stall_s:.1f} ms")
+                if stop is not None and engine.global_steps < options.steps:
+                    engine.save_and_stop(None)
             engine.wait_for_checkpoint()
 
     def _keep_model_files(self) -> None:
@@ -327,6 +319,10 @@ class TrainLoop:
     def _save(self) -> float:
         """Pin the state and let training go on; returns the seconds that took."""
         handle = self._engine.save_checkpoint(
-            str(self._options.save), client_state=self._state(), wait=False, overwrite=True
+            str(self._options.save),
+            client_state=self._state(),
+            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None},
+            wait=False,
+            overwrite=True,
         )
         return float(handle.stall_s)

@@ -137,6 +137,12 @@ def write_shard(
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
 
 
+def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> tuple[int, ...]:
+    """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
+    writer = _NoWriter(res, "", spec, grid, shard, Priority.CHECKPOINT)
+    return tuple(writer.write(0, layout_of(grid, shard, spec.dtype).num_present, fill))
+
+
 class ShardWriter:
     """Writes chunks of a shard file that has its index. Not for I/O threads."""
 
@@ -171,9 +177,19 @@ class ShardWriter:
                 payload = slot[: layout.payload_bytes]
                 fill_chunk(payload, fill, self._spec, self._grid, self._shard, first_chunk + i)
             crcs = seal_slots(buffer.bytes, layout)
-            with self._res.files.opened(self._path, write=True) as file:
-                self._res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk))
+            self._put(buffer.bytes, layout.slot_offset(first_chunk))
             return crcs
+
+    def _put(self, data: Bytes, offset: int) -> None:
+        with self._res.files.opened(self._path, write=True) as file:
+            self._res.files.write_from(file, data, offset)
+
+
+class _NoWriter(ShardWriter):
+    """Gives checksums alone."""
+
+    def _put(self, data: Bytes, offset: int) -> None:
+        pass
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:

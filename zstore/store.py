@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -20,13 +19,14 @@ from .arrays import ArraySpec, numpy_dtype
 from .buffers import Pool, make_slab
 from .errors import DiskFullError, UsageError
 from .files import Files
-from .io import IoQueue, Priority, QueueStatistics, Ticket
+from .io import IoQueue, Priority, Ticket
 from .links import LinkCounters
 from .options import StoreOptions
 from .partition import Grid
 from .pinning import PinnedSlabs
 from .runfolder import RunFolders
 from .shardio import IoResources
+from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
 from .tiers.views import as_numpy, copy_into, host_array
@@ -43,27 +43,6 @@ Array = npt.NDArray[Any]
 
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreStatistics:
-    """What the store holds and did since it was opened."""
-
-    disk_read_bytes: int
-    disk_write_bytes: int
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    pool_bytes: int
-    pool_peak_bytes: int
-    read_wait_s: float
-    write_wait_s: float
-    pool_wait_s: float
-    pin_wait_s: float
-    pinned_bytes: int
-    """Of buffers and state in host memory, those registered with CUDA."""
-    queue: QueueStatistics
-    fallbacks: tuple[str, ...]
 
 
 class Snapshot:
@@ -219,6 +198,20 @@ class TensorStore:
         """Return where the shard rests: device, host or disk."""
         self.local(name)
         return self._tiers[name].name
+
+    def version(self, name: str) -> int:
+        """Return a number of what the shard holds: while it is the same, no pass changed the shard."""
+        self.local(name)
+        return self._tiers[name].version(name)
+
+    def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
+        """Let a shard file of a checkpoint, laid out as this array's, be what the array holds, without reading it.
+
+        False, and nothing changed, where the array does not rest on disk, or `path` cannot be linked to there. `crcs` are
+        its chunks' checksums: each chunk is verified when it is read. Nobody may ever write the file again.
+        """
+        tier = self._at_rest(name)
+        return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
 
     def disk_folders(self) -> dict[str, Path]:
         """Return by array which folder its files are in, for those that rest on disk."""
@@ -403,6 +396,12 @@ class TensorStore:
         self._raise_failed(list(self._shards))
         self._version += 1
         return self._version
+
+    @property
+    def unused_budget_bytes(self) -> int | None:
+        """Bytes of the host budget that nothing was given of; None without a budget."""
+        budget = self.options.host_budget_bytes
+        return None if budget is None else budget - self._host.used_bytes - self._pools[0].nbytes
 
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.

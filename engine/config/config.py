@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from zstore.checkpoint.keep import Keep
 from zstore.errors import ConfigError, UsageError
 from zstore.runfolder import RUN_FOLDER
 
@@ -367,8 +368,8 @@ class Config:
         return drives[0] / RUN_FOLDER / "steps" if drives else None
 
     @property
-    def keep(self) -> int | None:
-        """Checkpoints that stay when a new one is saved; None: all."""
+    def keep(self) -> Keep | None:
+        """Which checkpoints stay when a new one is saved; None: all."""
         return self.settings.zstore.keep
 
     @property

@@ -1,6 +1,7 @@
 """What a config key is here: its status, and the base of all sections of the schema."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -147,4 +148,6 @@ def _plain(value: Any) -> Any:
     """Return a value of a key as JSON would give it back."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in asdict(value).items() if item not in (None, ())}
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainValidator
 
+from .keeping import MaybeKeep
 from .keys import Section, built, no_effect, refused
 from .scheduler import SchedulerSection
 from .sections import (
@@ -57,8 +58,11 @@ class ZstoreSection(Section):
     what is available. Unset: with nvme, only buffers are in memory."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
-    keep: MaybePositive = built(None)
-    """Checkpoints that stay when a new one is saved, newest first. Unset: all, since deleting is not ours to start."""
+    keep: MaybeKeep = built(None)
+    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object, of
+    which any reason will do. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
+    best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
+    "tags": a list of names, or patterns of names. Unset: all, since deleting is not ours to start."""
     storage_options: MaybeOptions = built(None)
     """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: what the environment says, where
     credentials belong. See docs/remote.md."""

@@ -17,7 +17,8 @@ from ..shardio import ShardSummary, write_shard
 from ..tiers import PinnedShard
 from .commit import READ_ONLY
 from .format import COMPLETE, Manifest, ShardEntry
-from .names import manifest_file
+from .known import KnownFile
+from .names import manifest_file, tag_folder
 from .request import SaveRequest
 
 
@@ -29,6 +30,9 @@ class Publisher:
         self._folder = folder
         self._check_alive = check_alive
         self._files = request.resources.files
+        self._target = request.folder / tag_folder(request.tag)
+        self.known: dict[str, KnownFile] = {}
+        """What the next save may link, once this one is committed."""
 
     def tasks(self) -> list[Callable[[], ShardSummary]]:
         """Return a task for each shard file of this rank; those in memory first, since an updater waits for them."""
@@ -43,11 +47,33 @@ class Publisher:
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
         path = self._make_room_for(name, request.rank)
-        summary = pin.publish(request.resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
+        version = pin.version
+        summary = self._link_known(name, pin, path)
+        if summary is None:
+            summary = pin.publish(request.resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
         # Released at once: whoever updates this shard may be waiting.
         pin.release()
         os.chmod(path, READ_ONLY)
+        later = self._target / request.shard_path(name, request.rank)
+        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
+            self.known[name] = known
         return summary
+
+    def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
+        """Link an earlier checkpoint's file that holds the same; None where there is none. See [Note: links of unchanged
+        shards]."""
+        request = self._request
+        known = request.unchanged(name)
+        if known is None or not known.link(self._files, path):
+            return None
+        if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
+            self._files.unlink(path)
+            return None
+        # Of a snapshot of a step, it need not be durable yet; else this costs nothing.
+        with self._files.opened(path) as file:
+            self._files.sync_data(file)
+        file_bytes = request.file_bytes(name, request.rank)
+        return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 
     def _write_small(self, name: str) -> ShardSummary:
         request = self._request

@@ -177,6 +177,10 @@ class CheckpointReader(ArraySource):
         """Return the JSON that belongs to rank `rank` of the saving run alone."""
         return self.manifest(rank).rank_state
 
+    def file_of(self, name: str, shard: int) -> Path | None:
+        """See `ArraySource.file_of`."""
+        return Path(self.open_shard(name, shard).path) if self.folder.is_local else None
+
     def open_shard(self, name: str, shard: int) -> ShardReader:
         """Return the reader of one shard file, with its index checked."""
         key = (name, shard)

@@ -19,6 +19,8 @@ from ..shardfile import layout_of
 from ..shardio import IoResources
 from ..tiers import PinnedShard
 from .format import sha256
+from .keep import Keep
+from .known import KnownFile
 from .names import array_path, check_save_id, shard_file, tag_text
 
 if TYPE_CHECKING:
@@ -54,8 +56,10 @@ class SaveRequest:
     """JSON of the whole run; rank 0's counts."""
     run_id: str = ""
     """The training run, kept across resumes; needed for `keep`."""
-    keep: int | None = None
-    """Checkpoints of this run that are kept in the folder, this one included; None: all."""
+    keep: Keep | None = None
+    """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
+    known: Mapping[str, KnownFile] = field(default_factory=dict)
+    """By array, the file of an earlier checkpoint that may hold what the pinned shard holds."""
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag."""
     disk_folder: Path | None = None
@@ -82,8 +86,8 @@ class SaveRequest:
             raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.step < 0:
             raise UsageError(f"step {self.step}: expected a count of steps")
-        if self.keep is not None and (self.keep < 1 or not self.run_id):
-            raise UsageError(f"keep={self.keep}: expected at least 1, and a run_id to know the run's own by")
+        if self.keep is not None and not self.run_id:
+            raise UsageError(f"{self.keep}: expected a run_id to know the run's own checkpoints by")
         for name in [*self.pins, *self.small, *self.grids]:
             if name not in self.specs:
                 raise UsageError(f"array {name!r} has no spec in the save request")
@@ -116,6 +120,11 @@ class SaveRequest:
             described.append([name, spec.shape, spec.dtype, grid.shard_rows, grid.chunk_rows, grid.chunk_cols])
         return sha256(json.dumps(described, separators=(",", ":")).encode())
 
+    def unchanged(self, name: str) -> KnownFile | None:
+        """Return the file of an earlier checkpoint that no pass made old, None where there is none."""
+        known, version = self.known.get(name), self.pins[name].version
+        return known if known is not None and version is not None and known.version == version else None
+
     def shard_path(self, name: str, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""
         return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
@@ -129,6 +138,7 @@ class SaveRequest:
             name
             for name, pin in self.pins.items()
             if pin.tier != "disk" or self.disk_folders.get(name, self.disk_folder) in elsewhere
+            if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
         needed = self.world_size * sum(self.file_bytes(name, self.rank) for name in written)
         needed += sum(self.file_bytes(name, 0) for name in self.small)
@@ -157,6 +167,8 @@ class SaveSummary:
     written_bytes: int
     elapsed_s: float
     """From the request to the commit."""
+    known: Mapping[str, KnownFile]
+    """Its shard files by array, for the next request."""
     messages: tuple[str, ...]
     """What the user should know: copies in place of links, leavings that could not be removed."""
     url: str | None = None

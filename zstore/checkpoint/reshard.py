@@ -12,7 +12,7 @@ from ..errors import DiskFullError, UsageError
 from ..io import Priority
 from ..packedio import write_packed
 from ..partition import Grid, make_grid
-from ..shardio import IoResources, ShardSummary, open_resources, write_shard
+from ..shardio import IoResources, ShardSummary, checksum_shard, open_resources, write_shard
 from ..tiers import LocalShard
 from .ahead import Range, ReadAhead
 from .commit import Committer
@@ -33,6 +33,7 @@ class _StoredShard:
     """A shard of the new layout, with values from the old one: to a publisher, a pinned shard."""
 
     tier = "stored"
+    version: int | None = None
 
     def __init__(
         self, ahead: ReadAhead, local: LocalShard, codec: Codec | None, advance: Callable[[int], None]
@@ -52,6 +53,10 @@ class _StoredShard:
             summary = write_packed(res, path, self._codec, spec, grid, shard, fill)
         self._advance(self.local.nbytes)
         return summary
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """See `PinnedShard.checksums`."""
+        return checksum_shard(res, self.local.spec, grid, shard, partial(self._ahead.read, self.local.spec.name))
 
     def release(self) -> None:
         """Nothing is held."""

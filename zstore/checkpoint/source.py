@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -116,6 +117,13 @@ class ArraySource(ABC):
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
         """Return the crc32c of each chunk of a shard that holds values, as committed; None where there are none."""
+        return None
+
+    def file_of(self, name: str, shard: int) -> Path | None:
+        """Return the path of a shard's file in our format on this machine, which may be linked in place of being read.
+
+        None where there is no such file. Raises CorruptionError where it is missing, cut, or its index is damaged.
+        """
         return None
 
     def array(self, name: str) -> StoredArray:

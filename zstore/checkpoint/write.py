@@ -30,7 +30,7 @@ from .names import ABORT_FILE, MANIFEST_FOLDER
 from .publish import Publisher
 from .read import CheckpointReader
 from .request import SaveRequest, SaveSummary
-from .retention import keep_newest
+from .retention import retire
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -170,17 +170,16 @@ class _Job:
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.keep is not None:
-            self._messages += keep_newest(self._files, request.folder, keep=request.keep, run=request.run_id)
+            self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
         linked = [s for s in summaries if s.linked]
-        num_on_disk = sum(
-            pin.tier == "disk" and request.file_bytes(name, request.rank) > 0 for name, pin in request.pins.items()
-        )
-        if num_on_disk > len(linked):
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].tier == "disk"]
+        num_copied = sum(not s.linked for s in on_disk)
+        if num_copied:
             self._messages.append(
-                f"rank {request.rank}: {num_on_disk - len(linked)} of {num_on_disk} shards on disk were copied behind "
+                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied behind "
                 f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
                 "one without hard links)"
             )
@@ -191,6 +190,7 @@ class _Job:
             linked_bytes=sum(s.file_bytes for s in linked),
             written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
             elapsed_s=time.monotonic() - self._started,
+            known=self._publisher.known,
             messages=tuple(self._messages),
         )
 

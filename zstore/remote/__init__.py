@@ -3,7 +3,7 @@
 Imports fsspec only where a URL is opened, and no torch. Read in this order: url, retries, send, folder; commit, upload, save.
 """
 
-from .commit import keep_newest, remove_checkpoint
+from .commit import remove_checkpoint, retire
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT, Retries
 from .save import UploadHandle, UploadOptions, save_to_url
@@ -17,10 +17,10 @@ __all__ = [
     "UploadHandle",
     "UploadOptions",
     "is_url",
-    "keep_newest",
     "open_folder",
     "parse_options",
     "remove_checkpoint",
+    "retire",
     "save_to_url",
     "shown",
     "upload_checkpoint",

@@ -31,6 +31,7 @@ from typing import Any
 
 from ..checkpoint.catalog import check_tag_is_free, find_tag, read_record, scan
 from ..checkpoint.format import Record
+from ..checkpoint.keep import Keep
 from ..checkpoint.names import (
     LATEST_FILE,
     LOCK,
@@ -234,8 +235,8 @@ def remove_checkpoint(folder: RemoteFolder, name: str, run_id: str) -> None:
     folder.remove(lock)
 
 
-def keep_newest(folder: RemoteFolder, *, keep: int, run_id: str) -> list[str]:
-    """Remove all but the `keep` newest checkpoints that run `run_id` saved in `folder`.
+def retire(folder: RemoteFolder, *, keep: Keep, run_id: str) -> list[str]:
+    """Remove the checkpoints in `folder` that run `run_id` saved and that the rules do not keep.
 
     Returns a message for each that could not be removed.
     """

@@ -32,7 +32,7 @@ from ..checkpoint.read import CheckpointReader, open_checkpoint
 from ..checkpoint.request import SaveRequest, SaveSummary
 from ..checkpoint.write import SaveHandle, save_checkpoint
 from ..errors import CheckpointError
-from .commit import RemoteCommitter, keep_newest
+from .commit import RemoteCommitter, retire
 from .folder import RemoteFolder
 from .retries import PATIENT, Retries
 from .upload import NUM_THREADS, commit_upload, common_files, send_all, shard_files
@@ -194,7 +194,7 @@ class _Job:
         except OSError as error:
             self._messages.append(f"the checkpoint is uploaded, but its local copy could not be removed: {error}")
         if self._request.keep is not None:
-            self._messages += keep_newest(self._folder, keep=self._request.keep, run_id=self._request.run_id)
+            self._messages += retire(self._folder, keep=self._request.keep, run_id=self._request.run_id)
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks why the upload ended, and remove what it wrote once none of them writes any more.

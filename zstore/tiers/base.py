@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +134,13 @@ class PinnedShard(Protocol):
     def tier(self) -> str:
         """Where the pinned bytes rest: device, host or disk."""
 
+    @property
+    def version(self) -> int | None:
+        """See `Tier.version`; None where it is not known yet, because an update is to make it."""
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
+
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Make the shard file `path` of shard number `shard` on `grid`: a hard link where the disk tier has that very
         file on the same file system, else a copy; durable when this returns."""
@@ -161,6 +169,10 @@ class Tier(ABC):
     @abstractmethod
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
+
+    @abstractmethod
+    def version(self, name: str) -> int:
+        """Return a number that no other content of any shard had: while it is the same, no pass changed the shard."""
 
     @abstractmethod
     def begin(self, name: str, mode: Mode) -> None:
@@ -195,6 +207,14 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+_versions = count(1)
+
+
+def new_version() -> int:
+    """Return a number that no version of a shard had before in this process."""
+    return next(_versions)
 
 
 def being_changed(name: str) -> UsageError:

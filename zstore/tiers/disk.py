@@ -7,6 +7,9 @@ was published is never written again. A table in memory decides, never link coun
 published loses its name here (the checkpoint's link keeps the bytes); one that was not is kept for the next version.
 
 A chunk that was never written has no checksum in the table and reads as zeros without touching the disk.
+
+A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
+Its chunks are verified like all others, when they are read.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ..io import Priority, Ticket, settle
 from ..partition import Grid
 from ..shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ..shardio import IoResources, ShardSummary, write_index
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +44,9 @@ class DiskFile:
     crcs: list[int | None]
     pins: int = 0
     published: bool = False
+    version: int = field(default_factory=new_version)
+    origin: Path | None = None
+    """The checkpoint's file that it is a link of, where it was adopted."""
 
 
 @dataclass(eq=False)
@@ -124,7 +130,7 @@ class DiskTier(Tier):
                     path = _path(shard.folder, local.spec.name, number)
                     self._res.files.rename(file.path, path)
                     file.path = path
-            shard.local, shard.number = local, 1
+            shard.local, shard.number, shard.current.version = local, 1, new_version()
             self._shards[local.spec.name] = self._shards.pop(name)
 
     def _at_rest(self, name: str) -> DiskShard:
@@ -132,6 +138,30 @@ class DiskTier(Tier):
         if shard.target is not None or shard.current.pins:
             raise being_changed(name)
         return shard
+
+    def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
+        """Let the shard file `path`, which nobody will write again, be the present version of a shard that no pass is
+        over; false where it cannot be linked. `crcs` are the checksums of its chunks."""
+        shard = self._shards[name]
+        if len(crcs) != shard.layout.num_present:
+            raise UsageError(f"array {name!r}: expected {shard.layout.num_present} checksums, got {len(crcs)}")
+        with self._lock:
+            if shard.target is not None:
+                raise being_changed(name)
+            shard.number += 1
+            link = _path(shard.folder, name, shard.number)
+            try:
+                self._res.files.link(path, link)
+            except OSError:
+                return False
+            former, shard.current = shard.current, DiskFile(link, list(crcs), published=True, origin=path)
+            shard.broken = False
+            self._retire(shard, former)
+        return True
+
+    def version(self, name: str) -> int:
+        """See `Tier.version`."""
+        return self._shards[name].current.version
 
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
@@ -151,6 +181,8 @@ class DiskTier(Tier):
                 frozen = shard.current.pins > 0 or shard.current.published
                 shard.target = self._next_file(shard) if frozen else shard.current
                 shard.touched = False
+                if not frozen:
+                    shard.current.version = new_version()
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
         """Return a file for the next version: the spare one under a new name, or a new one."""
@@ -272,15 +304,18 @@ def _path(folder: Path, name: str, number: int) -> Path:
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
         res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
-    name = shard.local.spec.name
+    name, where = shard.local.spec.name, str(file.origin or file.path)
     for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
         known = file.crcs[chunk]
         if known is None:
             slot[:] = 0
-        elif res.verify and verify_slots(slot, shard.layout, chunk, path=str(file.path), array=name) != [known]:
+        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name) != [known]:
+            problem = "what was written last: the drive lost a write; load a checkpoint"
+            if file.origin is not None:
+                problem = "the one that the manifest names: the file was replaced; load another checkpoint"
             raise CorruptionError(
-                f"array {name!r}: chunk {chunk} of {file.path} (offset {shard.layout.slot_offset(chunk)}) is whole, "
-                "but not what was written last: the drive lost a write; load a checkpoint"
+                f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not "
+                f"{problem}"
             )
 
 
@@ -305,12 +340,17 @@ class DiskPin:
         self._owner: DiskTier | None = tier
         self._shard = shard
         self._file = file
+        self.version: int | None = file.version
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """See `PinnedShard.checksums`; of a shard of which nothing or not all was written, none."""
+        self._require_layout(grid, shard)
+        return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Link the file to `path`, or copy it where links are not to be had; see `PinnedShard.publish`."""
         local, file = self.local, self._file
-        if (grid, shard) != (local.grid, local.shard):
-            raise UsageError(f"array {local.spec.name!r}: a shard on disk is published with the layout that it has")
+        self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
         if not crcs or len(crcs) < len(file.crcs):
             return self._copy(res, path, priority)
@@ -320,6 +360,12 @@ class DiskPin:
         if not self._link(res, path):
             return self._copy(res, path, priority)
         return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
+
+    def _require_layout(self, grid: Grid, shard: int) -> None:
+        if (grid, shard) != (self.local.grid, self.local.shard):
+            raise UsageError(
+                f"array {self.local.spec.name!r}: a shard on disk is published with the layout that it has"
+            )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:
         """Link the file to `path`; false where links are not to be had."""

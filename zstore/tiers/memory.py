@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 from ..io import Priority, Ticket
 from ..partition import Grid
-from ..shardio import IoResources, ShardSummary, write_shard
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed
+from ..shardio import IoResources, ShardSummary, checksum_shard, write_shard
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class MemoryTier(Tier):
         self._shards: dict[str, LocalShard] = {}
         self._memory: dict[str, View] = {}
         self._pins: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
         self._changing: set[str] = set()
         self._stopped = False
         self._unpinned = threading.Condition()
@@ -35,6 +36,7 @@ class MemoryTier(Tier):
         self._memory[name] = self._allocate(local) if memory is None else self._adopt(local, memory)
         self._shards[name] = local
         self._pins[name] = 0
+        self._versions[name] = new_version()
 
     @abstractmethod
     def _allocate(self, local: LocalShard) -> View:
@@ -51,15 +53,16 @@ class MemoryTier(Tier):
         """See `Tier.remove`."""
         with self._unpinned:
             self._require_rest(name)
-            del self._shards[name], self._memory[name], self._pins[name]
+            del self._shards[name], self._memory[name], self._pins[name], self._versions[name]
 
     def rename(self, name: str, local: LocalShard) -> None:
         """See `Tier.rename`."""
         with self._unpinned:
             self._require_rest(name)
-            del self._shards[name], self._pins[name]
+            del self._shards[name], self._pins[name], self._versions[name]
             self._memory[local.spec.name] = self._memory.pop(name)
             self._shards[local.spec.name], self._pins[local.spec.name] = local, 0
+            self._versions[local.spec.name] = new_version()
 
     def _require_rest(self, name: str) -> None:
         if name in self._changing or self._pins[name]:
@@ -68,6 +71,10 @@ class MemoryTier(Tier):
     def is_pinned_in_place(self, name: str) -> bool:
         """See `Tier.is_pinned_in_place`."""
         return self._pins[name] > 0
+
+    def version(self, name: str) -> int:
+        """See `Tier.version`; whoever has the memory may write to it all the same."""
+        return self._versions[name]
 
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
@@ -78,6 +85,7 @@ class MemoryTier(Tier):
                 self._changing.add(name)
                 if self._pins[name]:
                     self._wait_for_unpinning(name)
+                self._versions[name] = new_version()
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
@@ -123,7 +131,7 @@ class MemoryTier(Tier):
             if name in self._changing and self._pins[name] == 0:
                 raise being_changed(name)
             self._pins[name] += 1
-        return MemoryPin(self, self._shards[name], self._memory[name])
+            return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
 
     def unpin(self, name: str) -> None:
         """Drop one pin of the shard."""
@@ -145,8 +153,9 @@ class MemoryTier(Tier):
 class MemoryPin:
     """A pinned shard in memory; whoever changes the shard waits for `release`."""
 
-    def __init__(self, tier: MemoryTier, local: LocalShard, memory: View) -> None:
+    def __init__(self, tier: MemoryTier, local: LocalShard, memory: View, version: int) -> None:
         self.local = local
+        self.version: int | None = version
         self._memory = memory
         self._tier: MemoryTier | None = tier
         self._owner = tier
@@ -163,6 +172,15 @@ class MemoryPin:
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
+        self._require_within(grid, shard)
+        return write_shard(res, path, self.local.spec, grid, shard, self.fill, priority)
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
+        self._require_within(grid, shard)
+        return checksum_shard(res, self.local.spec, grid, shard, self.fill)
+
+    def _require_within(self, grid: Grid, shard: int) -> None:
         first = shard * grid.shard_numel
         low, high = self.local.base, self.local.base + self.local.valid_numel
         valid = grid.shard_valid_numel(shard)
@@ -172,7 +190,6 @@ class MemoryPin:
                 f"array {self.local.spec.name!r}: elements [{first}, {first + valid}) of shard {shard} are not in the "
                 f"pinned shard [{low}, {high})"
             )
-        return write_shard(res, path, self.local.spec, grid, shard, self.fill, priority)
 
     def release(self) -> None:
         """See `PinnedShard.release`."""

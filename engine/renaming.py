@@ -1,0 +1,111 @@
+"""A checkpoint under other names: the arrays of a source, as the model calls its parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from zstore.checkpoint import ArraySource
+from zstore.errors import UsageError
+from zstore.io import Priority
+
+Names = Mapping[str, str | None] | Callable[[str], str | None]
+"""Names of parameters and buffers in a checkpoint -> their names in the model, None for those to leave out. A mapping may
+have some of them: the others keep theirs."""
+
+
+class Renamed(ArraySource):
+    """`source`, whose parameters, their optimizer state, and buffers are called as `names` says.
+
+    Raises UsageError for two of one name, for a name in a mapping that the checkpoint does not have, and for what is no
+    name. `source` stays the caller's.
+    """
+
+    def __init__(self, source: ArraySource, names: Names) -> None:
+        super().__init__(source.location, source.tag, source.record, source.resources)
+        self.kind, self.notes, self.num_readers = source.kind, source.notes, source.num_readers
+        self._source = source
+        found = {name: _parts(name) for name in source.arrays}
+        self._new = _renamed({name for _, name in found.values() if name}, names, source.location)
+        self.left_out: list[str] = []
+        """Arrays that were to be left out, as the checkpoint calls them."""
+        self._old: dict[str, str] = {}
+        for old, (group, name) in found.items():
+            new = self._new[name] if name else ""
+            if new is None:
+                self.left_out.append(old)
+                continue
+            whole = f"{group}/{new}" if name else old
+            if whole in self._old:
+                raise UsageError(
+                    f"names: {old!r} and {self._old[whole]!r} of {source.location} would both be {whole!r}"
+                )
+            self._old[whole] = old
+            array = source.arrays[old]
+            self.arrays[whole] = replace(array, spec=replace(array.spec, name=whole))
+        self.record = replace(source.record, state=self._state(source.record.state))
+
+    def _state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the record's state, in which the engine has scalars by parameter."""
+        engine = state.get("engine")
+        scalars = engine.get("scalars") if isinstance(engine, Mapping) else None
+        if not isinstance(engine, Mapping) or not isinstance(scalars, Mapping):
+            return dict(state)
+        named = {self._new.get(name, name): value for name, value in scalars.items()}
+        named.pop(None, None)
+        return {**state, "engine": {**engine, "scalars": named}}
+
+    @property
+    def read_bytes(self) -> int:
+        """See `ArraySource`."""
+        return self._source.read_bytes
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """See `ArraySource.read`."""
+        self._source.read(self._old.get(name, name), first, stop, out, priority)
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """See `ArraySource.rank_state`."""
+        return self._source.rank_state(rank)
+
+    def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
+        """See `ArraySource.shard_crcs`."""
+        return self._source.shard_crcs(self._old.get(name, name), shard)
+
+    def file_of(self, name: str, shard: int) -> Path | None:
+        """See `ArraySource.file_of`."""
+        return self._source.file_of(self._old.get(name, name), shard)
+
+
+def _parts(array: str) -> tuple[str, str]:
+    """Return (what comes before the name, the parameter's or buffer's name); no name for what belongs to none."""
+    group, _, name = array.partition("/")
+    if group == "optimizer":
+        slot, _, name = name.partition("/")
+        return f"{group}/{slot}", name
+    return (group, name) if group in ("model", "buffer") else (array, "")
+
+
+def _renamed(found: set[str], names: Names, location: str) -> dict[str, str | None]:
+    """Return the new name of each name in `found`."""
+    chosen: dict[str, Any]
+    if isinstance(names, Mapping):
+        for name in names:
+            if name not in found:
+                near = difflib.get_close_matches(str(name), sorted(found), 1, 0.0)
+                hint = f"; the nearest is {near[0]!r}" if near else ""
+                raise UsageError(f"names: {location} has no parameter or buffer {name!r}{hint}")
+        chosen = {name: names.get(name, name) for name in sorted(found)}
+    elif callable(names):
+        chosen = {name: names(name) for name in sorted(found)}
+    else:
+        raise UsageError(f"names: expected a mapping or a function of a name, got {type(names).__name__}")
+    for name, new in chosen.items():
+        if new is not None and (not isinstance(new, str) or not new):
+            raise UsageError(f"names: {name!r} would be called {new!r}; expected a name, or None to leave it out")
+    return chosen
