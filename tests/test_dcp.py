@@ -58,12 +58,16 @@ def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]
         fully_shard(part, mesh=data)
     fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for step in range(2):
         torch.manual_seed(step)
         model(torch.randn(5, 24)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer
 
 
 def whole(state: Any) -> Any:
@@ -92,9 +96,18 @@ def save(rank: int, folder: str) -> Any:
     for kind, flat in KINDS.items():
         model, optimizer = build(kind, 4)
         state = state_of(model, optimizer, flat=flat)
-        dcp.save(state, storage_writer=zstore.dcp.Writer(f"{folder}/{kind}/step-2"))
-        dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
         saved[kind] = whole(state)
+        dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
+        # Behind training, and in front of it.
+        writer = zstore.dcp.Writer(f"{folder}/{kind}/step-2")
+        if kind == "fsdp":
+            # A group of its own: DCP talks while the model does.
+            group = torch.distributed.new_group(backend="gloo")
+            future = dcp.async_save(state, storage_writer=writer, process_group=group)
+            train(model, optimizer)
+            future.result(TIMEOUT_S)  # type: ignore[union-attr]
+        else:
+            dcp.save(state, storage_writer=writer)
     save_sharded(folder)
     fail_and_go_on(folder)
     return saved
@@ -294,6 +307,34 @@ def test_numbers_text_and_bytes_come_back_as_they_were(tmp_path: Path) -> None:
     assert target["values"] == values
     assert type(target["values"]["betas"]) is tuple
     assert torch.equal(target["w"], torch.ones(3))
+
+
+@alone
+def test_a_state_dict_as_torchtitan_has_it(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        weights, states = get_state_dict(model, optimizer, options=options)
+        rest = {"train_state": {"step": torch.tensor(7)}, "dataloader": {"dp_rank_0": b"pickled", "world_size": 1}}
+        return model, optimizer, {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 7}, **rest}
+
+    _, _, state = build()
+    save_alone(dict(state), tmp_path / "step-7")
+    with open_checkpoint(tmp_path) as reader:
+        names = {f"{n}.{k}" for n in (0, 1) for k in ("weight", "bias")}
+        expected = {f"model/{name}" for name in names}
+        expected |= {f"optimizer/{slot}/{name}" for name in names for slot in ("exp_avg", "exp_avg_sq", "step")}
+        assert reader.arrays.keys() == expected | {"client/train_state.step", "client/dataloader.dp_rank_0"}
+    _, _, target = build()
+    target["train_state"] = {"step": torch.tensor(0)}
+    target["dataloader"] = {"dp_rank_0": None, "world_size": 0}
+    target["lr_scheduler"] = {"last_epoch": 0}
+    load_alone(target, tmp_path / "step-7")
+    assert whole(target) == whole(state)
+    assert target["optimizer"]["param_groups.0.weight.betas"] == (0.9, 0.999)
 
 
 class Odd:

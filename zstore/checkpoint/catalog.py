@@ -12,7 +12,7 @@ from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_fo
 
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
-    ".metadata": "torch.distributed.checkpoint, which this version does not read",
+    ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
     "zero_to_fp32.py": "DeepSpeed, but no folder of a tag with *_model_states.pt is in it: it is incomplete",
 }
 """A file's name -> whose checkpoint has it, and why it is not read here."""

@@ -82,7 +82,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check what can be checked of one rank's entries (all ranks)."""
-        if not plan.usable:
+        if not getattr(plan, "usable", True):  # plans before torch 2.7 are never cached
             raise UsageError(
                 "zstore.dcp.Writer needs the plan of every save: leave out DefaultSavePlanner(enable_plan_caching=True)"
             )
