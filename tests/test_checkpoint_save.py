@@ -311,6 +311,14 @@ def test_a_folder_that_only_rank_0_sees_is_an_error_that_says_so(tmp_path: Path)
             handles[0].wait(30)
 
 
+def test_a_rank_waits_for_the_folder_of_its_manifest_too(folder: Path) -> None:
+    with open_world({"model/x": np.ones(3, np.float32)}, world_size=2) as world:
+        save_id = new_save_id()
+        (folder / f"step-00000001.tmp-{save_id}").mkdir(parents=True)  # rank 0 is that far, and rank 1 has no rows
+        with pytest.raises(CheckpointError, match="rank 1 does not see"):
+            save_checkpoint(world.request(folder, 1, save_id, timeout_s=0.1)).wait(60)
+
+
 def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
     arrays = make_arrays()
     with open_world(arrays, world_size=2) as world:

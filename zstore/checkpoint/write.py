@@ -130,7 +130,9 @@ class _Job:
                 if request.rank == 0:
                     self._committer.begin()
                 else:
-                    self._wait_until(self._folder.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                    # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
+                    manifests = self._folder / MANIFEST_FOLDER
+                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 summaries = self._publish(crew)
                 self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
