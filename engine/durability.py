@@ -251,7 +251,7 @@ class StepSnapshots:
         boots = set(world.all_gather_object(boot_id()))
         try:
             if world.rank == 0:
-                found = choose_snapshot(mine, folder, boots)
+                found = choose_snapshot(mine, folder, boots, storage_options=self._training.config.storage_options)
                 chosen = None if found is None else [str(found.path.parent), found.tag]
         except Exception as raised:
             error = raised

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,13 @@ def snapshots(folder: Path) -> list[TagInfo]:
     return [info for info in found if KEY in info.record.state]
 
 
-def choose_snapshot(folder: Path, checkpoints: str, boots: Collection[str]) -> TagInfo | None:
+def choose_snapshot(
+    folder: Path,
+    checkpoints: str,
+    boots: Collection[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> TagInfo | None:
     """Return the snapshot in `folder` that a resume from the folder or URL `checkpoints` goes on from.
 
     None where the newest checkpoint there is as new, or no snapshot belongs to it, or `checkpoints` is one checkpoint's
@@ -66,7 +72,7 @@ def choose_snapshot(folder: Path, checkpoints: str, boots: Collection[str]) -> T
     found = snapshots(folder)
     if not found or place_of(checkpoints) == place_of(str(folder)):
         return None
-    saved = _newest_record(checkpoints)
+    saved = _newest_record(checkpoints, storage_options)
     if isinstance(saved, str):
         return None
     for info in reversed(found):
@@ -79,11 +85,11 @@ def choose_snapshot(folder: Path, checkpoints: str, boots: Collection[str]) -> T
     return None
 
 
-def _newest_record(checkpoints: str) -> Record | str | None:
+def _newest_record(checkpoints: str, storage_options: Mapping[str, Any] | None) -> Record | str | None:
     """Return the record of the newest checkpoint of a folder, None where there is none; the path of a checkpoint that was
     itself named."""
     try:
-        with open_source(checkpoints) as source:
+        with open_source(checkpoints, storage_options=storage_options) as source:
             named = place_of(source.location) == place_of(checkpoints)
             return source.location if named else source.record
     except CheckpointNotFoundError:

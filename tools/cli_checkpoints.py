@@ -122,9 +122,11 @@ def consolidate(  # noqa: PLR0913 - one parameter per option
     finish(consolidate_command(ckpt, out, dtype, max_shard_size, overflow, which=which, common=options))
 
 
-def reshard(
+def reshard(  # noqa: PLR0913 - one parameter per option
     ckpt: Location,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Folder to write; may be left out with --to.")
+    ] = None,
     *,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks to lay the state out for (default: as it is).", min=1, metavar="N")
@@ -132,6 +134,9 @@ def reshard(
     codec: Annotated[
         CodecName, typer.Option(help="Compress the chunks: a smaller archive, read as it is.")
     ] = CodecName.NONE,
+    to: Annotated[
+        str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
+    ] = None,
     json: Json = False,
     memory: Memory = DEFAULT_MEMORY_BYTES,
     storage_option: StorageOption = None,
@@ -139,8 +144,10 @@ def reshard(
     """Write the same state laid out for another number of ranks, or compressed."""
     from .reshard import reshard_command
 
+    if out is None and to is None:
+        raise typer.BadParameter("name the folder to write as OUT, or with --to the URL to upload to")
     options = common(json, memory, storage_option)
-    finish(reshard_command(ckpt, out, world_size, codec=codec, common=options))
+    finish(reshard_command(ckpt, out, world_size, codec=codec, to=to, common=options))
 
 
 def convert(  # noqa: PLR0913 - one parameter per option

@@ -9,7 +9,7 @@ import typer
 
 from zstore.errors import UsageError
 
-from .arguments import Dtype, Json, finish, parse_number, parse_size
+from .arguments import Dtype, Json, StorageOption, finish, parse_number, parse_size
 
 
 def train(  # noqa: PLR0913 - one parameter per option
@@ -29,7 +29,9 @@ def train(  # noqa: PLR0913 - one parameter per option
         Path | None,
         typer.Option(help="Text file or folder of them, read as bytes (default: Python's standard library)."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Folder for checkpoints; one is saved at the end.")] = None,
+    save: Annotated[
+        str | None, typer.Option(help="Folder or URL for checkpoints; one is saved at the end.", metavar="DIR")
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="Save every K steps too.", min=1, metavar="K")] = None,
     keep: Annotated[int | None, typer.Option(help="Keep the newest N checkpoints.", min=1, metavar="N")] = None,
     keep_every: Annotated[
@@ -41,7 +43,8 @@ def train(  # noqa: PLR0913 - one parameter per option
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Go on from a checkpoint; auto: from the newest in --save, if any.", metavar="DIR[:TAG]|auto"
+            help="Go on from a checkpoint, DIR may be a URL; auto: from the newest in --save, if any.",
+            metavar="DIR[:TAG]|auto",
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine.", min=1, metavar="N")] = 1,
@@ -53,6 +56,7 @@ def train(  # noqa: PLR0913 - one parameter per option
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the configuration's.", metavar="X")
     ] = None,
+    storage_option: StorageOption = None,
 ) -> None:
     """Train a model on text; `torchrun ... -m zstore train` works too."""
     from .train import TrainOptions, run_train
@@ -74,6 +78,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             seed=seed,
             seq_len=seq_len,
             lr=lr,
+            storage_option=tuple(storage_option or ()),
         )
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error

@@ -2,59 +2,77 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import open_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
+from zstore.remote import is_url
+from zstore.sources import open_source
 
 
-def resume_source(resume: str | None, save: Path | None, steps: Path | None = None) -> tuple[Path, str | None] | None:
-    """Return (folder, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh.
+def resume_source(
+    resume: str | None,
+    save: str | os.PathLike[str] | None,
+    steps: Path | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[str, str | None] | None:
+    """Return (folder or URL, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh.
 
+    A DIR may be a URL, which `storage_options` are for.
     `steps` is where the run has snapshots of its steps: the last of them, where it is newer than what `DIR` or `save`
     has.
     """
     if resume is None:
         return None
+    save = None if save is None else os.fspath(save)
     if resume == "auto":
         if save is None:
             return None
-        snapshot = _snapshot(steps, save)
-        return snapshot if snapshot is not None or not _has_checkpoint(save) else (save, None)
-    if Path(resume).is_dir():
-        return _snapshot(steps, Path(resume)) or (Path(resume), None)
+        snapshot = _snapshot(steps, save, storage_options)
+        return snapshot if snapshot is not None or not _has_checkpoint(save, storage_options) else (save, None)
     folder, colon, tag = resume.rpartition(":")
+    if is_url(resume):
+        if is_url(folder) and "/" not in tag:
+            return folder, tag
+        return _snapshot(steps, resume, storage_options) or (resume, None)
+    if Path(resume).is_dir():
+        return _snapshot(steps, resume, storage_options) or (resume, None)
     if colon and Path(folder).is_dir():
-        return Path(folder), tag
+        return folder, tag
     raise CheckpointNotFoundError(
         f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, found no such folder"
     )
 
 
-def _snapshot(steps: Path | None, checkpoints: Path) -> tuple[Path, str] | None:
+def _snapshot(
+    steps: Path | None, checkpoints: str, storage_options: Mapping[str, Any] | None
+) -> tuple[str, str] | None:
     """Return folder and tag of the snapshot that the run goes on from; None where the newest checkpoint is as new."""
     from zstore.engine.step_folder import boot_id, choose_snapshot
 
-    found = None if steps is None else choose_snapshot(steps, str(checkpoints), {boot_id()})
-    return None if found is None else (found.path.parent, found.tag)
+    if steps is None:
+        return None
+    found = choose_snapshot(steps, checkpoints, {boot_id()}, storage_options=storage_options)
+    return None if found is None else (str(found.path.parent), found.tag)
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def _has_checkpoint(folder: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
-        open_checkpoint(folder).close()
+        open_source(folder, storage_options=storage_options).close()
     except CheckpointNotFoundError:
         return False
     return True
 
 
-def saved_position(folder: Path, tag: str | None, key: str) -> dict[str, Any]:
+def saved_position(
+    folder: str, tag: str | None, key: str, *, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what `zstore train` kept under `key` of the checkpoint's client state."""
-    checkpoint = open_checkpoint(folder, tag)
-    try:
+    with open_source(folder, tag, storage_options=storage_options) as checkpoint:
         state = checkpoint.record.state.get("client_state", {}).get(key)
-    finally:
-        checkpoint.close()
     if not isinstance(state, dict) or not {"seed", "seq_len", "samples"} <= state.keys():
         raise CheckpointMismatchError(
             f"{folder}: the checkpoint was not saved by `zstore train`, so its place in the data is not known; load it "

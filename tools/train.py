@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zstore.checkpoint import LocalFolder
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, storage_error
+from zstore.remote import is_url, open_folder, parse_options
+from zstore.sources import folder_of
 
-from .companions import copy_companions
+from .companions import companions
 from .launch import launch
 
 if TYPE_CHECKING:
@@ -41,8 +45,8 @@ class TrainOptions:
     """Optimizer steps in total, those before a resume included."""
     data: Path | None = None
     """Text file or folder of text files; None: the sources of Python's standard library."""
-    save: Path | None = None
-    """Folder for checkpoints; None: none is saved."""
+    save: str | None = None
+    """Folder or URL for checkpoints; None: none is saved."""
     save_every: int | None = None
     """Steps from one save to the next; None: only at the end."""
     keep: int | None = None
@@ -52,7 +56,8 @@ class TrainOptions:
     keep_best: str | None = None
     """Keep the one with the best metric, as `loss:min`, too; `loss` and `grad_norm` are the last step's."""
     resume: str | None = None
-    """`DIR`, `DIR:TAG`, or `auto` for the newest checkpoint in `save`, or a newer snapshot of a step, if any."""
+    """`DIR`, `DIR:TAG` (DIR may be a URL), or `auto` for the newest checkpoint in `save`, or a newer snapshot of a step, if
+    any."""
     nproc: int = 1
     """Processes to start on this machine; under torchrun it is torchrun's."""
     metrics: Path | None = None
@@ -63,6 +68,8 @@ class TrainOptions:
     """Tokens in a sample; None: the resumed run's, else 128."""
     lr: float | None = None
     """Learning rate in place of the config's."""
+    storage_option: tuple[str, ...] = ()
+    """`key=value` for the file system of URLs, beside what the config has."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len"):
@@ -81,7 +88,9 @@ class TrainOptions:
         words: list[str] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and field.name != "nproc":
+            if field.name == "storage_option":
+                words += [word for option in value for word in ("--storage-option", option)]
+            elif value is not None and field.name != "nproc":
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 
@@ -112,7 +121,7 @@ def run_train(options: TrainOptions) -> None:
         _train(options)
 
 
-def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Position, Text]:
+def _prepare(options: TrainOptions) -> tuple[tuple[str, str | None] | None, _Position, Text]:
     """Return (checkpoint to go on from, where to start, text). Raises what can be known before anything is built."""
     from zstore.engine.config import load_config
 
@@ -121,17 +130,25 @@ def _prepare(options: TrainOptions) -> tuple[tuple[Path, str | None] | None, _Po
     from .tokens import with_tokenizer
 
     config = load_config(_config(options))
-    source = resume_source(options.resume, options.save, config.step_folder)
-    position = _position(options, None if source is None else saved_position(*source, _STATE_KEY))
+    storage = config.storage_options
+    source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
+    saved = None if source is None else saved_position(*source, _STATE_KEY, storage_options=storage)
+    position = _position(options, saved)
     corpus = with_tokenizer(open_corpus(options.data), options.model)
     corpus.require(position.seq_len)
     if options.save is not None:
-        _require_folder(options.save)
+        require_place(options.save, storage)
     return source, position, corpus
 
 
-def _require_folder(folder: Path) -> None:
-    """Raise StorageError where nothing can be saved in `folder`: now, and not after hours of training."""
+def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
+    """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training."""
+    if is_url(location):
+        place, probe = open_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
+        place.write_small(probe, b"")
+        place.remove(probe)
+        return
+    folder = Path(location)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -158,7 +175,7 @@ def _train(options: TrainOptions) -> None:
         if options.save is not None:
             engine.steps.note_folder(str(options.save))
         if source is not None:
-            engine.load_checkpoint(str(source[0]), source[1])
+            engine.load_checkpoint(*source)
         TrainLoop(options, engine, corpus, position).run()
 
 
@@ -200,6 +217,9 @@ def _config(options: TrainOptions) -> dict[str, Any]:
     if isinstance(schedule, dict) and (schedule.get("params") or {}).get("total_num_steps") == "auto":
         schedule["params"]["total_num_steps"] = options.steps
     _keep(options, config)
+    if options.storage_option:
+        own = config.setdefault("zstore", {})
+        own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}
     if options.seed is not None:
         config["seed"] = options.seed
     return config
@@ -265,11 +285,10 @@ class TrainLoop:
         model, save = Path(self._options.model).expanduser(), self._options.save
         if save is None or not model.exists():
             return
-        save.mkdir(parents=True, exist_ok=True)
-        if model.is_dir():
-            copy_companions([model], save)
-        else:
-            shutil.copyfile(model, save / "config.json")
+        files = {name: model / name for name in companions(LocalFolder(model))} if model.is_dir() else {}
+        place = folder_of(save, self._engine.training_state.config.storage_options)
+        for name, path in (files or {"config.json": model}).items():
+            place.write_small(name, path.read_bytes())
 
     def _step(self) -> dict[str, Any]:
         from .models import loss_of

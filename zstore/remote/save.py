@@ -16,6 +16,7 @@ unless it is to be kept. Where anything fails, it stays, and the error of each r
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -65,6 +66,8 @@ class UploadHandle:
         self._summary: SaveSummary | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        _complete_at_exit()
+        _under_way.add(self)
         threading.Thread(target=self._run, name="zstore-upload", daemon=False).start()
 
     def _run(self) -> None:
@@ -74,6 +77,7 @@ class UploadHandle:
             self._error = error
         finally:
             self._ended.set()
+            _under_way.discard(self)
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed at the URL; raises what went wrong, on every rank, or TimeoutError."""
@@ -92,6 +96,26 @@ class UploadHandle:
     def cancel(self) -> None:
         """Give the save up soon; `wait()` then raises."""
         self._job.cancel()
+
+
+_under_way: set[UploadHandle] = set()
+
+
+@functools.cache
+def _complete_at_exit() -> None:
+    """Let the end of the interpreter wait for uploads before it ends its executors, which look up hosts for them.
+
+    It waits for the uploads' own threads only after that, and no connection could be opened any more.
+    """
+    # What concurrent.futures itself uses, and the last that is registered runs first: it must have been imported.
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
+
+
+def _wait_for_all() -> None:
+    for handle in list(_under_way):
+        handle._ended.wait()
 
 
 def save_to_url(request: SaveRequest, options: UploadOptions) -> UploadHandle:
