@@ -10,6 +10,7 @@ parameters; and `expected.json`, the losses of each step, before and after the s
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -122,11 +123,14 @@ def rank_main(name: str, work: Path) -> None:
 
     case = CASES[name]
     torch.set_num_threads(1)
+    # An operator for shared memory, which would be compiled.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     rank, world_size = int(os.environ["RANK"]), case["world_size"]
     deepspeed.init_distributed("gloo")
     type(get_accelerator()).is_fp16_supported = lambda self: True
     optimizer_utils.MIN_AIO_BYTES = 64  # else tensors of less than 1 MiB stay in memory
-    settings = config(case, str(work / "nvme"))
+    os.chdir(work)
+    settings = config(case, "nvme")
     if case.get("nvme"):
         settings["aio"] = {"block_size": 64, "intra_op_parallelism": 1}
     model = make_tiny()
@@ -155,7 +159,6 @@ def rank_main(name: str, work: Path) -> None:
     if rank == 0:
         save_file(expected, work / "expected.safetensors")
         facts = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "config": settings, "losses": losses}
-        settings.get("zero_optimization", {}).get("offload_optimizer", {}).pop("nvme_path", None)
         (work / "expected.json").write_text(json.dumps(facts | {"case": case}, indent=1, default=str) + "\n")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
