@@ -39,7 +39,11 @@ def test_there_are_cases_of_every_kind() -> None:
 def test_every_value_is_the_one_that_deepspeed_gives(case: str) -> None:
     wanted, about = expected(case), facts(case)["case"]
     with open_source(root_of(case)) as source:
-        assert set(source.arrays) - CLIENT == set(wanted)
+        names = set(wanted)
+        if about.get("zero", {}).get("round_robin_gradients"):  # see the script: nothing says what the moments are
+            trained = [n for n in wanted if n.startswith("model/") and "frozen" not in n]
+            names |= {n.replace("model", f"optimizer/{slot}", 1) for n in trained for slot in ("exp_avg", "exp_avg_sq")}
+        assert set(source.arrays) - CLIENT == names
         for name, value in wanted.items():
             found = as_torch(source.read_array(name))
             assert found.shape == value.shape, name
@@ -329,7 +333,7 @@ def test_every_file_that_is_missing_or_cut_is_noticed(case: str, tmp_path: Path)
     files = [p for p in root_of(case).rglob("*") if p.suffix in (".pt", ".swp") and p.parent.name not in unused]
     for number, file in enumerate(files):
         copy = tmp_path / str(number)
-        shutil.copytree(root_of(case), copy)
+        shutil.copytree(root_of(case), copy, ignore=shutil.ignore_patterns("expected.*"))
         victim = copy / file.relative_to(root_of(case))
         os.truncate(victim, victim.stat().st_size // 2)
         with pytest.raises(ZstoreError, match="global_step3"):

@@ -90,7 +90,7 @@ class Progress:
     def version(self) -> str:
         """The version of DeepSpeed that wrote it."""
         found = self._model.get("ds_version")
-        return found[:30] if isinstance(found, str) else "of an unknown version"
+        return found[:30].strip() if isinstance(found, str) else "of an unknown version"
 
     @property
     def precision(self) -> str:

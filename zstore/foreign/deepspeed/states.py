@@ -194,6 +194,8 @@ class _Joined(_Layout):
         base = self.ranks[0].get("base_optimizer_state")
         if isinstance(base, dict):
             self.settings(Fields(base, self.ranks[0].where))
+        else:  # an "elastic" checkpoint has no settings: whoever loads it keeps its own
+            self.states.groups = [{} for _ in groups]
         all_paddings = self.ranks[0].get("param_alignment_paddings")
         for number, shapes in enumerate(groups):
             paddings: Any = [0] * len(shapes)
