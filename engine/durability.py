@@ -16,6 +16,7 @@ goes on in new files. Where a snapshot fails, as on a full disk, the next step r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
+from zstore.checkpoint.spare import Spare
 from zstore.errors import ConfigError, StorageError
 from zstore.files import UnsyncedFiles
 
@@ -111,6 +113,8 @@ class StepSnapshots:
         self._said: set[str] = set()
         self._known: Mapping[str, KnownFile] = {}
         """Files of the last snapshot, which the next one may link. Not a checkpoint: they are not made durable."""
+        self._spare: Spare | None = None
+        """The folder of the last snapshot but one, on rank 0."""
         self.client_state: ClientState = {}
         self.committed_step: int | None = None
         """Step of the last snapshot that is committed."""
@@ -188,9 +192,15 @@ class StepSnapshots:
             rank_state={**request.rank_state, BOOT: boot_id()},
             keep=Keep(last=1),
             known={**request.known, **self._known},
+            spares=True,
+            spare=self._take_spare(),
             overwrite=True,
             most_pause_s=_MOST_PAUSE_S,
         )
+
+    def _take_spare(self) -> Spare | None:
+        spare, self._spare = self._spare, None
+        return spare
 
     def _state(self) -> Mapping[str, Any]:
         given = self.client_state
@@ -206,7 +216,7 @@ class StepSnapshots:
         error: BaseException | None = None
         try:
             summary = handle.wait()
-            messages, self._known = summary.messages, summary.known
+            messages, self._known, self._spare = summary.messages, summary.known, summary.spare
         except Exception as raised:
             raised.add_note(
                 f"This happened as the snapshot of step {self._pinned_step} was taken; nothing was changed since, and the "
@@ -276,6 +286,9 @@ class StepSnapshots:
         saved as a checkpoint too, nothing is kept."""
         training = self._training
         self._settle()
+        if (spare := self._take_spare()) is not None:
+            with contextlib.suppress(OSError):
+                spare.remove(self._files)
         if self._folder is None or self._pinned_step is None or training.world.rank > 0:
             return
         sweep(self._folder, self._files, self._folders)

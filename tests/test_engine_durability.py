@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,41 @@ def test_nothing_is_taken_unless_asked_for(nvme: Path) -> None:
         step(engine)
         assert engine.durable_step is None
         assert not steps_of(nvme).exists()
+
+
+def test_the_folder_of_the_last_snapshot_but_one_is_used_again(nvme: Path, tmp_path: Path) -> None:
+    def written() -> dict[str, Path]:
+        (info,) = tags(steps_of(nvme))
+        with open_checkpoint(info.path) as reader:
+            entries = reader.manifest(0).shards
+            return {e.array: info.path / reader.array(e.array).shard_file(e.shard) for e in entries if not e.linked}
+
+    with trained(nvme, 0) as engine:
+
+        def take() -> None:
+            step(engine)
+            engine.wait_for_checkpoint()
+            assert len(whole(steps_of(nvme))) == 1
+
+        inodes: list[dict[str, int]] = []
+        for _ in range(5):
+            take()
+            inodes.append({name: path.stat().st_ino for name, path in written().items()})
+        for name in inodes[4]:  # what never changes is linked after the first
+            assert inodes[0][name] == inodes[2][name] == inodes[4][name] != inodes[1][name] == inodes[3][name]
+
+        kept = tmp_path / "kept"
+        os.link(written()["optimizer/exp_avg/blocks.0.up.weight"], kept)
+        before = kept.read_bytes()
+        for _ in range(4):
+            take()
+        assert kept.read_bytes() == before  # what has another name is not written again
+        for state in ({"a": torch.ones(3)}, {"a": torch.ones(3)}, {"a": torch.ones(4)}, {}, {}):  # other arrays
+            engine.step_client_state = state
+            take()
+            take()
+        engine.save_checkpoint(str(tmp_path / "ckpt"))
+    assert [path.name for path in steps_of(nvme).iterdir()] == ["latest"]
 
 
 # -- what a resume takes --------------------------------------------------------------------------------------------

@@ -266,7 +266,9 @@ class UnsyncedFiles(Files):
     """The files of `inner` without making anything durable: what is written survives the end of the process, which is
     all that is asked, and a power cut only by chance.
 
-    Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them.
+    Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them. A
+    new file may be there already, in a folder that is used again (`zstore.checkpoint.spare`): it is written anew in
+    place where it has no other name, and else replaced.
     """
 
     def __init__(self, inner: Files) -> None:
@@ -277,8 +279,31 @@ class UnsyncedFiles(Files):
         # A new file has no size yet; what is written as it is made is its index.
         return not flags & os.O_CREAT and os.fstat(fd).st_size >= _LARGE_BYTES
 
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """See `Files.write_small`; nothing is written where it is there already."""
+        with contextlib.suppress(FileNotFoundError):
+            with open(path, "rb") as file:
+                if file.read(len(data) + 1) == data:
+                    return
+            self.unlink(path)
+        super().write_small(path, data, sync=sync)
+
     def _open(self, path: str, flags: int) -> int:
+        if flags & os.O_EXCL and self._may_write(path):
+            flags &= ~(os.O_CREAT | os.O_EXCL)
         return self._inner._open(path, flags)
+
+    def _may_write(self, path: str) -> bool:
+        """Return whether a file is there that may be written in place; one that may not is removed."""
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return False
+        if found.st_nlink > 1:
+            self._inner._unlink(path)
+            return False
+        os.chmod(path, 0o644)
+        return True
 
     def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
         return self._inner._preadv(file, out, offset)
@@ -287,7 +312,10 @@ class UnsyncedFiles(Files):
         return self._inner._pwritev(file, data, offset)
 
     def _fallocate(self, file: OpenFile, nbytes: int) -> None:
-        self._inner._fallocate(file, nbytes)
+        if (size := os.fstat(file.fd).st_size) != nbytes:
+            if size:
+                os.ftruncate(file.fd, 0)
+            self._inner._fallocate(file, nbytes)
 
     def _fsync(self, file: OpenFile) -> None:
         """Do nothing."""
@@ -296,7 +324,11 @@ class UnsyncedFiles(Files):
         """Do nothing."""
 
     def _link(self, source: str, target: str) -> None:
-        self._inner._link(source, target)
+        try:
+            self._inner._link(source, target)
+        except FileExistsError:
+            self._inner._unlink(target)
+            self._inner._link(source, target)
 
     def _rename(self, source: str, target: str) -> None:
         self._inner._rename(source, target)

@@ -22,7 +22,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,10 +78,16 @@ class Committer:
             )
         check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
 
-    def begin(self) -> None:
-        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up."""
+    def begin(self, take_spare: Callable[[Path], None] | None = None) -> None:
+        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.
+
+        `take_spare` lets a folder that is there already be it; where that fails, a new one is made.
+        """
         self._lock = SaveLock(self.lock_path)
         try:
+            if take_spare is not None:
+                with contextlib.suppress(OSError):
+                    take_spare(self.temporary)
             self._files.make_folder(self.temporary / MANIFEST_FOLDER)
         except BaseException:
             self.close()

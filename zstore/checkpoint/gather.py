@@ -27,7 +27,8 @@ class Gatherer:
         self._documents = make_documents(
             request.specs, {name: request.grid(name) for name in request.specs}, request.codec
         )
-        self._metadata_sha256 = ""
+        self.metadata_sha256 = sha256(dump_metadata(self._documents[""]))
+        """Of the root's metadata, which names all arrays."""
         self._own_layout = ""
         self._found: dict[int, str] = {}
         """Digests of the manifests that were looked at, by rank."""
@@ -43,7 +44,6 @@ class Gatherer:
             os.chmod(path, READ_ONLY)
 
         crew.run([partial(write, folder) for folder in data])
-        self._metadata_sha256 = sha256(data[""])
 
     def collect(self) -> bool:
         """Look at the manifests that came since the last call; return whether those of all ranks are there.
@@ -106,7 +106,7 @@ class Gatherer:
             world_size=request.world_size,
             training_world_size=training_world_size or request.world_size,
             run=request.run_id,
-            metadata_sha256=self._metadata_sha256,
+            metadata_sha256=self.metadata_sha256,
             manifest_sha256=tuple(self._found[rank] for rank in range(request.world_size)),
             state=state,
         )

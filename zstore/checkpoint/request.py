@@ -25,6 +25,7 @@ from .names import array_path, check_save_id, shard_file, tag_text
 
 if TYPE_CHECKING:
     from .read import CheckpointReader
+    from .spare import Spare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,10 @@ class SaveRequest:
     """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
     """By array, the file of an earlier checkpoint that may hold what the pinned shard holds."""
+    spares: bool = False
+    """Make a spare folder of the checkpoint of this run that goes; only the newest one stays then, whatever `keep` says."""
+    spare: Spare | None = None
+    """On rank 0: a folder to use again, which belongs to the save from now on."""
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag."""
     disk_folder: Path | None = None
@@ -169,6 +174,8 @@ class SaveSummary:
     """From the request to the commit."""
     known: Mapping[str, KnownFile]
     """Its shard files by array, for the next request."""
+    spare: Spare | None = None
+    """A folder for the next save of the run to use again."""
     messages: tuple[str, ...]
     """What the user should know: copies in place of links, leavings that could not be removed."""
     url: str | None = None

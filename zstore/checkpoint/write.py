@@ -16,6 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import CheckpointError
 from ..shardio import ShardSummary
@@ -31,6 +32,7 @@ from .publish import Publisher
 from .read import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import retire
+from .spare import Spare, lay_aside
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -113,6 +115,7 @@ class _Job:
         self.cancelled = threading.Event()
         self._publisher = Publisher(request, self._folder, self._check_alive)
         self._messages: list[str] = []
+        self._spare: Spare | None = None
         self._started = time.monotonic()
 
     def check(self) -> None:
@@ -128,7 +131,7 @@ class _Job:
         try:
             with Crew(request.num_threads, f"zstore-save-{request.rank}") as crew:
                 if request.rank == 0:
-                    self._committer.begin()
+                    self._begin()
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
@@ -149,6 +152,13 @@ class _Job:
                 pin.release()
             self._committer.close()
         return self._summarise(summaries)
+
+    def _begin(self) -> None:
+        spare, files = self._request.spare, self._files
+        if spare is not None and spare.metadata_sha256 != self._gatherer.metadata_sha256:
+            spare.remove(files)
+            spare = None
+        self._committer.begin(None if spare is None else partial(spare.take, files))
 
     def _publish(self, crew: Crew) -> list[ShardSummary]:
         try:
@@ -171,7 +181,10 @@ class _Job:
         gatherer.sync_folders(crew)
         self._check_alive()
         self._messages += self._committer.commit(record)
-        if request.keep is not None:
+        if request.spares:
+            self._spare, messages = lay_aside(request, gatherer.metadata_sha256)
+            self._messages += messages
+        elif request.keep is not None:
             self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
@@ -193,6 +206,7 @@ class _Job:
             written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
             elapsed_s=time.monotonic() - self._started,
             known=self._publisher.known,
+            spare=self._spare,
             messages=tuple(self._messages),
         )
 
