@@ -179,7 +179,9 @@ class CheckpointReader(ArraySource):
 
     def file_of(self, name: str, shard: int) -> Path | None:
         """See `ArraySource.file_of`."""
-        return Path(self.open_shard(name, shard).path) if self.folder.is_local else None
+        if not self.folder.is_local or self.array(name).codec is not None:
+            return None
+        return Path(self.open_shard(name, shard).path)
 
     def open_shard(self, name: str, shard: int) -> ShardReader:
         """Return the reader of one shard file, with its index checked."""

@@ -122,7 +122,8 @@ class ArraySource(ABC):
     def file_of(self, name: str, shard: int) -> Path | None:
         """Return the path of a shard's file in our format on this machine, which may be linked in place of being read.
 
-        None where there is no such file. Raises CorruptionError where it is missing, cut, or its index is damaged.
+        None where there is no such file, or a compressed one. Raises CorruptionError where it is missing, cut, or its index is
+        damaged.
         """
         return None
 
