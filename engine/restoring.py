@@ -72,7 +72,7 @@ class Restore:
                 if options.names is not None:
                     reader = Renamed(reader, options.names)
                 plan = plan_load(training, reader, options)
-                check_record(training, _engine_of(reader), plan, reader.record.training_world_size)
+                check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
             except CheckpointNotFoundError as missing:
                 if tag is not None:
                     error = missing
@@ -139,7 +139,7 @@ class Restore:
                 buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
         training.state.refresh_parameters()
         self._know_frozen(reader, plan)
-        apply_record(training, _engine_of(reader), plan, reader.record.training_world_size)
+        apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
         if plan.options.everything:
             training.run_id = reader.record.run or training.run_id
         if plan.options.progress:
@@ -220,13 +220,16 @@ class Restore:
             )
 
 
-def _engine_of(reader: ArraySource) -> dict[str, Any]:
+def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     engine = reader.record.state.get("engine")
-    if not isinstance(engine, dict):
-        raise CheckpointMismatchError(
-            f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from"
-        )
-    return engine
+    if isinstance(engine, dict):
+        return engine
+    if options.load_module_only:
+        return {"groups": []}  # weights need nothing of it
+    raise CheckpointMismatchError(
+        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from: pass "
+        "load_module_only=True for its weights"
+    )
 
 
 def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:

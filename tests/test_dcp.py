@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zstore.dcp
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.errors import CheckpointMismatchError
 from zstore.sources import open_source
 from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
@@ -335,6 +336,26 @@ def test_a_state_dict_as_torchtitan_has_it(tmp_path: Path) -> None:
     load_alone(target, tmp_path / "step-7")
     assert whole(target) == whole(state)
     assert target["optimizer"]["param_groups.0.weight.betas"] == (0.9, 0.999)
+
+
+@alone
+def test_an_engine_takes_the_weights(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+    weights = build().state_dict()
+    save_alone(
+        {"model": dict(weights), "optim": {"state": {"0.weight": {"exp_avg": torch.ones(5, 6)}}}}, tmp_path / "a"
+    )
+    dcp.save({"model": dict(weights)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "steps_per_print": 0}
+    for folder in (tmp_path, tmp_path / "theirs"):
+        with zstore.initialize(model=build(), config=config)[0] as engine:
+            with pytest.raises(CheckpointMismatchError, match="pass load_module_only=True"):
+                engine.load_checkpoint(str(folder), load_module_strict=False)
+            engine.load_checkpoint(str(folder), load_module_only=True)
+            for name, weight in weights.items():
+                assert torch.equal(engine.get_full_parameter(name), weight)
 
 
 class Odd:
