@@ -22,7 +22,7 @@ from .arguments import (
     finish,
     parse_size,
 )
-from .opening import DEFAULT_MEMORY_BYTES, Common
+from .opening import DEFAULT_MEMORY_BYTES
 
 
 def inspect(
@@ -181,7 +181,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
     finish(convert_command(src, out, options, common=common(json, memory, storage_option)))
 
 
-def prune(
+def prune(  # noqa: PLR0913 - one parameter per option
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints.")],
     *,
     keep_last: Annotated[
@@ -202,6 +202,7 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
     json: Json = False,
+    memory: Memory = DEFAULT_MEMORY_BYTES,
 ) -> None:
     """Remove the checkpoints that no rule keeps; says what goes, what stays, and the bytes that are really freed."""
     from zstore.checkpoint import Keep
@@ -214,7 +215,7 @@ def prune(
         keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-    finish(prune_command(folder, keep, dry_run=dry_run, common=Common(json=json)))
+    finish(prune_command(folder, keep, dry_run=dry_run, common=common(json, memory, None)))
 
 
 COMMANDS = (

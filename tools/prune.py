@@ -13,6 +13,7 @@ from zstore.files import Files
 from zstore.sizes import format_bytes
 
 from .opening import DEFAULTS, Common, print_json
+from .printable import printable
 
 
 def prune_command(
@@ -33,11 +34,11 @@ def prune_command(
     freed_bytes = bytes_freed(doomed)
     if not common.json:
         for line in _lines(fates, freed_bytes, dry_run=dry_run):
-            print(line)
+            print(printable(line))
     removed: list[str] = []
     messages = [] if dry_run else prune(Files(), fates, lambda fate: removed.append(fate.info.tag))
     for message in messages:
-        print(f"zstore: {message}", file=sys.stderr)
+        print(printable(f"zstore: {message}"), file=sys.stderr)
     if common.json:
         print_json(
             {
