@@ -260,6 +260,33 @@ def test_split_masters_are_joined_and_tied_weights_stay_tied(tmp_path: Path) -> 
         assert target["model"]["w"].numpy().tobytes() == master.tobytes()
 
 
+# -- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+@alone
+@pytest.mark.parametrize("kind", ["stage1-bf16-3", "stage2-fp16-1", "stage3-fp32-3", "universal-stage3-2"])
+def test_a_deepspeed_folder_becomes_all_others(kind: str, tmp_path: Path) -> None:
+    theirs = Path(__file__).parent / "data/deepspeed" / kind
+    convert(theirs, tmp_path / "ours", world_size=2)
+    convert(theirs, tmp_path / "model.pt", "torch")
+    convert(tmp_path / "ours", tmp_path / "dcp", "dcp")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    with open_source(theirs) as source, open_checkpoint(tmp_path / "ours") as reader:
+        assert verify_checkpoint(reader) == []
+        assert source.arrays.keys() == reader.arrays.keys()
+        assert dict(reader.record.state) == dict(source.record.state)
+        names = {name.partition("/")[2]: name for name in source.arrays if name.startswith(("model/", "buffer/"))}
+        assert weights.keys() >= names.keys()
+        target = {"model": {name: torch.zeros_like(weights[name]) for name in names}}
+        dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        for name, array in names.items():
+            expected = source.read_array(array)
+            for found in (weights[name], target["model"][name]):
+                assert found.reshape(-1).view(torch.uint8).numpy().tobytes() == expected.tobytes()
+        for name in source.arrays:
+            assert reader.read_array(name).tobytes() == source.read_array(name).tobytes()
+
+
 # -- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
