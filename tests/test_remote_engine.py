@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine_runs import make_config, start, state_of, step
+from tests.engine_runs import ADAM, make_config, start, state_of, step
 from zstore.checkpoint import open_checkpoint, tags
-from zstore.errors import CheckpointError, RankError, UsageError
+from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
 from zstore.remote import open_folder
 from zstore.testing.object_store import ObjectFileSystem, RequestFault
 from zstore.testing.ranks import run_ranks
+from zstore.tools.train import TrainOptions, run_train
 
 URL = "objects://bucket/run"
 
@@ -163,3 +165,50 @@ def test_an_upload_that_fails_on_one_rank_surfaces_on_every_rank(tmp_path: Path)
     for message in run_ranks(_fail_on_rank_1, 2, tmp_path):
         assert "was not uploaded" in message
         assert str(tmp_path / "local") in message
+
+
+def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    text, config = tmp_path / "text.txt", tmp_path / "ds.json"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    own = {"keep": 1, "upload_folder": str(tmp_path / "local")}
+    config.write_text(json.dumps({"train_batch_size": 4, "optimizer": ADAM, "zstore": own}))
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 300}))
+
+    def train(steps: int, resume: str | None, seq_len: int | None) -> list[float]:
+        metrics = tmp_path / f"{steps}-{resume}.jsonl".replace("/", "_")
+        run_train(
+            TrainOptions(
+                config=config,
+                model=str(model),
+                steps=steps,
+                data=text,
+                save=URL,
+                resume=resume,
+                metrics=metrics,
+                seq_len=seq_len,
+                seed=3 if resume is None else None,
+                storage_option=(f"folder={tmp_path / 'objects'}",),
+            )
+        )
+        return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+    whole = train(3, None, 16)
+    for name in [name for name in fs.objects() if name.startswith("bucket/run/")]:
+        fs.rm_file(name)
+    first = train(2, None, 16)
+    assert first == whole[:2]
+    assert fs.object_path("bucket/run/config.json").read_bytes() == model.read_bytes()
+    assert train(3, f"{URL}:step-00000002", None) == whole[2:]
+    assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000003"]
+    assert train(4, "auto", None)
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint 'nowhere'"):
+        train(5, f"{URL}:nowhere", None)
+
+
+def test_storage_options_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(zstore={"storage_options": {"secret": "opensesame"}}, dump_state=True)
+    with start(config):
+        pass
+    assert "storage_options" in caplog.text
+    assert "opensesame" not in caplog.text

@@ -150,4 +150,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(item) for name, item in asdict(value).items() if item not in (None, ())}
+    if isinstance(value, Mapping):
+        return f"{len(value)} keys, not shown: they may be secret"
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
