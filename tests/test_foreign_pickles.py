@@ -186,6 +186,14 @@ def test_sizes_are_not_believed(data: bytes) -> None:
         assert load(data) is None
 
 
+@pytest.mark.parametrize("call", [b"cbuiltins\nlist\n", b"cbuiltins\nset\n", b"ccollections\nOrderedDict\n"])
+def test_a_long_list_is_not_copied_for_ever(call: bytes) -> None:
+    items = b"](" + b"N" * 100_000 + b"e" if b"dict" not in call.lower() else b"](" + b"NN\x86" * 50_000 + b"e"
+    many = call + b"q\x01" + items + b"q\x02" + b"h\x01h\x02\x85R" * 10_000
+    with pytest.raises(CorruptionError, match="more, out of its parts, than it has bytes"):
+        load(b"\x80\x02" + many + b".")
+
+
 def test_keys_are_hashed_without_depth() -> None:
     deep = b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"Ns."
     with pytest.raises(CorruptionError, match="cannot be a key"):

@@ -31,6 +31,8 @@ MAX_PICKLE_BYTES = 256 * 1024 * 1024
 _MOST_LONG_BYTES = 255
 _MOST_KEY_DEPTH = 4
 _LAST_PROTOCOL = 5
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
+_SMALL_COPIES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class _Machine:
         self._size = size
         self.done = 0
         """Bytes that were read."""
+        self._copied = 0
+        """Items and characters that were arguments of calls."""
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -376,6 +380,10 @@ class _Machine:
             raise ValueError(f"a {type(target).__name__} is called")
         if target.make is None:
             raise CheckpointMismatchError(f"{self._where} calls {target.name!r}, which is not read")
+        # What is made copies its arguments, which the memo hands out again and again.
+        self._copied += sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        if self._copied > 2 * self.done + _SMALL_COPIES:
+            raise CorruptionError(f"{self._where}: the pickle makes more, out of its parts, than it has bytes")
         return target.make(*args)
 
     def _build(self) -> None:

@@ -16,11 +16,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import numpy_dtype
+from ..arrays import MAX_NAME, numpy_dtype
 from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, storage_error
 from .layout import SAFETENSORS_DTYPES
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
+_MAX_DIMS = 64
 _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -69,14 +70,11 @@ class WeightsReader:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             return self._header(self._only_file())
-        try:
-            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptionError(f"{index} is no index of safetensors files: {error!r}") from error
+        placed = _weight_map(index)
         found: dict[str, StoredWeight] = {}
         for name in dict.fromkeys(placed.values()):
-            if Path(name).name != name:
-                raise CorruptionError(f"{index} names {name!r}, which is not a file beside it")
+            if Path(name).name != name or "\0" in name:
+                raise CorruptionError(f"{index} names {name!r:.200}, which is not a file beside it")
             found |= self._header(self.folder / name)
         lost = [name for name in placed if name not in found]
         if lost:
@@ -105,7 +103,7 @@ class WeightsReader:
     def _header(self, path: Path) -> dict[str, StoredWeight]:
         """Read the header of a file, which stays open."""
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would keep us waiting
             self._ends.callback(os.close, file)
             size = os.fstat(file).st_size
             length = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -119,8 +117,10 @@ class WeightsReader:
             entries = json.loads(text)
             entries.pop("__metadata__", None)
             return {name: _weight(name, entry, path, 8 + length, size) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptionError(f"{path} is no whole safetensors file: {error}") from error
+        except UsageError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise CorruptionError(f"{path} is no whole safetensors file: {error!s:.200}") from error
 
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
@@ -154,8 +154,26 @@ class WeightsReader:
         self.close()
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return which file each tensor is in, by an index."""
+    try:
+        size = index.stat().st_size
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"it has {size} bytes")
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) for name in placed.values()):
+            raise TypeError("its files are no names")
+    except OSError as error:
+        raise storage_error(error, "the index cannot be read", path=str(index)) from error
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{index} is no index of safetensors files: {error!r:.200}") from error
+    return dict(placed)
+
+
 def _weight(name: str, entry: dict[str, Any], path: Path, data_offset: int, size: int) -> StoredWeight:
     theirs, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+    if type(begin) is not int or type(end) is not int or len(shape) > _MAX_DIMS or len(name) > MAX_NAME:
+        raise ValueError(f"{name[:100]!r} has no such place, shape or name in a file")
     if theirs not in _DTYPES:
         raise UsageError(
             f"{name!r} in {path} is of type {theirs}, which is not trained: expected one of {', '.join(_DTYPES)}"
