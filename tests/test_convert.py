@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +384,17 @@ def test_any_damage_to_metadata_is_an_error_or_does_not_matter(
             if array.spec.nbytes < 2**20:
                 with contextlib.suppress(ZstoreError):
                     source.read_array(name)
+
+
+def test_no_torch_is_imported_but_for_the_metadata_of_dcp(theirs: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from zstore.tools.convert import ConvertOptions, convert_command\n"
+        f"src, out = {str(theirs)!r}, Path({str(tmp_path)!r})\n"
+        "for to in ('zstore', 'torch', 'safetensors'):\n"
+        "    convert_command(src, out / to, ConvertOptions(to=to))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["safetensors", "torch", "zstore"]
