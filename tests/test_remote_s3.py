@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import zstore
+from tests.engine_runs import make_config, start, state_of, step
 from zstore.checkpoint import Keep, ReadAhead, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.remote import UploadHandle, UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.send import PART_BYTES
@@ -149,6 +150,22 @@ def test_the_commands_take_the_url(bucket: Bucket, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "weights/model.safetensors")
     assert weights["h.0.weight"].tobytes() == ARRAYS["model/h.0.weight"].tobytes()
     assert (tmp_path / "weights/config.json").read_text() == '{"model_type": "none"}'
+
+
+def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Path) -> None:
+    own = {"storage_options": bucket.options, "upload_folder": str(tmp_path / "uploads"), "keep": 1}
+    with start(make_config(2, zstore=own)) as engine:
+        for _ in range(2):
+            step(engine)
+            engine.save_checkpoint(bucket.url, wait=False)
+        engine.wait_for_checkpoint()
+        step(engine)
+        expected = state_of(engine)
+    assert [info.record.step for info in tags(bucket.folder)] == [2]
+    with start(make_config(3, zstore=own)) as engine:
+        assert engine.load_checkpoint(bucket.url)[0] == f"{bucket.url}/step-00000002"
+        step(engine)
+        assert state_of(engine) == expected
 
 
 _ENDS_AT_ONCE = """

@@ -6,7 +6,11 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +24,7 @@ from zstore.checkpoint import Keep, TagInfo, new_save_id, open_checkpoint, refus
 from zstore.checkpoint.names import parse_own_name
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from zstore.remote import Retries, UploadHandle, UploadOptions, open_folder, save_to_url, upload_checkpoint
-from zstore.remote.commit import RemoteCommitter
+from zstore.remote.commit import RemoteCommitter, has_ended
 from zstore.remote.send import PART_BYTES, send_file
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
@@ -239,6 +243,25 @@ def test_an_upload_under_way_of_another_run_is_left_alone(remote: Remote, world:
     assert "bucket/run/theirs/model/part" in remote.fs.objects()
     assert "bucket/run/notes/mine.txt" in remote.fs.objects()
     assert remote.tags() == ["step-00000001"]
+
+
+def test_whose_upload_has_ended_is_told_by_its_lock() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "run": "a", "since_s": int(time.time())}
+    cases = [
+        ({}, "b", False),
+        ({}, "a", True),  # a run has one upload at a time
+        ({"pid": process.pid}, "b", True),
+        ({"pid": process.pid, "host": "elsewhere"}, "b", False),
+        ({"host": "elsewhere", "since_s": mine["since_s"] - 25 * 3600}, "b", True),
+        ({"run": ""}, "", False),
+        ({"pid": "x"}, "a", False),
+    ]
+    for change, run, ended in cases:
+        assert has_ended(json.dumps(mine | change).encode(), run) == ended, (change, run)
+    assert not has_ended(b"no JSON", "a")
+    assert not has_ended(StorageError("cannot read"), "a")
 
 
 def test_an_upload_that_was_taken_for_dead_does_not_commit(remote: Remote) -> None:

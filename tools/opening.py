@@ -94,7 +94,7 @@ def own_reader(source: ArraySource, command: str) -> CheckpointReader:
     if isinstance(source, CheckpointReader):
         return source
     raise UsageError(
-        f"zstore {command} compares bytes with the checksums of a zstore checkpoint on a local disk: {source.location} is "
+        f"zstore {command} compares bytes with the checksums of a zstore checkpoint: {source.location} is "
         f"{source.kind}, which has none to compare; `zstore convert` makes a checkpoint that has"
     )
 

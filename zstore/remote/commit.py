@@ -152,7 +152,7 @@ def _lock_document(run_id: str) -> bytes:
     return json.dumps(owner).encode()
 
 
-def _has_ended(data: bytes | Exception, run_id: str) -> bool:
+def has_ended(data: bytes | Exception, run_id: str) -> bool:
     """Return whether the upload whose lock has the bytes `data` ended. See [Note: the order of an upload]."""
     try:
         owner: dict[str, Any] = json.loads(data) if isinstance(data, bytes) else {}
@@ -181,7 +181,7 @@ def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     locks = [(name, own) for name in entries.files if (own := parse_own_name(name)) is not None and own[1] == LOCK]
-    ended = [_has_ended(data, run_id) for data in folder.read_all([name for name, _ in locks])]
+    ended = [has_ended(data, run_id) for data in folder.read_all([name for name, _ in locks])]
     busy = {own[0] for (_, own), dead in zip(locks, ended, strict=True) if not dead}
     asides = {own[0] for name in entries.folders if (own := parse_own_name(name)) is not None and own[1] == SET_ASIDE}
     messages: list[str] = []
