@@ -45,7 +45,7 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = kib("VmRSS")
 code = run(large)
-assert "torch" not in sys.modules
+assert "torch" not in sys.modules or "dcp" in large  # DCP's own folders are written with its own classes
 print(code or 0, (kib("VmHWM") - before) * 1024)
 """
 
