@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command
 
+SHM = Path("/dev/shm")
 DURABLE = {"zstore": {"durability": "step"}}
 
 
@@ -79,6 +81,18 @@ def test_what_rests_on_disk_is_linked_and_not_written(nvme: Path) -> None:
     assert linked > 3 * 1203 * 56 * 4
     assert written <= copied
     assert engine.statistics().links["checkpoint_write"].stall_s["step snapshot"] > 0
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="needs a second file system")
+def test_on_another_drive_snapshots_are_copies(nvme: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory(dir=SHM) as other:
+        with trained(nvme, 3, zstore={"durability": "step", "durability_path": other}) as engine:
+            expected = state_of(engine)
+            abandon(engine)
+        assert caplog.text.count("were copied behind training") == 1  # and not at every step
+        with trained(nvme, 0, zstore={"durability": "step", "durability_path": other}) as engine:
+            engine.load_checkpoint(other)
+            assert state_of(engine) == expected
 
 
 def test_one_snapshot_is_kept_and_accumulation_is_not_snapshot(nvme: Path) -> None:
