@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +152,39 @@ def _fail_on_rank_1(rank: int, tmp_path: Path) -> str:
         except (CheckpointError, RankError):
             return message
         return "no error"
+
+
+def _die_while_uploading(rank: int, tmp_path: Path) -> str:
+    import zstore.testing.object_store  # noqa: F401
+
+    config = remote_config(tmp_path)
+    if rank == 0:
+
+        def die() -> Exception:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        store = open_folder(URL, config["zstore"]["storage_options"]).fs
+        store.faults.append(RequestFault(kind="write", pattern="*/zarr.json", first=1, error=die))
+    engine = start(config)
+    step(engine)
+    try:
+        engine.save_checkpoint(URL, wait=False).wait()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_killed_while_it_uploads_is_told_to_the_others(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    message = run_ranks(_die_while_uploading, 2, tmp_path, may_die=[0])[1]
+    assert "was not uploaded" in message
+    assert "It is committed in" in message
+    assert any(name.startswith("bucket/run/step-00000001/") for name in fs.objects())
+    with start(remote_config(tmp_path)) as engine:
+        assert engine.load_checkpoint(URL) == (None, {})
+        step(engine)
+        engine.save_checkpoint(URL, tag="after")
+    assert {name.split("/")[2] for name in fs.objects()} == {"after", "latest"}
 
 
 def test_two_ranks_save_to_a_url_and_one_goes_on(tmp_path: Path, fs: ObjectFileSystem) -> None:
