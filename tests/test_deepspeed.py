@@ -31,7 +31,7 @@ def test_there_are_cases_of_every_kind() -> None:
     assert {kind["stage"] for kind in kinds} == {0, 1, 2, 3}
     assert {kind["world_size"] for kind in kinds} >= {1, 2, 3}
     assert {kind.get("precision", "fp32") for kind in kinds} == {"fp32", "bf16", "fp16"}
-    for special in ("groups", "universal", "folder", "legacy", "elastic", "client"):
+    for special in ("groups", "nvme", "universal", "folder", "legacy", "elastic", "client"):
         assert any(kind.get(special) for kind in kinds), special
 
 
@@ -58,7 +58,9 @@ def test_every_value_is_the_one_that_deepspeed_gives(case: str) -> None:
         assert engine["counters"]["global_steps"] == 3
         assert engine["batch"]["train_batch_size"] == 6
         assert engine["precision"] == about.get("precision", "fp32")
-        assert engine["scalars"]["embed.weight"]["step"] == 3
+        # Where DeepSpeed wraps the optimizer at stage 0, it takes a step of zeros as it begins.
+        began = about["stage"] == 0 and about.get("precision", "fp32") != "fp32"
+        assert engine["scalars"]["embed.weight"]["step"] == 3 + began
         assert len(engine["groups"]) == (2 if about.get("groups") else 1)
 
 
@@ -107,11 +109,11 @@ def test_reshard_writes_a_checkpoint_of_ours(case: str, tmp_path: Path) -> None:
 
 
 def test_inspect_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    case = "stage3-bf16-groups-2"
+    case = "stage3-nvme-groups-2"
     root, version = root_of(case), facts(case)["deepspeed"]
     inspect_command(str(root), Common(json=True))
     found = json.loads(capsys.readouterr().out)
-    assert found["checkpoint"]["kind"] == f"DeepSpeed {version}, stage 3, bf16"
+    assert found["checkpoint"]["kind"] == f"DeepSpeed {version}, stage 3, bf16, with offloaded state"
     assert (found["checkpoint"]["step"], found["checkpoint"]["training_world_size"]) == (3, 2)
     assert {array["name"] for array in found["arrays"]} == set(expected(case))
     inspect_command(str(root), Common())
@@ -326,7 +328,7 @@ def read_all(path: Path) -> None:
             source.read_array(name)
 
 
-@pytest.mark.parametrize("case", ["stage2-fp32-3", "universal-stage1-2"])
+@pytest.mark.parametrize("case", ["stage2-fp32-3", "stage3-nvme-groups-2", "universal-stage1-2"])
 def test_every_file_that_is_missing_or_cut_is_noticed(case: str, tmp_path: Path) -> None:
     # What a universal folder has of parameters that are not trained is in the model states too, and read there.
     unused = {"shift", "numbers", "head.weight", "frozen.weight", "frozen.bias"}
@@ -335,7 +337,7 @@ def test_every_file_that_is_missing_or_cut_is_noticed(case: str, tmp_path: Path)
         copy = tmp_path / str(number)
         shutil.copytree(root_of(case), copy, ignore=shutil.ignore_patterns("expected.*"))
         victim = copy / file.relative_to(root_of(case))
-        os.truncate(victim, victim.stat().st_size // 2)
+        os.truncate(victim, victim.stat().st_size // 2 if file.suffix == ".pt" else 8)  # the others are mostly padding
         with pytest.raises(ZstoreError, match="global_step3"):
             read_all(copy)
         victim.unlink()

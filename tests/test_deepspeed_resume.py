@@ -73,7 +73,9 @@ def check(case: str, losses: list[float]) -> None:
     assert losses == pytest.approx(wanted, rel=CLOSE[precision])
 
 
-@pytest.mark.parametrize("case", CASES)
+# On NVMe DeepSpeed goes wrong with tensors as small as these, before the save as after it; at stage 0 it unscales fp16
+# gradients by the scale of the next step (see the script).
+@pytest.mark.parametrize("case", [case for case in CASES if "nvme" not in case and case != "stage0-fp16-1"])
 def test_the_losses_go_on_as_deepspeeds_own(case: str, tmp_path: Path) -> None:
     losses, client = go_on(0, case, str(root_of(case)), 1, {})
     check(case, losses)
