@@ -147,6 +147,12 @@ def test_tensorstore_alone_reads_an_archive(archive: Path) -> None:
             assert array.read().result().tobytes() == expected.tobytes()
 
 
+def test_an_archive_behind_a_url_is_read(archive: Path) -> None:
+    with zstore.open_checkpoint(f"file://{archive}") as opened:
+        assert opened.verify() == []
+        assert opened["model/h.0.weight"][5:900].tobytes() == ALL["model/h.0.weight"][5:900].tobytes()
+
+
 @pytest.mark.parametrize("world_size", [None, 2])
 def test_back_to_none_gives_the_same_files(world_size: int | None, archive: Path, saved: Path, tmp_path: Path) -> None:
     reshard_command(archive, tmp_path / "back", world_size)

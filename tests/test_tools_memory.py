@@ -16,6 +16,7 @@ import pytest
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
+from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
 
@@ -70,6 +71,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_arrays(base / name, arrays, world_size=2)
     for size in ("small", "large"):
         assert convert_command(base / size, base / f"dcp-{size}", ConvertOptions(to="dcp")) == 0
+        assert reshard_command(base / size, base / f"archive-{size}", codec="zstd") == 0
     return base
 
 
@@ -96,6 +98,10 @@ COMMANDS = {
     "consolidate-url": ["consolidate", "file://{large}", "{out}"],
     "consolidate-split": ["consolidate", "{split}", "{out}", "--dtype", "fp32"],
     "reshard": ["reshard", "{large}", "{out}", "--world-size", "3"],
+    "reshard-zstd": ["reshard", "{large}", "{out}", "--codec", "zstd"],
+    "reshard-blosc": ["reshard", "{large}", "{out}", "--codec", "blosc"],
+    "verify-archive": ["verify", "{archive}"],
+    "consolidate-archive": ["consolidate", "{archive}", "{out}"],
     "convert-from-dcp": ["convert", "{dcp}", "{out}", "--world-size", "3"],
     "convert-to-dcp": ["convert", "{large}", "{out}", "--to", "dcp"],
     "convert-to-torch": ["convert", "{split}", "{out}", "--to", "torch"],
@@ -114,6 +120,7 @@ def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_p
         dcp = base / f"dcp-{size}"
         places = {
             "dcp": dcp,
+            "archive": base / f"archive-{size}",
             "large": base / size,
             "other": base / other,
             "split": base / split,
