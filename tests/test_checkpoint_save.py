@@ -29,7 +29,7 @@ from zstore.errors import (
     StorageError,
     UsageError,
 )
-from zstore.files import Files
+from zstore.files import Files, OpenFile
 from zstore.partition import make_grid
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.faults import CallingFiles, FaultyFiles, ShortFiles, UnlinkableFiles
@@ -248,6 +248,40 @@ def test_an_array_of_more_shards_than_ranks_fails_the_save(folder: Path) -> None
         with pytest.raises(CheckpointError, match="'model/halves': no rank stored shard 1 of 2"):
             broken.save(folder)
     assert list(folder.iterdir()) == []
+
+
+class SyncedFiles(Files):
+    """Files that know what was made durable when something got its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.synced: set[str] = set()
+        self.synced_at: dict[str, set[str]] = {}
+
+    def sync_data(self, file: OpenFile) -> None:
+        super().sync_data(file)
+        self.synced.add(file.path)
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        self.synced_at[Path(target).name] = set(self.synced)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_shards_are_durable_before_the_manifest_and_all_else_before_the_commit(
+    tier: Any, folder: Path, run_path: Path
+) -> None:
+    files = SyncedFiles()
+    small = {"client/x": np.arange(5)}
+    with open_world(make_arrays(), tier=tier, run_path=run_path, small=small, files=[files]) as world:
+        path = world.save(folder)[0].path
+    relative = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    for name, wanted in (("rank-00000.json", "c.*"), (path.name, "*.json")):
+        durable = {
+            str(Path(each).relative_to(folder)).partition("/")[2] for each in files.synced_at[name] if ".tmp-" in each
+        }
+        named = {str(file) for file in relative if file.match(wanted)}
+        assert named - {"manifest/rank-00000.json"} <= durable  # that one had another name then
 
 
 # -- several ranks --------------------------------------------------------------------------------------------------

@@ -211,6 +211,25 @@ def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
         assert lost == int((torch.isinf(wanted) & torch.isfinite(torch.from_numpy(values.copy()))).sum())
 
 
+def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border() -> None:
+    kept = np.arange(
+        0, 2**32, 2**13, dtype=np.uint64
+    )  # all that fp16 tells apart, subnormal ones aside, and their signs
+    around = np.array([0, 1, 0xFFE, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint64)
+    tiny = np.arange(0x33000000, 0x38800000, 997, dtype=np.uint64)  # less than 2^-14
+    bits = np.concatenate([*(kept + each for each in around), tiny, tiny + 2**31]).astype(np.uint32)
+    values = bits.view(np.float32)
+    for part in (values[np.abs(values) < 65520], values):
+        target = np.empty(part.size, np.float16)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = part.astype(np.float16)
+            lost = cast_into(part, target, "float16", "inf")
+        same = target.view(np.uint16) == expected.view(np.uint16)
+        assert (same | np.isnan(expected)).all()
+        assert np.isnan(target[np.isnan(expected)]).all()
+        assert lost == np.count_nonzero(np.isinf(expected) & np.isfinite(part))
+
+
 def test_doubles_may_not_fit_float32() -> None:
     target = np.empty(3, np.float32)
     assert cast_into(np.array([1e300, -1e39, 1.0]), target, "float32", "clamp") == 2

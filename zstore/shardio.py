@@ -51,6 +51,8 @@ class IoResources:
     pool, so that several fit."""
     verify: bool = True
     """Check the crc32c of every chunk that is read."""
+    sync: bool = True
+    """Shard files are durable when they are made; else whoever made them sees to that, for many at once."""
 
     def span_chunks(self, layout: ShardLayout) -> int:
         """Return how many adjacent chunks of `layout` travel in one request."""
@@ -89,10 +91,13 @@ class ShardSummary:
     """True where the file is a hard link to one that was there: no bytes were written."""
 
 
-def write_index(res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool) -> None:
+def write_index(
+    res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool, reserve_only: bool = False
+) -> None:
     """Write the index of a shard file; `create` makes the file first and reserves all its bytes.
 
-    A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
+    With `reserve_only` no index is written: whoever writes the first chunks writes it. A file that could not be made whole
+    is removed again. Takes no buffer of the pool, so it may be called while holding one.
     """
     index = _aligned(layout.data_offset)
     index[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
@@ -100,7 +105,8 @@ def write_index(res: IoResources, path: str | Path, layout: ShardLayout, *, crea
         try:
             if create:
                 res.files.allocate(file, layout.file_bytes)
-            res.files.write_from(file, index, 0)
+            if not reserve_only:
+                res.files.write_from(file, index, 0)
         except BaseException:
             if create:
                 with contextlib.suppress(OSError):
@@ -124,16 +130,21 @@ def write_shard(
     fill: Fill,
     priority: Priority = Priority.CHECKPOINT,
 ) -> ShardSummary:
-    """Make a new shard file from `fill` and return its summary; the data is durable when this returns.
+    """Make a new shard file from `fill` and return its summary; the data is durable when this returns, if `res.sync`.
 
     `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
     layout = layout_of(grid, shard, spec.dtype)
-    write_index(res, path, layout, create=True)
-    crcs = ShardWriter(res, path, spec, grid, shard, priority).write(0, layout.num_present, fill)
-    with res.files.opened(path, write=True) as file:
-        res.files.sync_data(file)
+    # The index goes with the first chunks, in one request, where the pool has room for both.
+    first_bytes = layout.data_offset + min(res.span_chunks(layout), layout.num_present) * layout.slot_bytes
+    together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
+    write_index(res, path, layout, create=True, reserve_only=together)
+    writer = (_WholeWriter if together else ShardWriter)(res, path, spec, grid, shard, priority)
+    crcs = writer.write(0, layout.num_present, fill)
+    if res.sync:
+        with res.files.opened(path, write=True) as file:
+            res.files.sync_data(file)
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
 
 
@@ -145,6 +156,9 @@ def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fi
 
 class ShardWriter:
     """Writes chunks of a shard file that has its index. Not for I/O threads."""
+
+    _moves = True
+    """Bytes go to a drive, and are counted."""
 
     def __init__(
         self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int, priority: Priority
@@ -165,19 +179,28 @@ class ShardWriter:
         step = self._res.span_chunks(self._layout)
         tickets: list[Ticket[list[int]]] = []
         for first in range(first_chunk, stop_chunk, step):
-            buffer = self._res.pool.acquire(min(step, stop_chunk - first) * self._layout.slot_bytes)
+            head = self._head_bytes(first)
+            buffer = self._res.pool.acquire(head + min(step, stop_chunk - first) * self._layout.slot_bytes)
             task = partial(self._write_span, first, buffer, fill)
-            tickets.append(self._res.queue.submit(task, self._priority, buffer.bytes.size))
+            moved_bytes = buffer.bytes.size if self._moves else 0
+            tickets.append(self._res.queue.submit(task, self._priority, moved_bytes))
         return [crc for part in settle(tickets) for crc in part]
 
+    def _head_bytes(self, first_chunk: int) -> int:
+        """Return the bytes of the index that are written with the chunks from `first_chunk` on."""
+        return 0
+
     def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill) -> list[int]:
-        layout = self._layout
+        layout, head = self._layout, self._head_bytes(first_chunk)
         with buffer:
-            for i, slot in enumerate(slot_views(buffer.bytes, layout)):
+            if head:
+                buffer.bytes[:head] = np.frombuffer(encode_index(layout), dtype=np.uint8)
+            slots = buffer.bytes[head:]
+            for i, slot in enumerate(slot_views(slots, layout)):
                 payload = slot[: layout.payload_bytes]
                 fill_chunk(payload, fill, self._spec, self._grid, self._shard, first_chunk + i)
-            crcs = seal_slots(buffer.bytes, layout)
-            self._put(buffer.bytes, layout.slot_offset(first_chunk))
+            crcs = seal_slots(slots, layout)
+            self._put(buffer.bytes, layout.slot_offset(first_chunk) - head)
             return crcs
 
     def _put(self, data: Bytes, offset: int) -> None:
@@ -185,8 +208,17 @@ class ShardWriter:
             self._res.files.write_from(file, data, offset)
 
 
+class _WholeWriter(ShardWriter):
+    """Writes all chunks of a file that has no index yet."""
+
+    def _head_bytes(self, first_chunk: int) -> int:
+        return self._layout.data_offset if first_chunk == 0 else 0
+
+
 class _NoWriter(ShardWriter):
     """Gives checksums alone."""
+
+    _moves = False
 
     def _put(self, data: Bytes, offset: int) -> None:
         pass

@@ -33,6 +33,7 @@ Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
 
 MEMORY_BYTES = 48 * 1024 * 1024
+_LEAST_DEPTH = 6
 
 
 @dataclass(eq=False)
@@ -92,9 +93,10 @@ class ReadAhead:
     ) -> None:
         self._reader = reader
         num_threads = num_threads or reader.num_readers
-        depth = depth or 2 * num_threads
         if memory_bytes is None:
             memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
+        # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
+        depth = depth or min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
         self._ranges: dict[str, list[tuple[int, int, int]]] = {}
         """By array, first and stop element of each range and its place among all, by first element."""
@@ -260,7 +262,8 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
 
     The first error stops all of them and is raised.
     """
-    num_threads = max(2, min(4, os.cpu_count() or 2))
+    # More than cores: some wait for the drive while others compute.
+    num_threads = max(4, min(8, os.cpu_count() or 4))
     stopped = threading.Event()
 
     def work(ahead: ReadAhead) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from .crew import Crew
 from .format import COMPLETE, Manifest, Record, dump_metadata, read_json, sha256
 from .metadata import make_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
+from .publish import sync_file
 from .request import SaveRequest
 
 
@@ -35,15 +36,24 @@ class Gatherer:
 
     def write_metadata(self, crew: Crew) -> None:
         """Write every `zarr.json`, durably."""
+        crew.run(self.metadata_tasks())
+        crew.run(self.metadata_syncs())
+
+    def metadata_tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each `zarr.json` that writes it."""
         data = {folder: dump_metadata(document) for folder, document in self._documents.items()}
 
         def write(folder: str) -> None:
             self._files.make_folder(self._folder / folder)
             path = self._folder / folder / METADATA_FILE
-            self._files.write_small(path, data[folder])
+            self._files.write_small(path, data[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
-        crew.run([partial(write, folder) for folder in data])
+        return [partial(write, folder) for folder in data]
+
+    def metadata_syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each `zarr.json` that makes it durable, once all are written."""
+        return [partial(sync_file, self._files, self._folder / folder / METADATA_FILE) for folder in self._documents]
 
     def collect(self) -> bool:
         """Look at the manifests that came since the last call; return whether those of all ranks are there.

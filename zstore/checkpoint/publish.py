@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
+from ..files import Files
 from ..io import Priority
 from ..shardio import ShardSummary, write_shard
 from ..tiers import PinnedShard
@@ -30,6 +32,9 @@ class Publisher:
         self._folder = folder
         self._check_alive = check_alive
         self._files = request.resources.files
+        self._resources = replace(request.resources, sync=False)
+        self._written: list[Path] = []
+        """Shard files that are not durable yet."""
         self._target = request.folder / tag_folder(request.tag)
         self.known: dict[str, KnownFile] = {}
         """What the next save may link, once this one is committed."""
@@ -44,13 +49,19 @@ class Publisher:
             tasks += [partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0)]
         return tasks
 
+    def syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each shard file that makes it durable: many at once, for drives take such wishes together."""
+        written, self._written = self._written, []
+        return [partial(sync_file, self._files, path) for path in written]
+
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
         path = self._make_room_for(name, request.rank)
         version = pin.version
         summary = self._link_known(name, pin, path)
         if summary is None:
-            summary = pin.publish(request.resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
+            summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
+        self._written.append(path)
         # Released at once: whoever updates this shard may be waiting.
         pin.release()
         os.chmod(path, READ_ONLY)
@@ -69,9 +80,7 @@ class Publisher:
         if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
             self._files.unlink(path)
             return None
-        # Of a snapshot of a step, it need not be durable yet; else this costs nothing.
-        with self._files.opened(path) as file:
-            self._files.sync_data(file)
+        # Of a snapshot of a step, it need not be durable yet: it is made so with the others, which else costs nothing.
         file_bytes = request.file_bytes(name, request.rank)
         return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 
@@ -84,7 +93,8 @@ class Publisher:
             out[:] = data[first * itemsize : stop * itemsize]
 
         path = self._make_room_for(name, 0)
-        summary = write_shard(request.resources, path, request.specs[name], request.grid(name), 0, fill)
+        summary = write_shard(self._resources, path, request.specs[name], request.grid(name), 0, fill)
+        self._written.append(path)
         os.chmod(path, READ_ONLY)
         return summary
 
@@ -118,6 +128,8 @@ class Publisher:
         request = self._request
         if outcome == COMPLETE:
             self._check_complete(summaries)
+            for sync in self.syncs():
+                sync()
         manifest = Manifest(
             id=request.save_id,
             rank=request.rank,
@@ -136,3 +148,9 @@ class Publisher:
         self._files.write_small(part, manifest.encode())
         os.chmod(part, READ_ONLY)
         self._files.rename(part, path)
+
+
+def sync_file(files: Files, path: Path) -> None:
+    """Make the data of a file durable, which may be read-only by now."""
+    with files.opened(path) as file:
+        files.sync_data(file)

@@ -80,7 +80,7 @@ class SaveRequest:
     """How long a rank waits for the others."""
     most_pause_s: float = 0.1
     """Longest pause between two looks at what the other ranks did."""
-    num_threads: int = 4
+    num_threads: int = 8
     """Shards that are published at a time."""
 
     def check(self) -> None:

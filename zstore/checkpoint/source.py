@@ -93,7 +93,7 @@ class ArraySource(ABC):
         """What was committed; of other software's checkpoint what corresponds to it, with `id` empty."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
-        self.num_readers: int = 3
+        self.num_readers: int = 6
         """How many `read` at a time serve this source best."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""

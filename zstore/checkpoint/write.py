@@ -161,8 +161,16 @@ class _Job:
         self._committer.begin(None if spare is None else partial(spare.take, files))
 
     def _publish(self, crew: Crew) -> list[ShardSummary]:
+        tasks: list[Callable[[], ShardSummary | None]] = [*self._publisher.tasks()]
+        if self._request.rank == 0:
+            tasks += self._gatherer.metadata_tasks()
         try:
-            return crew.run(self._publisher.tasks())
+            found = crew.run(tasks)
+            syncs = self._publisher.syncs()
+            if self._request.rank == 0:
+                syncs += self._gatherer.metadata_syncs()
+            crew.run(syncs)
+            return [summary for summary in found if summary is not None]
         except OSError:
             # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
             self._check_alive()
@@ -171,7 +179,6 @@ class _Job:
     def _commit(self, crew: Crew) -> None:
         request, gatherer = self._request, self._gatherer
         self._messages += sweep(self._files, request.folder)
-        gatherer.write_metadata(crew)
         self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
         gatherer.check_complete()
         record = gatherer.record(self._state)

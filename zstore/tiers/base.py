@@ -143,7 +143,7 @@ class PinnedShard(Protocol):
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Make the shard file `path` of shard number `shard` on `grid`: a hard link where the disk tier has that very
-        file on the same file system, else a copy; durable when this returns."""
+        file on the same file system, else a copy; durable when this returns, if `res.sync`."""
 
     def release(self) -> None:
         """Allow changes again; a second call does nothing."""

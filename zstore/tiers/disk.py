@@ -355,8 +355,9 @@ class DiskPin:
         if not crcs or len(crcs) < len(file.crcs):
             return self._copy(res, path, priority)
         # Opened for reading: a file that was published before may be read-only by now.
-        with res.files.opened(file.path) as opened:
-            res.files.sync_data(opened)
+        if res.sync:
+            with res.files.opened(file.path) as opened:
+                res.files.sync_data(opened)
         if not self._link(res, path):
             return self._copy(res, path, priority)
         return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
@@ -401,8 +402,9 @@ class DiskPin:
             ticket.when_done(buffer.release)
             tickets.append(ticket)
         crcs = [crc for part in settle(tickets) for crc in part]
-        with res.files.opened(path, write=True) as opened:
-            res.files.sync_data(opened)
+        if res.sync:
+            with res.files.opened(path, write=True) as opened:
+                res.files.sync_data(opened)
         return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
 
     def release(self) -> None:
