@@ -87,6 +87,14 @@ def test_a_signal_saves_and_ends_with_75(
         assert [row["step"] for row in rows(again)] == [step + 1]
 
 
+def test_no_rank_outlives_its_launcher(tmp_path: Path, text: Path) -> None:
+    with training(ZSTORE, tmp_path, text, "--nproc", 2) as process:
+        process.kill()
+        code, rest = finish(process)  # the pipe ends when the last rank did
+    assert code == -signal.SIGKILL
+    assert "SIGTERM: will stop after this step" in rest, rest
+
+
 def test_torchrun_passes_a_signal_on_and_its_ranks_end_with_75(tmp_path: Path, text: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zstore"]
     with training(torchrun, tmp_path, text) as process:

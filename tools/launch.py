@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from zstore.errors import ZstoreError
 STOPPED_EXIT_CODE = 75
 """Of ranks that saved and stopped because of a signal; the engine's."""
 
+_LAUNCHER = "ZSTORE_LAUNCHER"
+"""Variable with the process id of the launcher."""
+_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05
 _END_WELL_S = 20.0
 """How long ranks may take to end by themselves once one failed: they tell each other what happened."""
@@ -35,6 +39,16 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
     Ranks(command, num_ranks, store.port).wait()
 
 
+def end_with_launcher() -> None:
+    """Let this rank get SIGTERM when the process that launched it dies, if one did (Linux)."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if str(os.getppid()) != launcher:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Ranks:
     """The processes, and the signals that came for them."""
 
@@ -51,6 +65,7 @@ class Ranks:
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            _LAUNCHER: str(os.getpid()),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))),
         }
         for rank in range(num_ranks):

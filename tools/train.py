@@ -17,7 +17,7 @@ from zstore.remote import is_url, open_folder, parse_options
 from zstore.sources import folder_of
 
 from .companions import companions
-from .launch import launch
+from .launch import end_with_launcher, launch
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,7 @@ def run_train(options: TrainOptions) -> None:
         _prepare(options)  # what is wrong is said once, and not by every rank
         launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
     else:
+        end_with_launcher()
         _train(options)
 
 
