@@ -1,11 +1,16 @@
 """Settings that all tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a shell runs in the background ignores Ctrl-C, and so do its children: tests that press it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings
