@@ -26,10 +26,9 @@ def join_master(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor, out
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(low.view(torch.int16))
     rare = ties.nonzero().flatten()
     if rare.numel():
-        # A loop, for there are few: each operation on a tensor takes longer than it.
-        marked = zip(rare.tolist(), ties[rare].tolist(), strict=True)
-        places = [8 * byte + bit for byte, value in marked for bit in range(8) if value >> bit & 1]
-        bits[places] += 1 << 16
+        every = _numbers(ties)
+        is_set = (ties[rare].unsqueeze(1) >> every) & 1 == 1
+        bits[(rare.unsqueeze(1) * 8 + every)[is_set]] += 1 << 16
     return out
 
 
@@ -52,10 +51,14 @@ def split_master(
         least, most = _split_bits(bits, weight, low, room)
     if most == 0:
         return
-    marks: dict[int, int] = {}
-    for place in room.nonzero().flatten().tolist():
-        marks[place // 8] = marks.get(place // 8, 0) | 1 << place % 8
-    ties[list(marks)] = torch.tensor(list(marks.values()), dtype=torch.uint8, device=ties.device)
+    marks = torch.nn.functional.pad(room.to(torch.uint8), (0, -room.numel() % 8)).view(-1, 8)
+    rare = marks.view(torch.int64).nonzero()[:, 0]
+    ties[rare] = (marks[rare] << _numbers(ties)).sum(1).to(torch.uint8)
+
+
+def _numbers(ties: torch.Tensor) -> torch.Tensor:
+    """Return 0 to 7 in the memory that `ties` is in."""
+    return ties.new_ones(8, dtype=torch.int64).cumsum(0) - 1
 
 
 def _split_bits(bits: torch.Tensor, weight: torch.Tensor, low: torch.Tensor, room: torch.Tensor) -> tuple[int, int]:
