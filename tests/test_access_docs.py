@@ -48,4 +48,6 @@ def test_every_option_is_named() -> None:
 
     from zstore.engine.loading import LoadOptions
 
-    assert set(re.findall(r"^\| `(load_\w+)=", PAGE.read_text(), re.MULTILINE)) == {f.name for f in fields(LoadOptions)}
+    assert set(re.findall(r"^\| `(load_\w+|names)=", PAGE.read_text(), re.MULTILINE)) == {
+        f.name for f in fields(LoadOptions)
+    }
