@@ -21,6 +21,7 @@ from zstore.arrays import ArraySpec, numpy_dtype
 from zstore.checkpoint import (
     CheckpointReader,
     KnownFile,
+    SaveHandle,
     SaveRequest,
     SaveSummary,
     new_save_id,
@@ -33,7 +34,7 @@ from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
-from .destinations import Destination, Handle, destination_of
+from .destinations import Destination, destination_of
 from .interrupts import interrupts_wait
 from .loading import LoadOptions, LoadReport
 from .model import save_config, stored_buffers
@@ -68,7 +69,7 @@ class SaveOptions:
 class SaveTicket:
     """A save under way, or done."""
 
-    def __init__(self, handle: Handle, stall_s: float) -> None:
+    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
         self._handle = handle
         self.stall_s = stall_s
         """Seconds that training stood still for the save."""
@@ -133,7 +134,7 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        handle: Handle | None = None
+        handle: SaveHandle | None = None
         try:
             # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
             with interrupts_wait():
@@ -186,7 +187,9 @@ class Checkpoints:
         }
         return Small(record, specs, arrays)
 
-    def _begin(self, options: SaveOptions, destination: Destination, tag: str, save_id: str, small: Small) -> Handle:
+    def _begin(
+        self, options: SaveOptions, destination: Destination, tag: str, save_id: str, small: Small
+    ) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
         store = training.state.store

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zstore.checkpoint import ArraySource, CheckpointReader, SaveHandle, SaveRequest, save_checkpoint
-from zstore.remote import UploadHandle, UploadOptions, is_url, open_folder, save_to_url
+from zstore.remote import UploadOptions, is_url, open_folder, save_to_url
 
 if TYPE_CHECKING:
     from .training import Training
 
-Handle = SaveHandle | UploadHandle
 
 _FOLDER = "zstore-uploads"
 
@@ -26,7 +25,7 @@ class Destination:
     folder: Path
     upload: UploadOptions | None = None
 
-    def begin(self, request: SaveRequest) -> Handle:
+    def begin(self, request: SaveRequest) -> SaveHandle:
         """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
         return save_checkpoint(request) if self.upload is None else save_to_url(request, self.upload)
 

@@ -19,8 +19,17 @@ from typer.testing import CliRunner
 
 import zstore
 from tests.engine_runs import make_config, start, state_of, step
-from zstore.checkpoint import Keep, ReadAhead, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
-from zstore.remote import UploadHandle, UploadOptions, open_folder, save_to_url, upload_checkpoint
+from zstore.checkpoint import (
+    Keep,
+    ReadAhead,
+    SaveHandle,
+    new_save_id,
+    open_checkpoint,
+    refused,
+    tags,
+    verify_checkpoint,
+)
+from zstore.remote import UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.send import PART_BYTES
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.s3_server import s3_server
@@ -64,7 +73,7 @@ class Bucket:
 
     def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
         save_id = new_save_id()
-        handles: list[UploadHandle] = [
+        handles: list[SaveHandle] = [
             save_to_url(
                 world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
                 UploadOptions(folder=open_folder(self.url, self.options)),

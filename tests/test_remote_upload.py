@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import Keep, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
+from zstore.checkpoint import Keep, SaveHandle, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.checkpoint.names import parse_own_name
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
-from zstore.remote import Retries, UploadHandle, UploadOptions, open_folder, save_to_url, upload_checkpoint
+from zstore.remote import Retries, UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.commit import RemoteCommitter, has_ended
 from zstore.remote.send import PART_BYTES, send_file
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
@@ -50,7 +50,7 @@ class Remote:
         self.options = {"folder": str(tmp_path / "objects")}
         self.fs: ObjectFileSystem = open_folder(URL, self.options).fs
 
-    def begin(self, world: World, *, step: int = 1, keep_local: bool = False, **fields: Any) -> list[UploadHandle]:
+    def begin(self, world: World, *, step: int = 1, keep_local: bool = False, **fields: Any) -> list[SaveHandle]:
         save_id = new_save_id()
         return [
             save_to_url(

@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, known, publish, gather, commit,
-write; folder, catalog, source, read, ahead, verify,
+handle, write; folder, catalog, source, read, ahead, verify,
 reshard, keep, retention.
 """
 
@@ -10,6 +10,7 @@ from .catalog import Catalog, Refusal, TagInfo, list_tags
 from .commit import new_folder, temporary_folder
 from .folder import Folder, LocalFolder, Traffic
 from .format import Manifest, Record, ShardEntry
+from .handle import SaveHandle
 from .keep import Keep
 from .known import KnownFile
 from .names import new_save_id, step_tag, tag_text
@@ -19,7 +20,7 @@ from .reshard import reshard_checkpoint
 from .retention import Fate, bytes_freed, prune, retire, weigh
 from .source import ArraySource, StoredArray
 from .verify import Fault, verify_checkpoint
-from .write import SaveHandle, save_checkpoint
+from .write import save_checkpoint
 
 __all__ = [
     "ArraySource",

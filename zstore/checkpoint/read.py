@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptionError, UsageError
+from ..errors import CorruptionError
 from ..io import Priority
 from ..packedio import open_shard_file
 from ..shardio import IoResources, ShardReader
@@ -148,16 +148,9 @@ class CheckpointReader(ArraySource):
         """See `ArraySource.read`."""
         array = self.array(name)
         spec, grid = array.spec, array.grid
-        if not 0 <= first <= stop <= spec.numel:
-            raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
-        if not out.flags.c_contiguous or out.nbytes != (stop - first) * spec.itemsize:
-            raise UsageError(
-                f"array {name!r}: expected {(stop - first) * spec.itemsize} contiguous bytes to read into, got "
-                f"{out.nbytes}"
-            )
+        target = self.room_for(name, first, stop, out)
         with self._lock:
             self.asked_bytes += out.nbytes
-        target = out.reshape(-1).view(np.uint8)
         low = first
         while low < stop:
             shard = low // grid.shard_numel

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..arrays import ArraySpec, numpy_dtype
 from ..codecs import Codec
-from ..errors import BudgetError, CheckpointMismatchError
+from ..errors import BudgetError, CheckpointMismatchError, UsageError
 from ..io import Priority
 from ..partition import Grid
 from ..shardfile import layout_of
@@ -126,6 +126,16 @@ class ArraySource(ABC):
         damaged.
         """
         return None
+
+    def room_for(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """Return `out` of a `read` as bytes; raises UsageError where elements and memory do not fit."""
+        spec = self.array(name).spec
+        if not 0 <= first <= stop <= spec.numel:
+            raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
+        nbytes = (stop - first) * spec.itemsize
+        if not out.flags.c_contiguous or out.nbytes != nbytes:
+            raise UsageError(f"array {name!r}: expected {nbytes} contiguous bytes to read into, got {out.nbytes}")
+        return out.reshape(-1).view(np.uint8)
 
     def array(self, name: str) -> StoredArray:
         """Return the array called `name`; raises CheckpointMismatchError where there is none."""

@@ -26,6 +26,7 @@ from .crew import Crew
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
 from .gather import Gatherer
+from .handle import SaveHandle
 from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
 from .publish import Publisher
@@ -38,45 +39,6 @@ _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
 _LEAST_PAUSE_S = 0.001
 _LOOK_AFTER_RANK_0_S = 2.0
-
-
-class SaveHandle:
-    """A save under way. A clean exit of the interpreter completes it."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._summary: SaveSummary | None = None
-        self._error: BaseException | None = None
-        # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
-        self._ended = threading.Event()
-        # Not a daemon: the interpreter waits for it at its end.
-        threading.Thread(target=self._run, name="zstore-save", daemon=False).start()
-
-    def _run(self) -> None:
-        try:
-            self._summary = self._job.run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def wait(self, timeout_s: float | None = None) -> SaveSummary:
-        """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
-        if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"the save of {self._job.target} is not done after {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        if self._summary is None:
-            raise CheckpointError(f"the save of {self._job.target} ended without a result")
-        return self._summary
-
-    def done(self) -> bool:
-        """Tell whether the save ended, well or badly."""
-        return self._ended.is_set()
-
-    def cancel(self) -> None:
-        """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""
-        self._job.cancelled.set()
 
 
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
@@ -117,6 +79,15 @@ class _Job:
         self._messages: list[str] = []
         self._spare: Spare | None = None
         self._started = time.monotonic()
+
+    @property
+    def title(self) -> str:
+        """See SaveJob."""
+        return f"the save of {self.target}"
+
+    def cancel(self) -> None:
+        """See SaveJob."""
+        self.cancelled.set()
 
     def check(self) -> None:
         """Check what can be checked at once."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ArraySpec, numpy_dtype
@@ -60,14 +59,10 @@ class HuggingFaceSource(ArraySource):
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`. The files have no checksums: what is read is what is there."""
-        spec = self.array(name).spec
-        if not 0 <= first <= stop <= spec.numel or out.nbytes != (stop - first) * spec.itemsize:
-            raise UsageError(
-                f"array {name!r} of {spec.numel} elements: [{first}, {stop}) are asked for, into {out.nbytes} bytes"
-            )
+        room = self.room_for(name, first, stop, out)
         if first == stop:
             return
-        target = out.reshape(-1).view(np.uint8).view(numpy_dtype(spec.dtype))
+        target = room.view(numpy_dtype(self.array(name).spec.dtype))
         self._weights.read_into(self._weights.weights[name.partition("/")[2]], first, target)
         with self._lock:
             self._read_bytes += target.nbytes

@@ -130,11 +130,7 @@ class TorchDcpSource(ArraySource):
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`."""
         spec = self.array(name).spec
-        if not 0 <= first <= stop <= spec.numel or out.nbytes != (stop - first) * spec.itemsize:
-            raise UsageError(
-                f"array {name!r} of {spec.numel} elements: [{first}, {stop}) are asked for, into {out.nbytes} bytes"
-            )
-        target = out.reshape(-1).view(np.uint8)
+        target = self.room_for(name, first, stop, out)
         if name in self._opaque:
             target[:] = np.frombuffer(self._opaque[name], np.uint8)[first:stop]
             return

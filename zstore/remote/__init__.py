@@ -6,7 +6,7 @@ Imports fsspec only where a URL is opened, and no torch. Read in this order: url
 from .commit import remove_checkpoint, retire
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT, Retries
-from .save import UploadHandle, UploadOptions, save_to_url
+from .save import UploadOptions, save_to_url
 from .upload import upload_checkpoint
 from .url import is_url, parse_options, shown
 
@@ -14,7 +14,6 @@ __all__ = [
     "PATIENT",
     "RemoteFolder",
     "Retries",
-    "UploadHandle",
     "UploadOptions",
     "is_url",
     "open_folder",

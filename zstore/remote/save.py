@@ -21,17 +21,19 @@ import hashlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.commit import discard
 from ..checkpoint.crew import Crew
+from ..checkpoint.handle import SaveHandle
 from ..checkpoint.lock import SaveLock, owner_is_dead
 from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
 from ..checkpoint.read import CheckpointReader, open_checkpoint
 from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.write import SaveHandle, save_checkpoint
+from ..checkpoint.write import save_checkpoint
 from ..errors import CheckpointError
 from .commit import RemoteCommitter, retire
 from .folder import RemoteFolder
@@ -58,47 +60,8 @@ class UploadOptions:
     """Files that a rank uploads at a time."""
 
 
-class UploadHandle:
-    """A save to a URL under way; used as a `SaveHandle`. A clean exit of the interpreter completes it."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._summary: SaveSummary | None = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        _complete_at_exit()
-        _under_way.add(self)
-        threading.Thread(target=self._run, name="zstore-upload", daemon=False).start()
-
-    def _run(self) -> None:
-        try:
-            self._summary = self._job.run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-            _under_way.discard(self)
-
-    def wait(self, timeout_s: float | None = None) -> SaveSummary:
-        """Return once the checkpoint is committed at the URL; raises what went wrong, on every rank, or TimeoutError."""
-        if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"the upload to {self._job.location} is not done after {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        if self._summary is None:
-            raise CheckpointError(f"the upload to {self._job.location} ended without a result")
-        return self._summary
-
-    def done(self) -> bool:
-        """Tell whether the save ended, well or badly."""
-        return self._ended.is_set()
-
-    def cancel(self) -> None:
-        """Give the save up soon; `wait()` then raises."""
-        self._job.cancel()
-
-
-_under_way: set[UploadHandle] = set()
+_under_way: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+"""A thread that runs holds its handle."""
 
 
 @functools.cache
@@ -115,10 +78,10 @@ def _complete_at_exit() -> None:
 
 def _wait_for_all() -> None:
     for handle in list(_under_way):
-        handle._ended.wait()
+        handle.wait_for_end()
 
 
-def save_to_url(request: SaveRequest, options: UploadOptions) -> UploadHandle:
+def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     """Begin to save into the local folder of `request` and to upload that; return the handle.
 
     See `save_checkpoint` for what is raised at once, and for the pins. `request.keep` holds for the URL as well;
@@ -126,7 +89,10 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> UploadHandle:
     """
     # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
-    return UploadHandle(_Job(request, options, local))
+    _complete_at_exit()
+    handle = SaveHandle(_Job(request, options, local))
+    _under_way.add(handle)
+    return handle
 
 
 class _Job:
@@ -148,7 +114,13 @@ class _Job:
         self._started = time.monotonic()
         self.location = self._committer.location
 
+    @property
+    def title(self) -> str:
+        """See SaveJob."""
+        return f"the upload to {self.location}"
+
     def cancel(self) -> None:
+        """See SaveJob."""
         self._cancelled.set()
         self._local.cancel()
 

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ...arrays import ArraySpec
 from ...checkpoint import ArraySource, StoredArray
-from ...errors import CheckpointMismatchError, CorruptionError, UsageError
+from ...errors import CheckpointMismatchError, CorruptionError
 from ...files import Files
 from ...io import Priority
 from ...partition import make_grid
@@ -81,20 +80,14 @@ class DeepSpeedSource(ArraySource):
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`."""
-        spec = self.array(name).spec
-        if not 0 <= first <= stop <= spec.numel:
-            raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
-        nbytes = (stop - first) * spec.itemsize
-        if not out.flags.c_contiguous or out.nbytes != nbytes:
-            raise UsageError(f"array {name!r}: expected {nbytes} contiguous bytes to read into, got {out.nbytes}")
-        target = out.reshape(-1).view(np.uint8)
+        target, itemsize = self.room_for(name, first, stop, out), self.array(name).spec.itemsize
         done = 0
         for part, low, high in self._elements[name].pieces(first, stop):
-            size = (high - low) * spec.itemsize
+            size = (high - low) * itemsize
             part.read(self._files, low, high, target[done : done + size])
             done += size
         with self._lock:
-            self._read_bytes += nbytes
+            self._read_bytes += target.size
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return nothing: DeepSpeed keeps nothing of single ranks."""
