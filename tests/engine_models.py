@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 class Block(nn.Module):
     """Norm, two projections, a residual, and a scalar of its own."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int = 0) -> None:
         super().__init__()
+        hidden = hidden or 3 * width
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width, bias=False)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
         self.gain = nn.Parameter(torch.tensor(1.0))  # 0-d
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +28,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A byte model: tied head, a frozen parameter, an unused one, a 3-D one, a buffer, a parameter on the root."""
 
-    def __init__(self, vocab: int = 1203, width: int = 56, layers: int = 2) -> None:
+    def __init__(
+        self, vocab: int = 1203, width: int = 56, layers: int = 2, *, hidden: int = 0, tied: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.start = nn.Parameter(torch.randn(width) * 0.1)
@@ -34,10 +38,11 @@ class Net(nn.Module):
         self.unused = nn.Linear(width, 33)
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("shift", torch.linspace(-0.1, 0.1, width))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -49,9 +54,23 @@ class Net(nn.Module):
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def make_net(seed: int = 0, **shape: int) -> Net:
+def make_net(seed: int = 0, **shape: Any) -> Net:
     torch.manual_seed(seed)
     return Net(**shape)
+
+
+def draw_shape(seed: int) -> dict[str, Any]:
+    """Return arguments of `Net`, odd sizes among them; its embedding rests on disk, where that is asked for, at up to
+    four ranks."""
+    rng = random.Random(seed)
+    width = rng.randrange(17, 97)
+    return {
+        "vocab": rng.randrange(72_000, 110_000) // width,
+        "width": width,
+        "layers": rng.randrange(1, 4),
+        "hidden": rng.randrange(width, 4 * width),
+        "tied": rng.random() < 0.5,
+    }
 
 
 def batch(

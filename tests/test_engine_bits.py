@@ -6,14 +6,15 @@ import hashlib
 import itertools
 import random
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zstore
-from tests.engine_models import batch, make_net
+from tests.engine_models import batch, draw_shape, make_net
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.parameters import ParameterRecord
@@ -23,6 +24,9 @@ from zstore.testing.ranks import run_ranks
 STEPS = 3
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STATIC_SCALE = 128.0
+TIERS = ("none", "cpu", "nvme")
+PRECISIONS = ("bf16", "fp16", "fp32")
+MODES = ("none", "backward", "forward")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,17 @@ class Case:
     """Further keys of the ZeRO section."""
     split: bool = False
     """Whether masters are split."""
+    seed: int | None = None
+    """Of the model's shape and values; None: the usual small model."""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Arguments of the model."""
+        return {"vocab": 1203} if self.seed is None else draw_shape(self.seed)
+
+    def make(self) -> nn.Module:
+        """Return a new model, alike each time."""
+        return make_net(self.seed or 0, **self.shape)
 
     def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
         zero: dict[str, Any] = {
@@ -77,20 +92,22 @@ class Case:
 
 
 def sample_cases(world_size: int, count: int) -> list[Case]:
-    """Return every stage and tier at least once, with the other choices drawn from a fixed seed."""
+    """Return `count` of the ten stages and tiers, with the other choices and the model drawn from a fixed seed."""
     rng = random.Random(world_size)
-    pairs = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in ("none", "cpu", "nvme"))]
+    pairs = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS)]
     rng.shuffle(pairs)
     cases = [
         Case(
             stage,
             tier,
-            rng.choice(("bf16", "fp16", "fp32")),
+            rng.choice(PRECISIONS),
             rng.choice((1, 3)),
             rng.choice((0.0, 0.25)),
             rng.choice((500_000_000, 40_000)),
             rng.choice((0, 100, 100_000)),
-            overlap=rng.choice(("none", "backward", "forward")),
+            parameters=rng.choice(TIERS) if stage == 3 else "none",
+            overlap=rng.choice(MODES),
+            seed=rng.randrange(10**6),
         )
         for stage, tier in pairs
     ]
@@ -138,10 +155,10 @@ def compare(case: Case, rank: int, world_size: int) -> list[str]:
     """Return what differs between engine and plain loop, over all steps."""
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        engine, *_ = zstore.initialize(model=make_net(), config=case.config(world_size, folder))
+        engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder))
         with engine:
             reference = Reference(
-                make_net(),
+                case.make(),
                 world_size,
                 stage=case.stage,
                 precision=case.precision,
@@ -152,7 +169,10 @@ def compare(case: Case, rank: int, world_size: int) -> list[str]:
             )
             rows = {record.name: record.owned_range for record in engine.training_state.state.records}
             for step in range(STEPS):
-                batches = [[batch(step, m, r) for r in range(world_size)] for m in range(case.accumulation)]
+                vocab = case.shape["vocab"]
+                batches = [
+                    [batch(step, m, r, vocab=vocab) for r in range(world_size)] for m in range(case.accumulation)
+                ]
                 reference.step(batches)
                 losses = []
                 for micro in batches:
@@ -183,29 +203,32 @@ def _compare_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> lis
     return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bits_equal_the_plain_loop(world_size: int) -> None:
-    cases = [asdict(case) for case in sample_cases(world_size, 10)]
+@pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 10), (3, 10), (4, 6)])
+def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
+    cases = [asdict(case) for case in sample_cases(world_size, count)]
     for failed in run_ranks(_compare_all, world_size, world_size, cases, timeout_s=120):
         assert failed == []
 
 
 def all_cases() -> list[Case]:
-    tiers = ("none", "cpu", "nvme")
-    places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in tiers)]
-    places += [(3, tier, parameters) for tier in tiers for parameters in tiers]
-    choices = itertools.product(
-        places,
-        ("bf16", "fp16", "fp32"),
-        (1, 3),
-        (0.0, 0.25),
-        (500_000_000, 40_000),
-        ("none", "backward", "forward"),
-    )
-    return [
-        Case(stage, tier, *rest, parameters=parameters, overlap=overlap)
+    """Return every combination, and split masters in every place and step mode; each with a model of its own."""
+    places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in TIERS)]
+    places += [(3, tier, parameters) for tier in TIERS for parameters in TIERS]
+    choices = itertools.product(places, PRECISIONS, (1, 3), (0.0, 0.25), (500_000_000, 40_000), MODES)
+    rng = random.Random(0)
+
+    def drawn() -> dict[str, int]:
+        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6)}
+
+    cases = [
+        Case(stage, tier, *rest, parameters=parameters, overlap=overlap, **drawn())
         for (stage, tier, parameters), *rest, overlap in choices
     ]
+    for (stage, tier, parameters), overlap in itertools.product(places, MODES):
+        accumulation, clip, bucket = rng.choice((1, 3)), rng.choice((0.0, 0.25)), rng.choice((500_000_000, 40_000))
+        one = Case(stage, tier, "bf16", accumulation, clip, bucket, parameters=parameters, overlap=overlap, **drawn())
+        cases.append(replace(one, split=True))
+    return cases
 
 
 def test_an_update_within_the_backward_of_what_is_not_offloaded_takes_gradients_that_wait_in_place() -> None:
