@@ -25,6 +25,7 @@ from .parameters import ParameterRecord
 from .placement import Placement
 from .split import join_master, split_master
 from .tensors import as_torch
+from .threads import one_thread
 from .transfers import Transfers
 
 TierName = Literal["device", "host", "disk"]
@@ -212,14 +213,12 @@ class OptimizerState:
         Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
         wait for each other, would take the processors from the I/O threads.
         """
-        num_threads = torch.get_num_threads()
-        try:
-            if any(self.store.tier_of(name) == "disk" for group in groups for name in group):
-                torch.set_num_threads(1)
-            with closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles:
-                yield tiles
-        finally:
-            torch.set_num_threads(num_threads)
+        beside_disk = any(self.store.tier_of(name) == "disk" for group in groups for name in group)
+        with (
+            one_thread(beside_disk),
+            closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles,
+        ):
+            yield tiles
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
