@@ -192,3 +192,15 @@ def test_a_second_step_of_ones_own_scheduler_is_answered_once() -> None:
     done = run("finetune", "--leftovers", "--epochs", "1")
     assert re.findall(r"remove (\S+)", done.errors) == ["optimizer.step()", "scheduler.step()"]
     assert "Traceback" not in done.errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_that_builds_its_model_in_shards_and_gathers_weights(world_size: int, tmp_path: Path) -> None:
+    done = run("sharded_init", "--nvme_path", str(tmp_path), world_size=world_size)
+    losses = done.losses()
+    assert done.steps() == list(range(12))
+    assert mean(losses[-3:]) < 0.7 * mean(losses[:3])
+    for rank in range(world_size):
+        assert float(done.after("off by ", rank)[0]) < 0.05  # in bf16
+    assert len({done.after("sum ", rank)[0] for rank in range(world_size)}) == 1
+    assert list(tmp_path.rglob("*.shard")) == []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from zstore import zero
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed, initialize
 
     from .errors import ZstoreError
@@ -29,6 +30,7 @@ __all__ = [
     "initialize",
     "load_state_dict",
     "open_checkpoint",
+    "zero",
 ]
 
 _HOMES = {
@@ -42,15 +44,17 @@ _HOMES = {
     "initialize": "zstore.engine",
     "load_state_dict": "zstore.opened",
     "open_checkpoint": "zstore.opened",
+    "zero": "zstore.zero",
 }
-"""Public name -> the module that defines it."""
+"""Public name -> the module that defines it, or is it."""
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    module = import_module(home)
+    value = module if home == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 
