@@ -57,17 +57,25 @@ class BuiltModel:
                 )
         return None
 
-    def take_over(self, key: StoreKey) -> TensorStore | None:
-        """Return the store that the model was built in, where `key` opens that; it is the caller's to close.
+    def store_of(self, key: StoreKey) -> TensorStore | None:
+        """Return the store that the model was built in, where `key` opens that; it stays the builder's.
 
         Raises UsageError where it has the same run folder by other settings.
         """
+        builder = self._builder_of(key)
+        return None if builder is None else builder.store
+
+    def take_over(self, key: StoreKey) -> TensorStore | None:
+        """As `store_of`; the store is the caller's to close from now on."""
+        self._taken_over = self._builder_of(key)
+        return None if self._taken_over is None else self._taken_over.hand_over_store()
+
+    def _builder_of(self, key: StoreKey) -> Builder | None:
         for builder in self._builders:
             if builder.is_handed_over or not isinstance(builder.key, StoreKey):
                 continue
             if builder.key == key:
-                self._taken_over = builder
-                return builder.hand_over_store()
+                return builder
             shared = _folders(builder.key) & _folders(key)
             if shared:
                 raise UsageError(

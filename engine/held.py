@@ -16,8 +16,7 @@ class HeldBytes:
     parameters: int
     """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
     resting: int
-    """Rows of offloaded parameters in the store, on whichever tier; an fp32 parameter that is its own master counts as
-    optimizer state."""
+    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
     gradients: int
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
@@ -33,12 +32,7 @@ def held_bytes(training: Training) -> HeldBytes:
         # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
         parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     state, store = training.state, training.state.store
-    resting = sum(
-        store.local(record.rest).nbytes
-        for record in training.state.records
-        if record.rest is not None
-        and (record.group is None or state.is_split(record) or record.rest.startswith("parameter/"))
-    )
+    resting = sum(store.local(record.rest).nbytes for record in training.state.records if record.rest is not None)
     optimizer_state = 0
     for record in training.trained:
         master, *others = state.arrays_of(record)

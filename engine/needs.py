@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zstore.store import StoreOptions
 from .config import Config
 from .parameters import ParameterRecord, named_parameters
 from .placement import Need, OffloadTier, PlacementSettings
+from .prefetch import PrefetchLimits, count_fetches
 from .sharding import Persistence, Sharding
 from .spill import spill_pool_bytes
 from .tensors import PRECISIONS, dtype_name
@@ -77,8 +78,10 @@ def find_needs(
     *,
     world_size: int,
     rank: int,
+    units: Sequence[Sequence[str]] = (),
 ) -> list[Need]:
-    """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name."""
+    """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
+    parameters that each unit gathers, in the order in which units run."""
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or _parameter_tier(config) != "none"
     persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
@@ -97,7 +100,30 @@ def find_needs(
                 splits_master=config.splits_master,
             )
         )
-    return needs
+    fetches = _fetches(needs, units, config, world_size)
+    return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
+
+
+def _fetches(
+    needs: Sequence[Need], units: Sequence[Sequence[str]], config: Config, world_size: int
+) -> Mapping[str, int]:
+    """Return how often a micro-batch brings the parameters that do not stay gathered, in units that run in order."""
+    numel = {need.name: need.numel for need in needs if not need.stays_gathered}
+    gathered = [names for unit in units if (names := [name for name in unit if name in numel])]
+    return count_fetches(
+        gathered,
+        [sum(numel[name] for name in names) for names in gathered],
+        prefetch_limits(config),
+        late={need.name for need in needs if need.slots is None},
+        reads_ahead=int(world_size > 1),
+    )
+
+
+def prefetch_limits(config: Config) -> PrefetchLimits:
+    """Return how much memory the config lets units take ahead of their use."""
+    return PrefetchLimits(
+        prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
+    )
 
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:

@@ -21,18 +21,20 @@ stays on the device and its optimizer state does not, the state has a master of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from zstore.arrays import numpy_dtype
-from zstore.errors import BudgetError, ConfigError
+from zstore.errors import ConfigError
 from zstore.partition import Grid
 from zstore.shardfile import ShardLayout, layout_of, round_up
 from zstore.store import SMALL_SHARD_BYTES
 
+from .placement_report import over_budget
 from .spread import spread_turns
+from .tally import Held, Traffic
 
 Rest = Literal["device", "host", "disk"]
 OffloadTier = Literal["none", "cpu", "nvme"]
@@ -61,6 +63,9 @@ class Need:
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
     """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
+    fetches: int = 2
+    """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
+    is still there."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 
@@ -127,41 +132,6 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes by resting place, padding left out, as the store counts them. Each byte is in one of the four."""
-
-    device: int = 0
-    host: int = 0
-    """Host memory that is not pinned."""
-    pinned: int = 0
-    disk: int = 0
-
-    def __add__(self, other: Held) -> Held:
-        return Held(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-    @property
-    def total(self) -> int:
-        """Bytes on all tiers."""
-        return self.device + self.host + self.pinned + self.disk
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes that one step moves between memory and disk, checksums and padding included."""
-
-    read: int = 0
-    written: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(read=self.read + other.read, written=self.written + other.written)
-
-    @property
-    def total(self) -> int:
-        """Bytes in both directions."""
-        return self.read + self.written
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Where one rank's training state rests, and what a step moves."""
 
@@ -175,15 +145,28 @@ class Plan:
     arrive), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
-    file_bytes: int
-    """Bytes of all files on disk, with index, checksums and padding. As much again is needed while a checkpoint holds
-    the version before."""
+    files: tuple[tuple[Field, int], ...]
+    """What each file on disk is of, and its bytes, with index, checksums and padding; in the order in which they are
+    made."""
     budget_used_bytes: int
     """Bytes of host memory that count against the budget, buffers included."""
     budget_full_bytes: int
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files. As much again is needed while a checkpoint holds the version before."""
+        return sum(nbytes for _, nbytes in self.files)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that rest in the host's memory, which is the device's too where the CPU computes. Buffers count where files
+        pass through them; else next to nothing of them is used."""
+        kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
+        on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
+        return on_device + sum(held.host + held.pinned for held in kinds)
 
     @property
     def held_total(self) -> Held:
@@ -225,7 +208,7 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
         stay_gathered=frozenset(need.name for need in needs if need.stays_gathered),
         held=_held(stored, settings),
         traffic=_traffic(stored),
-        file_bytes=sum(one.file_bytes for one in stored),
+        files=tuple((one.field, one.file_bytes) for one in stored if one.rest == "disk"),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),
@@ -240,6 +223,8 @@ class _Stored:
     """One array, or what rests as one."""
 
     kind: str
+    field: Field
+    """What its drives are chosen by: a parameter beside its master has its own."""
     rest: Rest
     nbytes: int
     layout: ShardLayout
@@ -265,36 +250,49 @@ class _Stored:
 
 
 def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Stored]:
-    """Yield everything that is kept of a parameter placed so."""
+    """Yield everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
 
-    def one(kind: str, rest: Rest, dtype: str, *, whole: bool = False, reads: int = 1, writes: int = 1) -> _Stored:
-        numel = need.numel if whole else need.rows_numel
-        nbytes = numel * numpy_dtype(dtype).itemsize
-        return _Stored(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), reads=reads, writes=writes)
+    def one(
+        kind: str,
+        rest: Rest,
+        dtype: str,
+        *,
+        field: Field = "state",
+        whole: bool = False,
+        reads: int = 1,
+        writes: int = 1,
+    ) -> _Stored:
+        nbytes = (need.numel if whole else need.rows_numel) * numpy_dtype(dtype).itemsize
+        layout = need.layout(dtype)
+        return _Stored(kind=kind, field=field, rest=rest, nbytes=nbytes, layout=layout, reads=reads, writes=writes)
 
     forwards = settings.accumulation_steps
     split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
     own_master = split or _is_own_master(need, place)
-    # Forward and backward of every micro-batch gather it; the update reads it only where it is (in) the master.
+    if need.slots is not None and not own_master:
+        yield one("master", place.state, FP32)
+    # Every micro-batch gathers it; the update reads it only where it is (in) the master.
     yield one(
         "parameters",
         place.parameter,
         need.dtype,
+        field="state" if need.slots is None or own_master else "parameter",
         whole=need.stays_gathered,
-        reads=2 * forwards + own_master,
+        reads=need.fetches * forwards + own_master,
         writes=0 if need.slots is None else 1,
     )
     if need.slots is None:
         return
-    if settings.holds_gradients:
-        # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
-        yield one("gradients", place.gradient, need.dtype, whole=need.whole_gradient, reads=forwards, writes=forwards)
     if split:
         yield from _split_rest(need, place)
-    if not own_master:
-        yield one("master", place.state, FP32)
     for slot in need.slots:
         yield one(slot, place.state, FP32)
+    if settings.holds_gradients:
+        # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
+        whole = need.whole_gradient
+        yield one(
+            "gradients", place.gradient, need.dtype, field="gradient", whole=whole, reads=forwards, writes=forwards
+        )
 
 
 def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
@@ -305,7 +303,7 @@ def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
         # As the store has it: each of these may be small where the others are not.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
         layout = _layout(grid, need.shard, dtype)
-        yield _Stored(kind="master", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
+        yield _Stored(kind="master", field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 
 def _is_own_master(need: Need, place: Placement) -> bool:
@@ -462,11 +460,12 @@ def _required_bytes(
     Raises BudgetError where they are over the budget.
     """
     required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
+    required |= dict.fromkeys(("parameters", "gradients", "optimizer state"), 0)
     for need in needs:
         stored = list(_stored(need, least[need.name], settings))
         for one in stored:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
-            required[kind] = required.get(kind, 0) + one.budget_bytes
+            required[kind] += one.budget_bytes
         # A buffer holds a chunk of everything that an update brings together; the pool may have to make one of its own.
         piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
         if settings.budget_bytes is not None and piece > settings.buffer_bytes:
@@ -474,24 +473,8 @@ def _required_bytes(
             required["one piece larger than the buffers"] = largest
     total = sum(required.values())
     if settings.budget_bytes is not None and total > settings.budget_bytes:
-        raise _over_budget(required, settings.budget_bytes, settings)
+        raise over_budget(required, settings.budget_bytes, settings)
     return required
-
-
-def _over_budget(required: Mapping[str, int], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
-    parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
-    advice = [f"raise `host_budget_bytes` (to at least {sum(required.values())} for each rank of the machine)"]
-    if "cpu" in (settings.optimizer, settings.parameters):
-        offloaded = [
-            f"`{key}.device`"
-            for key, tier in (("offload_optimizer", settings.optimizer), ("offload_param", settings.parameters))
-            if tier == "cpu"
-        ]
-        advice.append(f'set {" and ".join(offloaded)} to "nvme", which keeps on disk what does not fit')
-    return BudgetError(
-        f"the host budget gives this rank {budget_bytes} bytes, but {sum(required.values())} have to be in host memory "
-        f"({parts}): {', or '.join(advice)}"
-    )
 
 
 def _check_settings(settings: PlacementSettings) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
-from .placement import Held, Plan
+if TYPE_CHECKING:
+    from .placement import PlacementSettings, Plan
+    from .tally import Held
 
 DRIVE_LIFE_TBW = 600
 """Terabytes that a common 1 TB consumer drive is warranted for."""
@@ -24,13 +29,8 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     return "\n".join(lines)
 
 
-def check_fits(
-    plan: Plan, *, device_bytes: int | None = None, disk_bytes: int | None = None, local_ranks: int = 1
-) -> None:
-    """Raise BudgetError where the plan needs more than there is of the device's memory, or of the drive's free space.
-
-    `device_bytes` are one rank's, `disk_bytes` the machine's; None: not known.
-    """
+def check_device(plan: Plan, device_bytes: int | None) -> None:
+    """Raise BudgetError where the plan needs more than the device's memory; `device_bytes` None: not known."""
     # At least one unit has to be gathered beside what rests there.
     needed = plan.held_total.device + plan.gathered_bytes
     if device_bytes is not None and needed > device_bytes:
@@ -39,11 +39,39 @@ def check_fits(
             f"it and gathers {format_bytes(plan.gathered_bytes)} of parameters at a time, activations not counted: use "
             "more ranks, a higher stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
-    if disk_bytes is not None and plan.file_bytes * local_ranks > disk_bytes:
-        raise BudgetError(
-            f"the files of this plan take {format_bytes(plan.file_bytes * local_ranks)} on the drive, which has "
-            f"{format_bytes(disk_bytes)} free: give another `nvme_path`, or raise `host_budget_bytes`"
-        )
+
+
+def check_host(plan: Plan, needed_bytes: int, host_bytes: int) -> None:
+    """Raise BudgetError where `needed_bytes`, of this rank and those that share its `host_bytes` of memory, are more than
+    that."""
+    if needed_bytes <= host_bytes:
+        return
+    if plan.settings.budget_bytes is None:
+        advice = 'set host_budget_bytes with offload_optimizer and offload_param on "nvme"'
+    else:
+        advice = "give a smaller host_budget_bytes"
+    raise BudgetError(
+        f"the host has {format_bytes(host_bytes)} of memory for this (swap space included), but the plan keeps "
+        f"{format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} with the ranks beside it, "
+        f"activations not counted: {advice}, or use more machines (`zstore plan` shows what fits)"
+    )
+
+
+def over_budget(required: Mapping[str, int], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
+    """Return the error of a host budget under what has to be in host memory; `required` has bytes by what they are for."""
+    parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
+    advice = [f"raise `host_budget_bytes` (to at least {sum(required.values())} for each rank of the machine)"]
+    if "cpu" in (settings.optimizer, settings.parameters):
+        offloaded = [
+            f"`{key}.device`"
+            for key, tier in (("offload_optimizer", settings.optimizer), ("offload_param", settings.parameters))
+            if tier == "cpu"
+        ]
+        advice.append(f'set {" and ".join(offloaded)} to "nvme", which keeps on disk what does not fit')
+    return BudgetError(
+        f"the host budget gives this rank {budget_bytes} bytes, but {sum(required.values())} have to be in host memory "
+        f"({parts}): {', or '.join(advice)}"
+    )
 
 
 def _table(plan: Plan) -> list[str]:

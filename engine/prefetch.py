@@ -16,7 +16,8 @@ iteration that leaves the order is recorded, without prefetch, and gives the new
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _MOST_USES = 100_000
@@ -149,6 +150,73 @@ def _first_slots(uses: Sequence[Use]) -> list[int]:
         first.append(ended.get(use.unit, 0))
         ended[use.unit] = use.last + 2
     return first
+
+
+def count_fetches(
+    units: Sequence[Sequence[str]],
+    numel: Sequence[int],
+    limits: PrefetchLimits,
+    *,
+    late: Collection[str] = (),
+    reads_ahead: int = 0,
+) -> Counter[str]:
+    """Return how often an iteration brings each parameter where the units run one after another, forward and back.
+
+    `units` are the names of the parameters that each unit gathers, `numel` their elements. A unit with a `late` parameter,
+    of which no gradient comes, or with one that a unit before it uses too, is in use until the next one is in the
+    backward. Rows are read `reads_ahead` slots before they are gathered.
+    """
+    uses = [Use(unit, unit) for unit in range(len(units))]
+    before: set[str] = set(late)
+    waits: list[bool] = []
+    for names in units:
+        waits.append(not before.isdisjoint(names))
+        before.update(names)
+    for unit in reversed(range(len(units))):
+        uses.append(Use(unit, min(len(uses) + waits[unit], 2 * len(units) - 1)))
+    return _Fetches(units, uses, make_schedule(uses, numel, limits)).count(reads_ahead)
+
+
+class _Fetches:
+    """Follows `Residence` through an iteration, to count what it brings."""
+
+    def __init__(self, units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule) -> None:
+        self._units = units
+        self._uses = uses
+        self._schedule = schedule
+        self._there: set[int] = set()
+        """Units that are kept or brought ahead."""
+        self._owners: Counter[str] = Counter()
+        self._found: Counter[str] = Counter()
+
+    def count(self, reads_ahead: int) -> Counter[str]:
+        """Return how often each parameter is brought."""
+        ended: list[list[int]] = [[] for _ in self._uses]
+        for number, use in enumerate(self._uses):
+            ended[use.last].append(number)
+        self._start(0, reads_ahead)
+        for number, use in enumerate(self._uses):
+            self._bring(use.unit)
+            self._start(number + 1, reads_ahead)
+            self._there.discard(use.unit)
+            for over in ended[number]:
+                if self._schedule.keep[over]:
+                    self._there.add(self._uses[over].unit)
+                else:
+                    self._owners.subtract(self._units[self._uses[over].unit])
+        return self._found
+
+    def _start(self, slot: int, reads_ahead: int) -> None:
+        for uses in self._schedule.start[slot : slot + 1 + reads_ahead]:
+            for number in uses:
+                self._bring(self._uses[number].unit)
+
+    def _bring(self, unit: int) -> None:
+        if unit in self._there:
+            return
+        self._there.add(unit)
+        self._found.update(name for name in self._units[unit] if not self._owners[name])
+        self._owners.update(self._units[unit])
 
 
 class Recorder:

@@ -20,7 +20,7 @@ from zstore.store import TensorStore
 
 from .config import Config
 from .fetch import Fetch, Fetcher, Ready, RowReader
-from .needs import parameter_pool_bytes
+from .needs import parameter_pool_bytes, prefetch_limits
 from .parameters import ParameterRecord, Residency
 from .prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .transfers import Transfers
@@ -328,8 +328,5 @@ def make_residence(
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    limits = PrefetchLimits(
-        prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
-    )
     fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
-    return Residence(units, world, fetcher, limits, overlap=config.overlap_comm)
+    return Residence(units, world, fetcher, prefetch_limits(config), overlap=config.overlap_comm)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -62,7 +64,9 @@ def wire(
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world)
-    budget_bytes = budget_of_rank(config, world)
+    # A store that is taken over has its budget already; "auto" would be another by now.
+    former = built.store_of(store_key(config))
+    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     lane = lane_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=lane.device_is_host)
@@ -72,14 +76,13 @@ def wire(
     if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
         map_large_blocks()
     try:
-        check_drives(plan, config, world, store.statistics().disk_bytes)
+        check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
         state = OptimizerState(store, kernels, transfers, splits=config.splits_master)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
-        for message in store.fallbacks:
-            _log.warning("rank %d: %s", world.rank, message)
+        _warn_of_fallbacks(store, world)
         live_numel = config.live_numel if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
@@ -193,6 +196,25 @@ class _Layout:
         dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
         parameter.grad = None
         return torch.empty(parameter.shape, dtype=dtype, device=self._world.device)
+
+
+def _warn_of_fallbacks(store: TensorStore, world: World) -> None:
+    """Say once what could not be had, and on which ranks (all ranks)."""
+    ranks: dict[str, list[int]] = {}
+    for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
+        for message in messages:
+            ranks.setdefault(message, []).append(rank)
+    for message, which in ranks.items() if world.rank == 0 else ():
+        where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
+        _log.warning("%s: %s", where, message)
+
+
+def _present_bytes(store: TensorStore) -> Counter[Path]:
+    """Return the bytes of the files that a store has already, by folder."""
+    present: Counter[Path] = Counter()
+    for name, folder in store.disk_folders().items():
+        present[folder] += store.local(name).nbytes
+    return present
 
 
 def store_key(config: Config) -> StoreKey:

@@ -12,9 +12,11 @@ import torch
 import zstore
 from tests.engine_models import batch
 from tests.test_engine_bits import digest
-from zstore.engine import Engine
+from zstore.engine import Engine, placing
 from zstore.engine.tensors import as_torch
 from zstore.errors import BudgetError
+from zstore.hostmemory import GroupMemory, HostMemory
+from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools.models import build_model
 
@@ -137,8 +139,7 @@ def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
             )
         traffic = engine.training_state.plan.traffic_total
         assert _spilled(engine) > 0
-        assert moved[-1][1] == traffic.written
-        assert moved[-1][0] <= traffic.read  # a unit that is used again at once is not read again
+        assert moved[-1] == (traffic.read, traffic.written)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -165,6 +166,54 @@ def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path: Path) -> None
     held = engine.training_state.plan.held["parameters"]
     assert small_bytes < held.host <= small_bytes + 200_000
     assert held.disk > 0
+
+
+def machine(available: int, limit: int | None = None, total: int = 1 << 40) -> HostMemory:
+    """A machine with so many bytes available; `limit`: of the one control group, of which nothing is used."""
+    groups = () if limit is None else (GroupMemory(key="1:2", limit_bytes=limit, used_bytes=0),)
+    return HostMemory(machine="this", total_bytes=total, machine_available_bytes=available, groups=groups)
+
+
+@pytest.mark.parametrize(("available", "limit"), [(10 * MIB, None), (1 << 38, 10 * MIB)])
+def test_auto_is_a_share_of_what_machine_and_control_group_leave(
+    available: int, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "read_host_memory", lambda: machine(available, limit))
+    engine, found, losses = run(make_config(str(tmp_path), zstore={"host_budget_bytes": "auto"}), steps=2)
+    plan = engine.training_state.plan
+    assert plan.settings.budget_bytes == 6 * MIB
+    assert 0 < plan.budget_used_bytes <= 6 * MIB
+    assert plan.held_total.disk > 0
+    _, expected, expected_losses = run(make_config(str(tmp_path), zstore={"host_budget_bytes": 6 * MIB}), steps=2)
+    assert (found, losses) == (expected, expected_losses)
+
+
+def _refused(rank: int, total: int, group_of_each: bool) -> str:
+    key = f"1:{rank}" if group_of_each else "1:2"
+    group = GroupMemory(key=key, limit_bytes=total, used_bytes=total)
+    memory = HostMemory(machine="this", total_bytes=2 * total, machine_available_bytes=0, groups=(group,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "read_host_memory", lambda: memory)
+        try:
+            torch.manual_seed(0)
+            config = make_config(
+                "", zero={"stage": 0, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+            )
+            zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0].close()
+        except BudgetError as error:
+            return str(error)
+    return ""
+
+
+def test_what_the_hosts_memory_cannot_hold_is_refused_on_every_rank() -> None:
+    """What is in use already is the model, so that only sizes count; a rank counts where it shares a group's limit."""
+    needed = sum(p.numel() for p in build_model("gpt-tiny", 16).parameters()) * (2 + 2 + 12)
+    assert _refused(0, needed, True) == ""
+    assert f"keeps {format_bytes(needed)} of this rank" in _refused(0, needed - 1, True)
+    assert run_ranks(_refused, 2, needed, True, timeout_s=120) == ["", ""]
+    for text in run_ranks(_refused, 2, needed, False, timeout_s=120):
+        assert f"{format_bytes(2 * needed)} with the ranks beside it" in text
+    assert run_ranks(_refused, 2, 2 * needed, False, timeout_s=120) == ["", ""]
 
 
 def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from tests.engine_models import make_net
 from tests.engine_runs import make_config, state_of, step
 from tests.init_models import Handmade, Stack, seeded
 from tests.transformers_models import ARCHITECTURES
+from zstore.engine import placing
 from zstore.engine.building import find_built
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
+from zstore.hostmemory import HostMemory
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)
@@ -199,6 +202,33 @@ def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(
         zstore.initialize(model=make_net(), config=config)
     zstore.Init(module=model, config=config)
     zstore.initialize(model=model, config=config)[0].close()
+
+
+@pytest.mark.parametrize("budget", [24 << 20, "auto"])
+def test_a_budget_is_that_of_the_store_that_is_taken_over(
+    budget: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is available when the engine is made, and the plan takes what the store may have."""
+    available = chain([40 << 20], repeat(80 << 20))
+
+    def memory() -> HostMemory:
+        return HostMemory(machine="this", total_bytes=1 << 40, machine_available_bytes=next(available))
+
+    config = config_of(tmp_path) | {"zstore": {"host_budget_bytes": budget}}
+    monkeypatch.setattr(placing, "read_host_memory", memory)
+    with zstore.Init(config=config):
+        model = make_net(width=256, vocab=4003)
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        plan, store = engine.training_state.plan, engine.training_state.state.store
+        assert plan.settings.budget_bytes == store.options.host_budget_bytes == 24 << 20
+        assert plan.held_total.disk > 0
+        assert plan.budget_used_bytes > 20 << 20
+        step(engine)
+        trained = state_of(engine)
+    monkeypatch.undo()
+    with zstore.initialize(model=make_net(width=256, vocab=4003), config=config_of(tmp_path))[0] as engine:
+        step(engine)
+        assert trained == state_of(engine)
 
 
 def test_a_model_may_be_put_away_after_it_was_built(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from zstore.tools.models import SHIPPED, Gpt, build_model
 MODELS = ("net", "gpt-tiny")
 
 
-def _config(stage: int, tier: str, precision: str, nvme: str) -> dict[str, Any]:
+def _config(stage: int, tier: str, precision: str, nvme: str, own: str = "none", **keys: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage} | ({"stage3_param_persistence_threshold": 5000} if stage == 3 else {})
-    if tier != "none":
-        zero["offload_optimizer"] = {"device": tier} | ({"nvme_path": nvme} if tier == "nvme" else {})
+    for section, device in (("offload_optimizer", tier), ("offload_param", own)):
+        if device != "none":
+            zero[section] = {"device": device} | ({"nvme_path": nvme} if device == "nvme" else {})
+    zero |= keys
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
@@ -41,6 +43,15 @@ def _cases(nvme: str) -> list[dict[str, Any]]:
         _config(2, "nvme", "fp32", nvme),
         _config(1, "none", "bf16", nvme) | {"zstore": {"split_master": True}},
         _config(3, "nvme", "bf16", nvme) | {"zstore": {"split_master": True}},
+        _config(3, "nvme", "bf16", nvme, "nvme"),
+        _config(3, "nvme", "bf16", nvme, "nvme") | {"gradient_accumulation_steps": 2},
+        _config(3, "nvme", "bf16", nvme, "nvme") | {"zstore": {"split_master": True}},
+        _config(3, "nvme", "fp32", nvme, "nvme", stage3_prefetch_bucket_size=0),
+        _config(3, "none", "fp16", nvme, "nvme", stage3_prefetch_bucket_size=1),
+        _config(3, "cpu", "bf16", nvme, "nvme", stage3_max_reuse_distance=200_000),
+        _config(
+            3, "nvme", "bf16", nvme, "nvme", stage3_max_live_parameters=200_000, stage3_prefetch_bucket_size=70_000
+        ),
     ]
 
 
@@ -48,11 +59,10 @@ def _plan_of(engine: Any, model: torch.nn.Module) -> Plan:
     training = engine.training_state
     config, world, state = training.config, training.world, training.state
     slots = {r.name: state.kernels[r.group].slots for r in state.records if r.group is not None}
-    needs = find_needs(
-        shapes_of_model(model, config.precision), slots, config, world_size=world.world_size, rank=world.rank
-    )
+    shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
+    needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units)
     settings = placement_settings(config, budget_bytes=None, device_is_host=True)
-    return make_plan(needs, settings, units_of_model(model))
+    return make_plan(needs, settings, units)
 
 
 def _count(rank: int, which: str, nvme: str) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -68,12 +78,14 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
         if "host_budget_bytes" not in config.get("zstore", {}):
             assert plan == _plan_of(engine, model)
         statistics = []
-        for step in range(2):
-            ids = batch(step, 0, engine.global_rank)[0] % 256
-            loss = engine(ids) if which == "net" else engine(ids, labels=ids)
-            engine.backward(loss)
-            statistics.append(engine.statistics())
-            engine.step()
+        for step in range(2):  # in the first one the order of units is recorded
+            for micro in range(engine.gradient_accumulation_steps()):
+                ids = batch(step, micro, engine.global_rank)[0] % 256
+                loss = engine(ids) if which == "net" else engine(ids, labels=ids)
+                engine.backward(loss)
+                if engine.is_gradient_accumulation_boundary():
+                    statistics.append(engine.statistics())
+                engine.step()
             engine.training_state.complete()
             statistics.append(engine.statistics())
         accumulated, (_, before, _, after) = statistics[0], statistics
@@ -93,7 +105,7 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
         "state on the device": 0 if offloaded else masters,
     }
     counted = {
-        "parameters": after.held.parameters,
+        "parameters": after.held.parameters + after.held.resting,
         "gradients": accumulated.held.gradients + unused,
         "optimizer state": after.held.optimizer_state,
         "host": state.host_bytes,

@@ -9,8 +9,11 @@ import pytest
 
 from tests.engine_runs import make_config, start
 from zstore import pinning
+from zstore.engine import wiring
+from zstore.engine.lanes import HostLane
 from zstore.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
+from zstore.testing.ranks import run_ranks
 
 MIB = 1 << 20
 
@@ -90,3 +93,29 @@ def test_state_of_a_run_is_pinned(
         assert (found.pinned_bytes >= found.host_bytes > 0) == pinned
     assert runtime.registered == {}
     assert sum("host memory is not pinned" in record.message for record in caplog.records) == int(not pinned)
+
+
+def _warned(rank: int) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zstore").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wiring, "lane_for", lambda _: _Away())
+        config = make_config(1, "cpu")
+        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+        start(config).close()
+    return [message for message in found if "not pinned" in message]
+
+
+class _Away(HostLane):
+    """Says that the device is not the host, so that memory is to be pinned."""
+
+    device_is_host = False
+
+
+def test_ranks_that_cannot_pin_say_so_once() -> None:
+    (said, *others) = run_ranks(_warned, 2, timeout_s=120)
+    assert others == [[]]
+    assert len(said) == 1
+    assert said[0].startswith("every rank: host memory is not pinned")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from zstore.arrays import ArraySpec
 from zstore.engine.placement import FP32, Need, Placement, PlacementSettings, Plan, make_plan
-from zstore.engine.placement_report import check_fits, describe
+from zstore.engine.placement_report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
 from zstore.partition import make_grid
 from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
@@ -215,14 +215,25 @@ def test_settings_out_of_range_are_refused(keys: dict[str, Any]) -> None:
         make_plan(EIGHT, asked(optimizer="nvme", **keys))
 
 
-def test_what_a_device_or_a_drive_cannot_hold_is_refused() -> None:
+def test_what_a_device_cannot_hold_is_refused() -> None:
     plan = make_plan(EIGHT, asked(optimizer="nvme"), [["0.weight"], ["1.weight"]])
     on_device = plan.held_total.device + plan.gathered_bytes
-    check_fits(plan, device_bytes=on_device, disk_bytes=plan.file_bytes * 2, local_ranks=2)
+    check_device(plan, on_device)
+    check_device(plan, None)
     with pytest.raises(BudgetError, match="offload_param"):
-        check_fits(plan, device_bytes=on_device - 1)
-    with pytest.raises(BudgetError, match="nvme_path"):
-        check_fits(plan, disk_bytes=plan.file_bytes * 2 - 1, local_ranks=2)
+        check_device(plan, on_device - 1)
+
+
+def test_what_the_host_cannot_hold_is_refused_with_numbers() -> None:
+    here = make_plan(EIGHT, asked(optimizer="cpu", pins_state=True))
+    away = make_plan(EIGHT, asked(optimizer="cpu", budget_bytes=100 * MB, device_is_host=False))
+    # In 16 bits 4 MiB of parameters and 4 of gradients, and 24 of state; the device's memory is the host's only here.
+    assert (here.host_bytes, away.host_bytes) == (32 * MB, 28 * MB)
+    check_host(here, 64 * MB, 64 * MB)
+    with pytest.raises(BudgetError, match=r"has 67\.11 MB .* keeps 33\.55 MB of this rank .* 67\.11 MB with .*nvme"):
+        check_host(here, 64 * MB + 1, 64 * MB)
+    with pytest.raises(BudgetError, match="a smaller host_budget_bytes"):
+        check_host(away, 1, 0)
 
 
 # -- what is said -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from zstore._version import __version__
 from zstore.buffers import HUGE_PAGE_BYTES, make_slab
+from zstore.hostmemory import read_host_memory
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
@@ -50,8 +51,9 @@ class MemoryReport:
 
     total_bytes: int | None
     available_bytes: int | None
+    """Within the control groups' limits."""
     limit_bytes: int | None
-    """The control group's limit, if there is one."""
+    """The least limit of the control groups, if there is one."""
     transparent_huge_pages: str | None
     """The kernel's mode: "always", "madvise" or "never"."""
     huge_pages: bool | None
@@ -120,28 +122,15 @@ def _version(package: str) -> str | None:
 
 
 def _examine_memory() -> MemoryReport:
-    fields = {
-        key: int(value.split()[0]) * 1024
-        for key, _, value in (line.partition(":") for line in _read("/proc/meminfo").splitlines())
-    }
+    memory = read_host_memory()
     mode = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
     return MemoryReport(
-        total_bytes=fields.get("MemTotal"),
-        available_bytes=fields.get("MemAvailable"),
-        limit_bytes=memory_limit_bytes(),
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        limit_bytes=memory.limit_bytes,
         transparent_huge_pages=mode.group(1) if mode else None,
         huge_pages=_gets_huge_pages(),
     )
-
-
-def memory_limit_bytes() -> int | None:
-    """The smallest `memory.max` from this process's control group (v2) upwards."""
-    entry = next((line for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
-    if entry is None:
-        return None
-    group = Path(entry.removeprefix("0::"))
-    texts = [_read(f"/sys/fs/cgroup{folder}/memory.max").strip() for folder in (group, *group.parents)]
-    return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
 def _gets_huge_pages() -> bool | None:

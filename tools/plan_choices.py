@@ -190,8 +190,9 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0)
-    return make_plan(needs, settings, job.model.units)
+    units = job.model.units
+    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0, units=units)
+    return make_plan(needs, settings, units)
 
 
 def _transit(job: Job, choice: Choice, plan: Plan) -> int:

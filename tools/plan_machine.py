@@ -11,8 +11,8 @@ import torch
 
 from zstore.engine.tensors import PRECISIONS
 from zstore.errors import ConfigError
+from zstore.hostmemory import read_host_memory
 
-from .doctor import memory_limit_bytes
 from .drive import RATE_BYTES, measure_drive, probe_folder
 
 _MATMUL_ROWS = 512
@@ -55,9 +55,8 @@ class Machine:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of this machine's memory, or of the control group's limit where that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, memory_limit_bytes() or total)
+    """Return the bytes of this machine's memory, or of its control groups' limit where that is less."""
+    return read_host_memory().usable_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def own_gpus() -> tuple[int, int | None]:

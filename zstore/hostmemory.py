@@ -1,0 +1,160 @@
+"""What memory there is on this machine for this process: all of it, or as much as its control groups allow.
+
+[Note: control groups]
+`/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` where groups are to be seen and which
+group that place shows: in a container often the process's own, whatever its name outside. The limits of a group hold for
+all groups below it. Groups of version 1 tell limit and use in `memory.limit_in_bytes` and `memory.usage_in_bytes`, those of
+version 2 in `memory.max` and `memory.current`; both count the page cache, which the kernel takes back when memory is asked
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_UNLIMITED_BYTES = 2**60
+"""Version 1 writes the largest number that it knows where there is no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMemory:
+    """Memory of a control group that has a limit."""
+
+    key: str
+    """Names the group among those of its machine, wherever it is seen."""
+    limit_bytes: int
+    used_bytes: int
+    """What cannot be taken back of the memory that is charged to the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Memory of the machine, and of the groups whose limits hold for this process. None: the system does not say."""
+
+    machine: str
+    """Names the machine, as long as it runs."""
+    total_bytes: int | None
+    machine_available_bytes: int | None
+    """Of the machine: what can be had without swapping."""
+    swap_bytes: int = 0
+    groups: tuple[GroupMemory, ...] = ()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The least limit of the groups; None where there is none."""
+        return min((group.limit_bytes for group in self.groups), default=None)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """All memory that processes like this one can have together."""
+        return min((n for n in (self.total_bytes, self.limit_bytes) if n is not None), default=None)
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What can be had now, of the machine and within every group."""
+        if self.machine_available_bytes is None:
+            return None
+        left = [max(0, group.limit_bytes - group.used_bytes) for group in self.groups]
+        return min([self.machine_available_bytes, *left])
+
+
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return what this system says of its memory. `root`: the folder in which `/proc` and the mounts are."""
+    fields = {
+        key: int(value.split()[0]) * 1024
+        for key, _, value in (line.partition(":") for line in _read(root / "proc/meminfo").splitlines())
+    }
+    return HostMemory(
+        machine=_read(root / "proc/sys/kernel/random/boot_id").strip() or platform.node(),
+        total_bytes=fields.get("MemTotal"),
+        machine_available_bytes=fields.get("MemAvailable"),
+        swap_bytes=fields.get("SwapTotal", 0),
+        groups=tuple(_groups(root)),
+    )
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """A place where control groups are to be seen."""
+
+    shown: PurePosixPath
+    """The group that the place itself stands for."""
+    place: Path
+    kind: str
+    """File system: "cgroup" (version 1) or "cgroup2"."""
+    options: frozenset[str]
+
+
+def _groups(root: Path) -> Iterator[GroupMemory]:
+    """Yield the groups with a limit, from the process's own upwards."""
+    own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    for mount in _mounts(root):
+        second = mount.kind == "cgroup2"
+        if not second and "memory" not in mount.options:
+            continue
+        for number, controllers, name in own:
+            if (second and number == "0" and not controllers) or (not second and "memory" in controllers.split(",")):
+                for folder in _upwards(mount, PurePosixPath(name)):
+                    group = _second(folder) if second else _first(folder)
+                    if group is not None:
+                        yield group
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if kind and kind[0] in ("cgroup", "cgroup2") and len(fields) > 4:
+            shown, place = (_unescaped(field) for field in fields[3:5])
+            options = frozenset(kind[-1].split(","))
+            yield _Mount(PurePosixPath(shown), root / place.lstrip("/"), kind[0], options)
+
+
+def _unescaped(text: str) -> str:
+    """Return a field of mountinfo with its spaces and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), text)
+
+
+def _upwards(mount: _Mount, name: PurePosixPath) -> Iterator[Path]:
+    """Yield the folder of group `name` and those above it, as far as the mount shows them."""
+    inside = name.relative_to(mount.shown) if name.is_relative_to(mount.shown) else PurePosixPath()
+    if ".." in inside.parts:
+        inside = PurePosixPath()
+    for part in (inside, *inside.parents):
+        yield mount.place / part
+
+
+def _first(folder: Path) -> GroupMemory | None:
+    limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
+    return _group(folder, limit, used, ("total_inactive_file", "total_active_file"))
+
+
+def _second(folder: Path) -> GroupMemory | None:
+    limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+    return _group(folder, limit, used, ("inactive_file", "active_file"))
+
+
+def _group(folder: Path, limit: int | None, used: int | None, cache: tuple[str, ...]) -> GroupMemory | None:
+    if limit is None or limit >= _UNLIMITED_BYTES:
+        return None
+    fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+    cached = sum(int(fields.get(name, 0)) for name in cache)
+    found = folder.stat()
+    return GroupMemory(key=f"{found.st_dev}:{found.st_ino}", limit_bytes=limit, used_bytes=max(0, (used or 0) - cached))
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    """Return the text of a system file, or nothing where there is no such file."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
