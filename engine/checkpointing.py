@@ -34,6 +34,7 @@ from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
 
 from . import client_state as client
+from .client_step import STATE_KEY
 from .destinations import Destination, destination_of
 from .interrupts import interrupts_wait
 from .loading import LoadOptions, LoadReport
@@ -174,7 +175,10 @@ class Checkpoints:
         """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
         if not isinstance(state, Mapping):
             raise UsageError(f"client_state: expected a dict, got {type(state).__name__}")
-        marked, tensors = client.split(state)
+        if STATE_KEY in state:
+            raise UsageError(f"client_state: the key {STATE_KEY!r} has a meaning of its own; rename it")
+        stepper = self._training.client_step
+        marked, tensors = client.split({**state, **({} if stepper is None else {STATE_KEY: stepper.state()})})
         tensors |= {
             f"buffer/{name}": buffer.detach().to("cpu", copy=True).contiguous()
             for name, buffer in stored_buffers(self._training.model)
@@ -291,10 +295,13 @@ class Checkpoints:
         self._training.settle()
         self._end_save()
         restore = Restore(self._training)
-        found = restore.load(folder, tag, options)
+        path, state = restore.load(folder, tag, options)
         if restore.report is not None:
             self.report, self._known = restore.report, restore.known
-        return found
+        kept = state.pop(STATE_KEY, None)
+        if self._training.client_step is not None and kept is not None and options.optimizer:
+            self._training.client_step.load(kept)
+        return path, state
 
 
 @dataclass(frozen=True)

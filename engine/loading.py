@@ -11,6 +11,7 @@ from zstore.checkpoint.ahead import Range
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
 
+from .client_step import STATE_KEY
 from .model import stored_buffers
 from .parameters import ParameterRecord
 from .renaming import Names, Renamed
@@ -139,6 +140,7 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
             "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
             "options"
         )
+    _check_client_step(training, reader, options)
     found = {name for name in wanted if name in reader.arrays}
     return LoadPlan(
         options=options,
@@ -154,6 +156,26 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
         missing=missing,
         left_over=left_over,
     )
+
+
+def _check_client_step(training: Training, reader: ArraySource, options: LoadOptions) -> None:
+    """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
+    if training.client_step is None or not options.optimizer:
+        return
+    state = reader.record.state.get("client_state")
+    kept = state.get(STATE_KEY) if isinstance(state, dict) else None
+    kind = training.optimizer.kind.__name__
+    if not isinstance(kept, dict):
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {kind} does: use the "
+            "optimizer that it was trained with, or pass load_optimizer_states=False"
+        )
+    strange = sorted(kept.keys() - {record.name for record in training.trained})
+    if strange:
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has state of {kind} for {', '.join(map(repr, strange[:_MOST_LISTED]))}, which it "
+            "does not update here: give the optimizer the same parameters, under the same names"
+        )
 
 
 def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from .config import OptimizerConfig
+from .kernel import ELEMENT_WISE
 
 _log = logging.getLogger("zstore")
 
@@ -31,7 +32,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.kind = type(client)
         """Class whose update is carried out."""
         self.param_groups = client.param_groups
-        self._client = client
+        self.client = client
+        """The object that was given, or made from the config."""
         self._in_engine_step = False
         self._warned = False
 
@@ -49,8 +51,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
-            self._client.step()
+            if self.kind in ELEMENT_WISE:  # any other took the step itself
+                # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
+                self.client.step()
         finally:
             self._in_engine_step = False
 

@@ -42,14 +42,22 @@ class RowsInStore:
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split."""
+    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split, and
+    `keeps_whole` whether `whole_master` is asked for."""
 
     def __init__(
-        self, store: TensorStore, kernels: Sequence[Kernel], transfers: Transfers, *, splits: bool = False
+        self,
+        store: TensorStore,
+        kernels: Sequence[Kernel],
+        transfers: Transfers,
+        *,
+        splits: bool = False,
+        keeps_whole: bool = False,
     ) -> None:
         self.store = store
         self.transfers = transfers
         self._splits = splits
+        self._keeps_whole = keeps_whole
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
@@ -60,6 +68,7 @@ class OptimizerState:
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._own_master: set[ParameterRecord] = set()
+        self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
@@ -78,6 +87,9 @@ class OptimizerState:
             if isinstance(initial, RowsInStore):
                 initial = as_torch(self.store.read(initial.array).wait())
             self._add_split(record, initial, placement)
+        elif self._keeps_whole and isinstance(initial, torch.Tensor):
+            self._whole_masters[record] = master = torch.empty_like(initial, dtype=torch.float32)
+            self._create(record, "model", torch.float32, placement.state, memory=master.copy_(initial))
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
@@ -139,6 +151,10 @@ class OptimizerState:
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
         return record in self._own_master
+
+    def whole_master(self, record: ParameterRecord) -> torch.Tensor:
+        """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
+        return record.full if self.is_master(record) else self._whole_masters[record]
 
     def is_split(self, record: ParameterRecord) -> bool:
         """Return whether the master is kept as the bf16 parameter and what it lacks. See [Note: the split]."""

@@ -13,6 +13,7 @@ from torch import nn
 from zstore.dist import World
 from zstore.errors import NonFiniteError, UsageError
 
+from .client_step import ClientStep
 from .collectives import all_gather_rows
 from .config import BatchSizes, Config
 from .gradients import Gradients
@@ -94,6 +95,8 @@ class Training:
     """The update that goes on within the backward under way, and until `step()`."""
     before_change: Callable[[], None] = _nothing
     """Called before a step changes anything: what must have seen the state of the step before is waited for."""
+    client_step: ClientStep | None = None
+    """Takes the steps of an optimizer that must see whole tensors."""
     guard: ReadGuard | None = None
     """Watches for reading what an update within the backward changed."""
 
@@ -301,7 +304,10 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            update.run()
+            if self.client_step is None:
+                update.run()
+            else:
+                self.client_step.run(records, settings.factor, self.gradients.take)
             update.note_scalars(records)
 
         def later() -> None:

@@ -15,11 +15,12 @@ from zstore.dist import World
 from zstore.errors import UsageError
 from zstore.store import StoreOptions, TensorStore
 
+from .client_step import ClientStep, WholeKernel, check_client
 from .config import Config
 from .gradients import Gradients, ReduceRules, WholeGradients
 from .handover import BuiltModel, StoreKey
 from .hooks import UnitHooks
-from .kernel import kernel_for
+from .kernel import ELEMENT_WISE, Kernel, kernel_for
 from .lanes import lane_for
 from .loader import TrainingLoader
 from .loss_scale import LossScaler
@@ -59,7 +60,7 @@ def wire(
     offloads_parameters = config.stage == 3 and config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = group_of_parameters(optimizer, model)
-    kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+    kernels = _kernels(optimizer, config)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
@@ -78,7 +79,8 @@ def wire(
     try:
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
-        state = OptimizerState(store, kernels, transfers, splits=config.splits_master)
+        whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
+        state = OptimizerState(store, kernels, transfers, splits=config.splits_master, keeps_whole=whole)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -108,10 +110,27 @@ def wire(
             scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
+            client_step=ClientStep(optimizer.client, state) if whole else None,
         )
     except BaseException:
         store.close()
         raise
+
+
+def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
+    """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
+    does."""
+    whole = config.stage == 0 and config.offload_optimizer.device == "none"
+    if optimizer.kind in ELEMENT_WISE or not whole:
+        return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+    check_client(optimizer.client)
+    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.splits_master)):
+        if unfit:
+            raise UsageError(
+                f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
+                f'tensors, all at once: take {key} out of the config\'s "zstore" section'
+            )
+    return [WholeKernel() for _ in optimizer.param_groups]
 
 
 class _Layout:
