@@ -54,8 +54,9 @@ class ZstoreSection(Section):
     """Settings of zstore's own."""
 
     host_budget_bytes: Annotated[int | Auto | None, PlainValidator(Whole(minimum=1, words=("auto",)))] = built(None)
-    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there. "auto": 60 % of
-    what is available. Unset: with nvme, only buffers are in memory."""
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme what does
+    not fit rests on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as can be: buffers,
+    shards under 64 KiB, and gradients that wait for the update, 2 bytes a parameter in bf16 and fp16."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: MaybeKeep = built(None)
@@ -80,7 +81,9 @@ class ZstoreSection(Section):
     step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = built("auto")
     """When the update runs; the same bits in all. "none": in step(). "forward": behind it, each unit before the next
     forward needs it. "backward": each unit as its gradients arrive, which cannot take back a step that is not finite;
-    with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded."""
+    with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
+    "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
+    is never updated behind step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
     split_master: Bool = built(False)
     """Keep each fp32 master as the bf16 weight and what that lacks, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""

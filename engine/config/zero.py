@@ -106,10 +106,11 @@ class ZeroSection(Section):
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
     offload_param: OffloadParamSection = OffloadParamSection(device="none")
     reduce_bucket_size: AutoPositive = built(500_000_000)
-    """Elements of gradients reduced in one collective: more is faster, and takes that memory. "auto": hidden size
-    squared."""
+    """Elements of gradients reduced in one collective: more is faster, and takes that memory. On gloo at most 4 Mi:
+    larger ones are no faster there. "auto": hidden size squared."""
     allgather_bucket_size: AutoPositive = built(500_000_000)
-    """Elements of parameters gathered in one collective after the update (stages 1, 2). "auto": hidden size squared."""
+    """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
+    before its use (stage 3). "auto": hidden size squared."""
     stage3_param_persistence_threshold: AutoCount = built(100_000)
     """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
     collectives. "auto": 10 times the hidden size."""
