@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import ArraySource, CheckpointReader, SaveHandle, SaveRequest, save_checkpoint
+from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpoint
 from zstore.remote import UploadOptions, is_url, open_folder, save_to_url
 
 if TYPE_CHECKING:
@@ -55,6 +55,5 @@ def _chosen_folder(training: Training) -> Path:
 
 def reading_text(source: ArraySource) -> str | None:
     """Return what was read of a checkpoint behind a URL, and what of that was asked for; None for local ones."""
-    if not isinstance(source, CheckpointReader) or source.folder.is_local:
-        return None
-    return f"read {source.location}: {source.reading().text()}"
+    done = source.reading()
+    return f"read {source.location}: {done.text()}" if done is not None and done.requests else None

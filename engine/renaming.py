@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from zstore.checkpoint import ArraySource
+from zstore.checkpoint import ArraySource, Reading
 from zstore.errors import UsageError
 from zstore.io import Priority
 
@@ -64,6 +64,10 @@ class Renamed(ArraySource):
     def read_bytes(self) -> int:
         """See `ArraySource`."""
         return self._source.read_bytes
+
+    def reading(self) -> Reading | None:
+        """See `ArraySource.reading`."""
+        return self._source.reading()
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`."""

@@ -119,7 +119,7 @@ class CheckpointReader(ArraySource):
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
     def reading(self) -> Reading:
-        """Return what was read so far, and how much of it was asked for."""
+        """See `ArraySource.reading`; here it is always counted."""
         traffic = self.folder.traffic
         return Reading(
             read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,

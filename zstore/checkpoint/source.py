@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from ..shardfile import layout_of
 from ..shardio import IoResources, open_resources
 from .format import Record
 from .names import shard_file
+
+if TYPE_CHECKING:
+    from .read import Reading
 
 NUM_THREADS = 4
 """I/O threads of a source that is given none."""
@@ -114,6 +117,10 @@ class ArraySource(ABC):
     @abstractmethod
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the JSON that belongs to rank `rank` of the saving run alone; empty where there is none."""
+
+    def reading(self) -> Reading | None:
+        """Return what was read so far, and how much of it was asked for; None where that is not counted."""
+        return None
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
         """Return the crc32c of each chunk of a shard that holds values, as committed; None where there are none."""
