@@ -22,10 +22,11 @@ import pytest
 
 from zstore.checkpoint import Keep, SaveHandle, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.checkpoint.names import parse_own_name
-from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from zstore.errors import BudgetError, CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from zstore.remote import Retries, UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.commit import RemoteCommitter, has_ended
-from zstore.remote.send import PART_BYTES, send_file
+from zstore.remote.send import PART_BYTES, held_bytes, send_file
+from zstore.remote.upload import files_at_a_time
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 
@@ -421,3 +422,21 @@ def test_the_record_at_the_url_is_newer_than_all_there(remote: Remote, tmp_path:
     records: list[TagInfo] = tags(open_folder(URL, remote.options))
     assert records[0].record.committed_ns < records[1].record.committed_ns
     assert json.loads(remote.fs.object_path("bucket/run/step-00000002/zstore.json").read_bytes())["step"] == 2
+
+
+def test_an_upload_in_little_memory_sends_one_file_at_a_time(tmp_path: Path, remote: Remote) -> None:
+    path = save_arrays(tmp_path / "kept", ARRAYS, world_size=2)
+    upload_checkpoint(path, URL, remote.options, memory_bytes=held_bytes(1))
+    assert remote.fs.most_at_once == 1
+    assert remote.arrays() == content(ARRAYS)
+
+
+@pytest.mark.parametrize(("memory_bytes", "num_threads"), [(None, 4), (32, 1), (127, 3), (128, 4), (1024, 4)])
+def test_files_at_a_time_are_those_whose_parts_fit(memory_bytes: int | None, num_threads: int) -> None:
+    assert files_at_a_time(10**6, None if memory_bytes is None else memory_bytes * 2**20) == num_threads
+
+
+def test_a_file_whose_parts_do_not_fit_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are left"):
+        files_at_a_time(10**12, 10**8)
+    assert files_at_a_time(10**12, None) == 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from zstore.checkpoint.keep import metric_of
 from zstore.engine.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.files import Files
+from zstore.remote import open_folder, upload_checkpoint
 from zstore.testing.checkpoints import open_world, save_arrays
+from zstore.testing.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.tools import cli
+from zstore.tools.opening import Common
 from zstore.tools.prune import prune_command
 
 ARRAYS = {"model/w": np.arange(100_000, dtype=np.float32)}
@@ -187,8 +191,8 @@ def test_the_command(
     capsys.readouterr()
     assert run_cli(monkeypatch, "prune", folder, "--keep-best", "los:min") == 1
     assert "has the metric 'los'" in capsys.readouterr().err
-    assert run_cli(monkeypatch, "prune", "s3://bucket/run", "--keep-last", 1) == 2
-    assert "folders of this machine" in capsys.readouterr().err
+    assert run_cli(monkeypatch, "prune", "memory://bucket/run", "--keep-last", 1) == 1
+    assert "memory://bucket/run is not there" in capsys.readouterr().err
     words = ["--keep-last", 1, "--keep-every", 3, "--keep-tag", "*1", "--json"]
     assert run_cli(monkeypatch, "prune", folder, *words, "--dry-run") == 0
     plan = json.loads(capsys.readouterr().out)
@@ -206,6 +210,51 @@ def test_nothing_to_prune(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointNotFoundError):
             prune_command(path, Keep())
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
+    """A URL with three checkpoints of ten values of the loss, its file system, and how to open it."""
+    options = {"folder": str(tmp_path / "objects")}
+    for number in (1, 2, 3):
+        path = save_arrays(tmp_path / "local", ARRAYS, step=number, record=loss(number))
+        upload_checkpoint(path, "objects://bucket/run", options)
+    yield "objects://bucket/run", open_folder("objects://bucket/run", options).fs, Common(storage_options=options)
+    ObjectFileSystem.clear_instance_cache()
+
+
+def test_prune_removes_behind_a_url(
+    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, fs, common = objects
+    sizes = fs.objects()
+    goes = {key: size for key, size in sizes.items() if "step-00000002" in key}
+    keep, common = Keep(best="loss:min"), replace(common, json=True)
+    assert prune_command(url, keep, dry_run=True, common=common) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["path"], plan["freed_bytes"], plan["removed"]) == (url, sum(goes.values()), [])
+    assert [one["path"] for one in plan["checkpoints"]] == [f"{url}/step-0000000{number}" for number in (1, 2, 3)]
+    assert fs.objects() == sizes
+    fs.order.clear()
+    assert prune_command(url, keep, common=common) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["removed"], done["bytes"]) == (["step-00000002"], sum(goes.values()))
+    assert fs.objects() == {key: size for key, size in sizes.items() if key not in goes}
+    # At no instant half of it looks like a checkpoint.
+    removed = [key for kind, key in fs.order if kind == "remove"]
+    assert removed[0] == "bucket/run/step-00000002/zstore.json"
+    assert [found.tag for found in tags(open_folder(url, common.storage_options))] == ["step-00000001", "step-00000003"]
+
+
+def test_what_cannot_be_removed_behind_a_url_is_told(
+    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, fs, common = objects
+    fs.faults.append(RequestFault(kind="remove", pattern="*/step-00000001/*", times=None, error=denied))
+    assert prune_command(url, Keep(), common=common) == 1
+    assert "zstore: checkpoint 'step-00000001' could not be removed: " in capsys.readouterr().err
+    found = tags(open_folder(url, common.storage_options))
+    assert [one.tag for one in found] == ["step-00000001", "step-00000003"]
 
 
 def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.deepspeed_data import DATA
 from zstore.checkpoint import ReadAhead, open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint import ahead as ahead_module
 from zstore.checkpoint.ahead import Span
 from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.partition import make_grid
 from zstore.shardio import open_resources
+from zstore.sources import open_source
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.reshard import reshard_command
@@ -80,6 +82,15 @@ def test_any_world_size_holds_the_same_values(
         # They belong to the ranks that trained.
         states = [{"rank": rank} if world_size == 3 else {} for rank in range(world_size)]
         assert [opened.manifest(rank).rank_state for rank in range(world_size)] == states
+
+
+def test_what_is_not_carried_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = DATA / "stage2-fp16-1"
+    assert reshard_command(root, tmp_path / "out") == 0
+    with open_source(root) as source:
+        assert source.notes
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[1 : 1 + len(source.notes)] == [f"not carried over: {note}" for note in source.notes]
 
 
 def test_there_and_back_gives_the_same_files(saved: Path, tmp_path: Path) -> None:

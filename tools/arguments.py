@@ -89,7 +89,7 @@ Location = Annotated[
 """Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Memory = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--memory",
         help="Most memory to take beside the interpreter's own.",
@@ -98,7 +98,7 @@ Memory = Annotated[
         show_default=f"{DEFAULT_MEMORY_BYTES // 2**20}MiB",
     ),
 ]
-"""Give it the default `DEFAULT_MEMORY_BYTES`."""
+"""None where it is not said; see `Common`."""
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -109,7 +109,7 @@ StorageOption = Annotated[
 ]
 
 
-def common(json: bool, memory: int, storage_option: list[str] | None) -> Common:
+def common(json: bool, memory: int | None, storage_option: list[str] | None) -> Common:
     """Return the options that every command on checkpoints has; `typer.BadParameter` for what is no `key=value`."""
     return Common(json=json, memory_bytes=memory, storage_options=storage_options(storage_option))
 

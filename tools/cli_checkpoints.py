@@ -22,7 +22,6 @@ from .arguments import (
     finish,
     parse_size,
 )
-from .opening import DEFAULT_MEMORY_BYTES
 
 
 def inspect(
@@ -32,7 +31,7 @@ def inspect(
         bool, typer.Option("--stats", help="Read all values: min, max, mean, norm, NaN count and a histogram.")
     ] = False,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Show tags, step, world size and arrays with shapes, types and bytes."""
@@ -42,10 +41,10 @@ def inspect(
 
 
 def ls(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints, or its URL.")],
     *,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """List a folder's checkpoints: step, world size, size, bytes shared with others, age."""
@@ -62,7 +61,7 @@ def diff(
         bool, typer.Option("--values", help="Read what differs, and say how many elements and by how much.")
     ] = False,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Show which arrays of two checkpoints differ, by their checksums; exit code 1 when one does."""
@@ -75,7 +74,7 @@ def verify(
     ckpt: Location,
     *,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Check the checksum of every chunk; exit code 1 when one is wrong."""
@@ -111,7 +110,7 @@ def consolidate(  # noqa: PLR0913 - one parameter per option
         bool, typer.Option("--exclude-frozen", help="Leave parameters out that the optimizer did not train.")
     ] = False,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Write a checkpoint's weights as safetensors in the Hugging Face layout."""
@@ -138,7 +137,7 @@ def reshard(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
     ] = None,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Write the same state laid out for another number of ranks, or compressed."""
@@ -168,7 +167,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
         Dtype | None, typer.Option(help="With --to torch or safetensors: type of the weights (default: their own).")
     ] = None,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Write a checkpoint of one kind as one of another."""
@@ -182,7 +181,7 @@ def convert(  # noqa: PLR0913 - one parameter per option
 
 
 def prune(  # noqa: PLR0913 - one parameter per option
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints, or its URL.")],
     *,
     keep_last: Annotated[
         int | None, typer.Option(help="Keep the newest N (without this option: the newest).", min=1, metavar="N")
@@ -202,7 +201,8 @@ def prune(  # noqa: PLR0913 - one parameter per option
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
     json: Json = False,
-    memory: Memory = DEFAULT_MEMORY_BYTES,
+    memory: Memory = None,
+    storage_option: StorageOption = None,
 ) -> None:
     """Remove the checkpoints that no rule keeps; says what goes, what stays, and the bytes that are really freed."""
     from zstore.checkpoint import Keep
@@ -215,7 +215,7 @@ def prune(  # noqa: PLR0913 - one parameter per option
         keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-    finish(prune_command(folder, keep, dry_run=dry_run, common=common(json, memory, None)))
+    finish(prune_command(folder, keep, dry_run=dry_run, common=common(json, memory, storage_option)))
 
 
 COMMANDS = (

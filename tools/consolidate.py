@@ -94,7 +94,7 @@ def consolidate_command(
                     raise CheckpointError(lost_text(lost, dtype, advice))
                 copied = _copy_companions(source, folder)
             progress.say(_done_text(files, lost, mode, target) + (f", with {copied}" if copied else ""))
-            read = reading(source, progress)
+            read = reading(progress, source)
         if common.json:
             print_json(
                 {

@@ -66,7 +66,7 @@ def convert_command(
             progress.say(f"plan: {len(names)} tensors of {format_bytes(total)}, from {source.kind} into {job.plan()}")
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
-            report = job.run() | reading(source, progress)
+            report = job.run() | reading(progress, source)
         if common.json:
             print_json({"from": source.kind, "to": options.to, **report, **progress.summary()})
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from .compare import Comparison, compare_values, plan_comparison, summary
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, open_location, print_json, reading
 from .progress import Progress
 from .tables import cell, make_console
 
@@ -27,8 +27,10 @@ def diff_command(before: Location, after: Location, *, values: bool = False, com
         plan = plan_comparison(old, new, values=values)
         with Progress(f"diff {old.location} {new.location}", plan.read_bytes(old, new)) as progress:
             compare_values(old, new, plan, progress.advance)
-        comparisons = list(plan.comparisons.values())
-        differing = [comparison for comparison in comparisons if comparison.differs]
+            comparisons = list(plan.comparisons.values())
+            differing = [comparison for comparison in comparisons if comparison.differs]
+            progress.say(summary(comparisons))
+            read = reading(progress, old, new)
         if common.json:
             print_json(
                 {
@@ -37,13 +39,12 @@ def diff_command(before: Location, after: Location, *, values: bool = False, com
                     "differ": bool(differing),
                     "num_same": len(comparisons) - len(differing),
                     "arrays": [comparison.document() for comparison in differing],
+                    **read,
                     **progress.summary(),
                 }
             )
-        else:
-            if differing:
-                make_console().print(_table(differing))
-            progress.say(summary(comparisons))
+        elif differing:
+            make_console().print(_table(differing))
     return 1 if differing else 0
 
 

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, list_tags
+from zstore.remote import shown
 from zstore.sizes import format_bytes
 from zstore.sources import folder_of
 from zstore.weights import natural_key
 
 from .array_stats import ArrayStats, collect_stats
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, open_location, opened_bytes, print_json, reading
 from .printable import printable
 from .progress import Progress
 from .tables import cell, make_console
@@ -33,30 +34,30 @@ def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, 
     """Print tags and, of the newest or named checkpoint, step, world size and arrays; return the exit code.
 
     With `stats` every array is read, and what its values are like is told too. With `json`, one JSON object (see
-    `describe`).
+    `describe`), and what was read.
     """
-    with open_location(ckpt, common) as source:
+    with Progress(f"inspect {shown(os.fspath(ckpt))}") as progress, open_location(ckpt, common) as source:
         infos, refusals = _neighbours(ckpt, source, common)
-        found, transfer = _read_stats(source) if stats else ({}, {})
-        if common.json:
-            print_json(describe(source, infos, refusals, found) | transfer)
-            return 0
-        console = make_console()
-        if infos:
-            _print_tags(console, infos, source)
-        _print_summary(console, source)
-        console.print(_arrays_table(source, found))
+        found = _read_stats(source, progress) if stats else {}
+        if not stats:
+            progress.advance(opened_bytes(source))
+        read = reading(progress, source)
+    if common.json:
+        print_json(describe(source, infos, refusals, found) | read | progress.summary())
+        return 0
+    console = make_console()
+    if infos:
+        _print_tags(console, infos, source)
+    _print_summary(console, source)
+    console.print(_arrays_table(source, found))
     for refusal in refusals:
         print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
     return 0
 
 
-def _read_stats(source: ArraySource) -> tuple[dict[str, ArrayStats], dict[str, float]]:
-    names = [name for name, _ in sorted_arrays(source.arrays)]
-    total = sum(array.spec.nbytes for array in source.arrays.values())
-    with Progress(f"inspect {source.location}", total) as progress:
-        found = collect_stats(source, names, progress.advance)
-    return found, progress.summary()
+def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
+    progress.expect(sum(array.spec.nbytes for array in source.arrays.values()))
+    return collect_stats(source, [name for name, _ in sorted_arrays(source.arrays)], progress.advance)
 
 
 def _neighbours(

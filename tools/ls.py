@@ -6,20 +6,24 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.table import Table
 
-from zstore.checkpoint import Folder, TagInfo, refused, tags
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_tags
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.sizes import format_bytes
 from zstore.sources import folder_of
 
-from .opening import DEFAULTS, Common, open_location, print_json
+from .listing import check_listing, records_bytes
+from .opening import DEFAULTS, Common, open_location, print_json, require_listing_memory
 from .printable import printable
+from .progress import Progress
 from .tables import cell, make_console
 
+_Files = dict[tuple[int, int] | str, tuple[int, int, int]]
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
 
 
@@ -45,33 +49,45 @@ class Entry:
 def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
     """Print the checkpoints in `folder`, the oldest first; return the exit code.
 
-    With `json`, one object: `path`, `checkpoints` (see `Entry`) and `refused`. Raises CheckpointNotFoundError where there
-    is none.
+    With `json`, one object: `path`, `checkpoints` (see `Entry`), `refused`, and `Progress.summary` of the records that were
+    read. Raises CheckpointNotFoundError where there is none, BudgetError where a limit of memory does not hold the list.
     """
     place = folder_of(folder, common.storage_options)
-    try:
-        infos, refusals = tags(place), refused(place)
-    except (CheckpointNotFoundError, CorruptionError):
-        return _list_one(folder, common)
-    if not infos and not refusals:
-        return _list_one(folder, common)
-    entries = list_entries(infos, time.time_ns())
+    with Progress(f"ls {place}") as progress:
+        check_listing(place, common)
+        try:
+            found = list_tags(place)
+        except (CheckpointNotFoundError, CorruptionError):
+            found = Catalog(tags=(), refusals=())
+        listed = bool(found.tags or found.refusals)
+        entries = _list(place, found.tags, progress, common)
+        one = None if listed else _describe_one(folder, common)
     if common.json:
         print_json(
             {
-                "path": place.location,
-                "checkpoints": [asdict(entry) for entry in entries],
-                "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals],
+                "path": place.location if listed else os.fspath(folder),
+                "checkpoints": [asdict(entry) for entry in entries] if one is None else [one],
+                "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in found.refusals],
+                **progress.summary(),
             }
         )
         return 0
-    if entries:
-        make_console().print(_table(entries))
-    for refusal in refusals:
+    if entries or one is not None:
+        make_console().print(_table(entries) if one is None else _table_of_one(one))
+    for refusal in found.refusals:
         print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
-    if not entries:
+    if listed and not entries:
         raise CheckpointNotFoundError(f"{place} holds no committed checkpoint")
     return 0
+
+
+def _list(place: Folder, infos: Sequence[TagInfo], progress: Progress, common: Common) -> list[Entry]:
+    nbytes = records_bytes(place, infos)
+    progress.expect(nbytes)
+    require_listing_memory(common, place.location, num_files=0, records_bytes=nbytes)
+    entries = list_entries(infos, time.time_ns())
+    progress.advance(nbytes)
+    return entries
 
 
 def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
@@ -96,12 +112,12 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
     ]
 
 
-def _files_below(folder: Folder) -> dict[tuple[int, int] | str, tuple[int, int, int]]:
+def _files_below(folder: Folder) -> _Files:
     """Return each file's bytes, number of names and number of names below `folder`, by device and inode; behind a URL, where
-    a file has one name, by that."""
+    a file has one name, all are one."""
     if not folder.is_local:
-        return {folder.place_of(file): (size or 0, 1, 1) for file, size in folder.sizes("").items()}
-    files: dict[tuple[int, int] | str, tuple[int, int, int]] = {}
+        return {folder.location: (sum(size or 0 for size in folder.sizes("").values()), 1, 1)}
+    files: _Files = {}
     for parent, _, names in os.walk(folder.path):
         for name in names:
             status = os.lstat(os.path.join(parent, name))
@@ -110,27 +126,26 @@ def _files_below(folder: Folder) -> dict[tuple[int, int] | str, tuple[int, int, 
     return files
 
 
-def _list_one(location: str | os.PathLike[str], common: Common) -> int:
-    """Print the one checkpoint that `location` opens: other software's, or a tag's own folder that is damaged."""
+def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str, Any]:
+    """Return the one checkpoint that `location` opens, as JSON: other software's, or a tag's own folder that is damaged."""
     with open_location(location, common) as source:
-        nbytes = sum(array.spec.nbytes for array in source.arrays.values())
-        document = {
+        return {
             "tag": source.tag,
             "path": source.location,
             "kind": source.kind,
             "step": source.record.step,
             "world_size": source.record.world_size,
-            "array_bytes": nbytes,
+            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
         }
-    if common.json:
-        print_json({"path": os.fspath(location), "checkpoints": [document], "refused": []})
-        return 0
+
+
+def _table_of_one(document: Mapping[str, Any]) -> Table:
     table = Table()
     for column in document:
         table.add_column(column.replace("_", " "), overflow="fold")
-    table.add_row(*(cell(str(value)) for value in (document | {"array_bytes": format_bytes(nbytes)}).values()))
-    make_console().print(table)
-    return 0
+    shown = {**document, "array_bytes": format_bytes(document["array_bytes"])}
+    table.add_row(*(cell(str(value)) for value in shown.values()))
+    return table
 
 
 def _table(entries: Sequence[Entry]) -> Table:

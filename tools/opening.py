@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zstore.checkpoint import ArraySource, CheckpointReader
+    from zstore.checkpoint import ArraySource, CheckpointReader, Reading
 
     from .progress import Progress
 
@@ -22,6 +22,8 @@ _BESIDE_BYTES = 32 * MIB
 _MOST_POOL_BYTES = 64 * MIB
 _ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
 """What the metadata of an array, and the checksum of a chunk, take in memory: measured, and rounded up."""
+_FILE_BYTES, _TIMES_PARSED = 600, 10
+"""What a file in a list takes in memory, and how often the bytes of a commit record once it is parsed: rounded up, too."""
 _REMOTE_THREADS = 12
 
 
@@ -31,18 +33,28 @@ class Common:
 
     json: bool = False
     """Print one JSON object on stdout in place of text."""
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    """What the process may take beside what the interpreter and its modules have. Metadata is counted in, but the default
-    gives way to it."""
+    memory_bytes: int | None = None
+    """What the process may take beside what the interpreter and its modules have, metadata counted in. None:
+    `DEFAULT_MEMORY_BYTES`, which gives way to metadata, where one that was asked for holds or is refused."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """For the file system of a URL."""
     num_pools: int = 1
     """Pools that share the memory."""
 
     @property
+    def bound_bytes(self) -> int:
+        """What was asked for, or the default."""
+        return DEFAULT_MEMORY_BYTES if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of it that are for what a command moves or keeps."""
+        return self.bound_bytes - _BESIDE_BYTES
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of the pool that transfers use; reading ahead takes half of that beside it."""
-        return min(_MOST_POOL_BYTES, (self.memory_bytes - _BESIDE_BYTES) // (3 * self.num_pools))
+        return min(_MOST_POOL_BYTES, self.free_bytes // (3 * self.num_pools))
 
     def shared_by(self, num_pools: int) -> Common:
         """Return the options for each of several checkpoints that are open at once."""
@@ -74,16 +86,27 @@ def open_location(
 
 def _check_memory(source: ArraySource, common: Common) -> None:
     """Raise BudgetError where a limit that was asked for does not hold the metadata; the default one then gives way."""
-    from zstore.errors import BudgetError
-
     num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
     metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks * _CHUNK_BYTES if source.record.id else 0)
     least = LEAST_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - _BESIDE_BYTES // 4)
-    if common.memory_bytes < least and common.memory_bytes != DEFAULT_MEMORY_BYTES:
-        raise BudgetError(
-            f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes: give "
-            f"`--memory {-(-least // MIB)}MiB` or more"
-        )
+    text = f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes"
+    require_memory(common, least, text)
+
+
+def require_memory(common: Common, least_bytes: int, why: str) -> None:
+    """Raise BudgetError that says `why` where a limit that was asked for is below `least_bytes`."""
+    from zstore.errors import BudgetError
+
+    if common.memory_bytes is not None and common.memory_bytes < least_bytes:
+        raise BudgetError(f"{why}: give `--memory {-(-least_bytes // MIB)}MiB` or more")
+
+
+def require_listing_memory(common: Common, where: str, *, num_files: int, records_bytes: int) -> None:
+    """Raise BudgetError where a limit that was asked for does not hold the commit records and the list of files of the
+    checkpoints in `where`."""
+    listing_bytes = num_files * _FILE_BYTES + records_bytes * _TIMES_PARSED
+    text = f"{where} has checkpoints of {num_files} files, whose records and list take about {listing_bytes} bytes"
+    require_memory(common, _BESIDE_BYTES + listing_bytes, text)
 
 
 def own_reader(source: ArraySource, command: str) -> CheckpointReader:
@@ -99,14 +122,34 @@ def own_reader(source: ArraySource, command: str) -> CheckpointReader:
     )
 
 
-def reading(source: ArraySource, progress: Progress) -> dict[str, int]:
-    """Say what was read of a checkpoint of zstore's for what was asked for, and return it for `--json`."""
+def opened_bytes(source: ArraySource) -> int:
+    """Return the bytes that were read to open it; 0 of other software's, where nobody counts them."""
     from zstore.checkpoint import CheckpointReader
+    from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
 
     if not isinstance(source, CheckpointReader):
-        return {}
-    done = source.reading()
-    progress.say(done.text())
+        return source.read_bytes
+    if not source.folder.is_local:
+        return source.reading().read_bytes
+    return sum(os.stat(source.path / file).st_size for file in (METADATA_FILE, RECORD_FILE))
+
+
+def reading(progress: Progress, *sources: ArraySource) -> dict[str, int]:
+    """Say what was read of checkpoints of zstore's for what was asked for, all together, and return it for `--json`."""
+    found = [done for source in sources if (done := source.reading()) is not None]
+    return told(progress, found) if found else {}
+
+
+def told(progress: Progress, found: Sequence[Reading]) -> dict[str, int]:
+    """Say what these come to, and return it for `--json`."""
+    done = replace(
+        found[0],
+        read_bytes=sum(each.read_bytes for each in found),
+        asked_bytes=sum(each.asked_bytes for each in found),
+        requests=sum(each.requests for each in found),
+    )
+    if done.asked_bytes or done.requests:
+        progress.say(done.text())
     return asdict(done)
 
 

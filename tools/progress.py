@@ -60,8 +60,16 @@ class Progress:
             self._bar.stop()
         self._stopped_s = self._clock()
         if kind is None:
-            elapsed_s = self._stopped_s - self._started_s
-            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{self._rate_text(elapsed_s)}")
+            done = self.summary()
+            rate = f"{done['gb_per_s']:.2f} GB/s"
+            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {done['seconds']:.1f} s, {rate}")
+
+    def expect(self, total_bytes: int) -> None:
+        """Tell what there is to do, where that was not known at the start."""
+        with self._lock:
+            self.total_bytes = total_bytes
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, total=total_bytes)
 
     def advance(self, num_bytes: int) -> None:
         """Count `num_bytes` more as done."""

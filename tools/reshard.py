@@ -6,7 +6,9 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint
 from zstore.errors import UsageError
@@ -31,23 +33,29 @@ def reshard_command(
 
     With `to` it is then uploaded to the folder of checkpoints at that URL; without `out` it lies in a temporary folder
     meanwhile, and where neither layout nor codec is asked for a checkpoint on this machine is uploaded as it is. The tag
-    stays the same. Raises CheckpointExistsError where `out` or `to` has it already.
+    stays the same. With `json`, one object: `path` (null where nothing of it stays on this machine), what was read and
+    written, and with `to` also `url` and `upload`. Raises CheckpointExistsError where `out` or `to` has it already.
     """
     if to is None and out is None:
         raise UsageError("name the folder to write as OUT, or with --to the URL to upload to")
     if to is not None and not is_url(to):
         raise UsageError(f"--to {to}: expected a URL, as s3://bucket/run; a folder is named as OUT")
-    with open_location(ckpt, common) as source, _folder(out) as folder:
-        ranks = source.record.world_size if world_size is None else world_size
-        document: dict[str, object] = {"world_size": ranks, "codec": codec}
-        path = _as_it_is(source) if (out, world_size, codec) == (None, None, "none") else None
-        if path is None:
-            path, facts = _reshard(source, folder, ranks, codec)
-            document |= facts
-        if to is not None:
-            document |= _upload(path, to, common)
+    with _folder(out) as folder:
+        with open_location(ckpt, common) as source:
+            ranks = source.record.world_size if world_size is None else world_size
+            job = _Job(source, ranks, codec, folder, out, to)
+            path = job.as_it_is() if (world_size, codec) == (None, "none") else None
+            plan = job.plan(path)
+            document: dict[str, Any] = {"path": str(path), "world_size": ranks, "codec": codec}
+            if path is None:
+                path, facts = job.run(plan)
+                document |= {"path": None if out is None else str(path), **facts}
+                plan = []
+        if to is not None:  # the source's buffers are given back
+            upload = _upload(path, to, common, plan)
+            document = {**upload["upload"], **document, **upload}
     if common.json:
-        print_json({"path": str(path), **document})
+        print_json(document)
     return 0
 
 
@@ -60,28 +68,59 @@ def _folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _as_it_is(source: ArraySource) -> Path | None:
-    """Return the folder of a checkpoint of zstore's on this machine, None for others."""
-    return source.path if isinstance(source, CheckpointReader) and source.folder.is_local else None
+@dataclass(frozen=True)
+class _Job:
+    """One resharding, into `folder`: `out`, or where that is None a temporary one."""
 
+    source: ArraySource
+    ranks: int
+    codec: str
+    folder: Path
+    out: Path | None
+    to: str | None
 
-def _reshard(source: ArraySource, out: Path, ranks: int, codec: str) -> tuple[Path, dict[str, object]]:
-    total = sum(array.spec.nbytes for array in source.arrays.values())
-    with Progress(f"reshard {source.location}", total) as progress:
-        how = "" if codec == "none" else f", compressed with {codec}"
-        progress.say(
-            f"plan: {len(source.arrays)} arrays of {format_bytes(total)}, from {source.record.world_size} to "
-            f"{ranks} rank(s){how}, into {out}"
-        )
-        path = reshard_checkpoint(source, out, ranks, progress.advance, codec=codec)
-        read = reading(source, progress)
-        file_bytes = _file_bytes(path)
-        ratio = total / file_bytes if file_bytes else 1.0
-        progress.say(
-            f"wrote {path} for {ranks} rank(s), from {source.record.world_size}, in {format_bytes(file_bytes)}"
-            + ("" if codec == "none" else f" (compressed {ratio:.2f} times)")
-        )
-    return path, {"file_bytes": file_bytes, **read, **progress.summary()}
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.spec.nbytes for array in self.source.arrays.values())
+
+    def as_it_is(self) -> Path | None:
+        """Return the folder that can be uploaded without writing another, None where there is none."""
+        source = self.source
+        if self.out is None and isinstance(source, CheckpointReader) and source.folder.is_local:
+            return source.path
+        return None
+
+    def plan(self, path: Path | None) -> list[str]:
+        """Return what is done, in words: with the checkpoint in `path` as it is, or written anew."""
+        what = f"plan: {len(self.source.arrays)} arrays of {format_bytes(self.total_bytes)}"
+        if path is not None:
+            return [f"{what}, as they are in {path}, to {shown(str(self.to))}"]
+        how = "" if self.codec == "none" else f", compressed with {self.codec}"
+        where = "a temporary folder" if self.out is None else str(self.out)
+        then = "" if self.to is None else f", and from there to {shown(self.to)}"
+        notes = [f"not carried over: {note}" for note in self.source.notes]
+        return [
+            f"{what}, from {self.source.record.world_size} to {self.ranks} rank(s){how}, into {where}{then}",
+            *notes,
+        ]
+
+    def run(self, plan: list[str]) -> tuple[Path, dict[str, Any]]:
+        """Write it; return the tag's folder, and what was done as JSON."""
+        source = self.source
+        with Progress(f"reshard {source.location}", self.total_bytes) as progress:
+            for line in plan:
+                progress.say(line)
+            path = reshard_checkpoint(source, self.folder, self.ranks, progress.advance, codec=self.codec)
+            read = reading(progress, source)
+            file_bytes = _file_bytes(path)
+            ratio = self.total_bytes / file_bytes if file_bytes else 1.0
+            progress.say(
+                f"wrote {path if self.out is not None else source.tag} for {self.ranks} rank(s), from "
+                f"{source.record.world_size}, in {format_bytes(file_bytes)}"
+                + ("" if self.codec == "none" else f" (compressed {ratio:.2f} times)")
+            )
+        return path, {"file_bytes": file_bytes, **read, **progress.summary()}
 
 
 def _file_bytes(path: Path) -> int:
@@ -89,9 +128,17 @@ def _file_bytes(path: Path) -> int:
         return sum(array.file_bytes for array in written.arrays.values())
 
 
-def _upload(path: Path, url: str, common: Common) -> dict[str, object]:
+def _upload(path: Path, url: str, common: Common, plan: list[str]) -> dict[str, Any]:
     with Progress(f"upload {path.name} to {shown(url)}", _file_bytes(path)) as progress:
-        place, messages = upload_checkpoint(path, url, common.storage_options, advance=progress.advance)
+        for line in plan:
+            progress.say(line)
+        place, messages = upload_checkpoint(
+            path,
+            url,
+            common.storage_options,
+            advance=progress.advance,
+            memory_bytes=None if common.memory_bytes is None else common.free_bytes,
+        )
         for message in messages:
             progress.say(message)
         progress.say(f"uploaded to {place}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from zstore.checkpoint import Fault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.sources import folder_of
 
-from .opening import DEFAULTS, Common, open_location, own_reader, print_json
+from .opening import DEFAULTS, Common, open_location, own_reader, print_json, told
 from .printable import printable
 from .progress import Progress
 
@@ -20,7 +20,7 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> i
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 where there is one.
 
     In a folder of checkpoints the newest committed one is checked, and those whose record is not valid are faults too.
-    With `json`, one object: `path`, `faults`, and the transfer of `Progress.summary`.
+    With `json`, one object: `path`, `faults`, what was read for what (see `Reading`), and `Progress.summary`.
     """
     faults: list[Fault] = []
     with contextlib.suppress(CheckpointNotFoundError):
@@ -33,7 +33,12 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> i
             total = sum(array.file_bytes for array in reader.arrays.values())
             with Progress(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
-            transfer = progress.summary()
+                # All values were asked for; of a folder the check reads the files past its reader.
+                done = replace(reader.reading(), asked_bytes=sum(array.spec.nbytes for array in reader.arrays.values()))
+                if reader.folder.is_local:
+                    done = replace(done, read_bytes=progress.done_bytes)
+                transfer = dict(told(progress, [done]))
+            transfer |= progress.summary()
     except CorruptionError as error:
         faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))
     if common.json:

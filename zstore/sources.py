@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,17 @@ from typing import Any
 
 from .checkpoint import ArraySource, open_checkpoint, tag_text
 from .checkpoint.folder import Folder, LocalFolder
-from .errors import CheckpointNotFoundError
+from .errors import CheckpointMismatchError, CheckpointNotFoundError
 from .remote import is_url, open_folder
 from .shardio import IoResources
+
+_MAKERS = (
+    ("torch.distributed.checkpoint", ".metadata"),
+    ("DeepSpeed", "*_model_states.pt"),
+    ("DeepSpeed", "zero_to_fp32.py"),
+    ("Hugging Face", "*.safetensors"),
+)
+"""Whose checkpoint has a file of such a name."""
 
 
 def open_source(
@@ -24,16 +33,18 @@ def open_source(
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it
-    is damaged, CheckpointMismatchError where it is of a kind or version that is not read, UsageError for a URL that nothing
-    opens. `resources` stays the caller's.
+    is damaged, CheckpointMismatchError where it is of a kind or version that is not read, or other software's behind a URL,
+    UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
+    folder = folder_of(location, storage_options)
+    text = None if tag is None else tag_text(tag)
     try:
-        return open_checkpoint(folder_of(location, storage_options), tag, resources=resources)
+        return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
-        if is_url(location):
-            raise
         # Only where there is none of ours: a run that moved here goes on in the same folder.
-        text = None if tag is None else tag_text(tag)
+        if is_url(location):
+            _refuse_foreign(folder if text is None else folder.within(text))
+            raise
         if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
         raise
@@ -55,6 +66,28 @@ def _open_foreign(location: str, tag: str | None, resources: IoResources | None)
 
         return HuggingFaceSource(folder, resources)
     return None
+
+
+def _refuse_foreign(folder: Folder) -> None:
+    """Raise CheckpointMismatchError where other software's checkpoint lies behind a URL."""
+    if (maker := maker_of(folder)) is not None:
+        raise CheckpointMismatchError(
+            f"{folder} looks like a checkpoint of {maker}: behind a URL zstore reads its own alone, other software's from a "
+            "folder. Copy it to a folder of this machine and name that"
+        )
+
+
+def maker_of(folder: Folder) -> str | None:
+    """Return whose checkpoint a folder looks like, by the names in it; None where they tell of no other software."""
+    try:
+        entries = folder.entries()
+    except OSError:
+        return None
+    for maker, pattern in _MAKERS:
+        if fnmatch.filter(entries.files, pattern):
+            return maker
+    steps = fnmatch.filter(entries.folders, "global_step*")
+    return maker_of(folder.within(steps[0])) if steps else None
 
 
 def folder_of(location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Folder:

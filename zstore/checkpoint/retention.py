@@ -11,6 +11,7 @@ from ..errors import CheckpointNotFoundError
 from ..files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
+from .folder import Folder, Place
 from .keep import Keep, metric_of
 
 
@@ -25,8 +26,8 @@ class Fate:
     """Bytes on disk of all its files, those that are linked elsewhere too."""
 
 
-def weigh(folder: Path, keep: Keep) -> list[Fate]:
-    """Return what becomes of each checkpoint in `folder` by the rules, the oldest first.
+def weigh(folder: Place, keep: Keep) -> list[Fate]:
+    """Return what becomes of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
 
     Raises CheckpointNotFoundError where there is none, or where none has the metric that the rules go by.
     """
@@ -39,9 +40,15 @@ def weigh(folder: Path, keep: Keep) -> list[Fate]:
             "save_checkpoint(metrics=...), or of a number in its client_state"
         )
     return [
-        Fate(info=info, reasons=tuple(reasons), file_bytes=sum(file.num_bytes for file in _files_below(info.path)))
+        Fate(info=info, reasons=tuple(reasons), file_bytes=_file_bytes(info.folder))
         for info, reasons in zip(tags, keep.reasons(tags), strict=True)
     ]
+
+
+def _file_bytes(folder: Folder) -> int:
+    if not folder.is_local:
+        return sum(size or 0 for size in folder.sizes("").values())
+    return sum(file.num_bytes for file in _files_below(folder.path))
 
 
 def bytes_freed(folders: Sequence[Path]) -> int:

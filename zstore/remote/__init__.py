@@ -3,7 +3,7 @@
 Imports fsspec only where a URL is opened, and no torch. Read in this order: url, retries, send, folder; commit, upload, save.
 """
 
-from .commit import remove_checkpoint, retire
+from .commit import remove_checkpoint, remove_checkpoints, retire
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT, Retries
 from .save import UploadOptions, save_to_url
@@ -19,6 +19,7 @@ __all__ = [
     "open_folder",
     "parse_options",
     "remove_checkpoint",
+    "remove_checkpoints",
     "retire",
     "save_to_url",
     "shown",

@@ -25,11 +25,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.catalog import check_tag_is_free, find_tag, read_record, scan
+from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, scan
 from ..checkpoint.format import Record
 from ..checkpoint.keep import Keep
 from ..checkpoint.names import (
@@ -235,19 +235,27 @@ def remove_checkpoint(folder: RemoteFolder, name: str, run_id: str) -> None:
     folder.remove(lock)
 
 
+def remove_checkpoints(
+    folder: RemoteFolder, infos: Sequence[TagInfo], removed: Callable[[TagInfo], None] = lambda info: None
+) -> list[str]:
+    """Remove checkpoints that lie in `folder`; `removed` is told of each. Returns a message for each that could not be."""
+    messages: list[str] = []
+    for info in infos:
+        try:
+            remove_checkpoint(folder, info.folder.name, info.record.run)
+            removed(info)
+        except OSError as error:
+            messages.append(f"checkpoint {info.tag!r} could not be removed: {error}")
+    return messages
+
+
 def retire(folder: RemoteFolder, *, keep: Keep, run_id: str) -> list[str]:
     """Remove the checkpoints in `folder` that run `run_id` saved and that the rules do not keep.
 
     Returns a message for each that could not be removed.
     """
-    messages: list[str] = []
     try:
         doomed = superfluous(scan(folder).tags, keep=keep, run=run_id)
     except (OSError, CheckpointNotFoundError) as error:
         return [f"checkpoints that are not needed any more could not be looked for: {error}"]
-    for info in doomed:
-        try:
-            remove_checkpoint(folder, info.folder.name, run_id)
-        except OSError as error:
-            messages.append(f"checkpoint {info.tag!r} is not needed any more, but could not be removed: {error}")
-    return messages
+    return remove_checkpoints(folder, doomed)

@@ -13,6 +13,18 @@ PART_BYTES = 8 * 1024 * 1024
 """Bytes of a part; a file that is no larger goes in one request."""
 _MOST_PARTS = 9000
 """S3 takes 10,000: larger files have larger parts."""
+_MOST_PARTS_HELD = 4
+
+
+def part_bytes(size: int) -> int:
+    """Return the bytes of a part of a file of `size` bytes."""
+    return max(PART_BYTES, -(-size // _MOST_PARTS))
+
+
+def held_bytes(size: int) -> int:
+    """Return about the most memory that the copying of a file of `size` bytes takes: a part is there as it was read, in the
+    file's buffer, as the request has it, and may be copied once more on its way out."""
+    return _MOST_PARTS_HELD * part_bytes(size)
 
 
 def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
@@ -29,9 +41,9 @@ def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]
                 done = size
                 advance(size)
             else:
-                part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
-                with _whole_or_nothing(fs.open(target, "wb", block_size=part_bytes)) as out:
-                    while part := file.read(part_bytes):
+                nbytes = part_bytes(size)
+                with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
+                    while part := file.read(nbytes):
                         out.write(part)
                         done += len(part)
                         advance(len(part))

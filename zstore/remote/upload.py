@@ -13,9 +13,11 @@ from ..checkpoint.crew import Crew
 from ..checkpoint.folder import Place
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
 from ..checkpoint.read import CheckpointReader, open_checkpoint
+from ..errors import BudgetError
 from .commit import RemoteCommitter
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT
+from .send import held_bytes, part_bytes
 
 NUM_THREADS = 4
 """Files that one process uploads at a time; each takes about three parts of 8 MiB in memory."""
@@ -55,6 +57,19 @@ def commit_upload(committer: RemoteCommitter, reader: CheckpointReader, ranks: I
     return committer.commit(reader.record, reader.folder.read_small(METADATA_FILE), sizes)
 
 
+def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
+    """Return how many files go at a time, the largest of which has so many bytes."""
+    if memory_bytes is None:
+        return NUM_THREADS
+    each = held_bytes(largest_bytes)
+    if each > memory_bytes:
+        raise BudgetError(
+            f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
+            f"bytes of memory, but {memory_bytes} are left for it: give more"
+        )
+    return min(NUM_THREADS, memory_bytes // each)
+
+
 def upload_checkpoint(
     source: Place | TagInfo,
     url: str,
@@ -62,13 +77,15 @@ def upload_checkpoint(
     *,
     overwrite: bool = False,
     advance: Advance | None = None,
-    num_threads: int = NUM_THREADS,
+    memory_bytes: int | None = None,
 ) -> tuple[str, list[str]]:
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
     `source` is its folder, or the folder above (then the newest). Returns the URL of the tag's folder, and what the user
-    should know. Blocks until it is committed there. Raises CheckpointExistsError for a tag that is there (unless
-    `overwrite`), StorageError where the upload fails; nothing of it is seen then.
+    should know. Blocks until it is committed there. `memory_bytes` bounds the parts that are in memory on their way (None:
+    those of `NUM_THREADS` files): fewer files go at a time then. Raises CheckpointExistsError for a tag that is there (unless
+    `overwrite`), BudgetError where one file's parts are too much, StorageError where the upload fails; nothing of it is seen
+    then.
     """
     folder = open_folder(url, storage_options, retries=PATIENT)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
@@ -76,10 +93,10 @@ def upload_checkpoint(
         committer = RemoteCommitter(folder, record.tag, record.id, record.run)
         try:
             messages = committer.begin(overwrite=overwrite)
-            files = list(common_files(reader))
+            files = common_files(reader)
             for rank in range(record.world_size):
-                files += shard_files(reader, rank)
-            with Crew(num_threads, "zstore-upload") as crew:
+                files |= shard_files(reader, rank)
+            with Crew(files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as crew:
                 send_all(crew, reader.path, committer.target, files, advance or (lambda _: None))
             messages += commit_upload(committer, reader, range(record.world_size))
         except BaseException:
