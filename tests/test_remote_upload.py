@@ -22,7 +22,14 @@ import pytest
 
 from zstore.checkpoint import Keep, SaveHandle, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.checkpoint.names import parse_own_name
-from zstore.errors import BudgetError, CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from zstore.errors import (
+    BudgetError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RankError,
+    StorageError,
+)
 from zstore.remote import Retries, UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.commit import RemoteCommitter, has_ended
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
@@ -391,7 +398,8 @@ def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:
         handle.cancel()
     gate.set()
     for handle in handles:
-        with pytest.raises(CheckpointError, match=r"cancelled|gave"):
+        # Rank 0 may learn of the other's end before it looks whether it is to end itself.
+        with pytest.raises((CheckpointError, RankError), match=r"cancelled|gave"):
             handle.wait(60)
     assert remote.tags() == []
 
