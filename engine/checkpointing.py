@@ -267,15 +267,20 @@ class Checkpoints:
         self._pending = None
         self._training.world.raise_together(error)
 
-    def _end_save(self) -> None:
-        """Complete the save under way, if any, before a load (all ranks): one that failed with the update that it waited
-        for does not keep the load from mending that."""
+    def settle(self) -> None:
+        """Complete the save under way, if any; what went wrong with it is a warning (all ranks)."""
         try:
             self.wait()
         except Exception as error:
-            if not self._training.torn:
-                raise
             _log.warning("the save under way failed: %s", error)
+
+    def _end_save(self) -> None:
+        """Complete the save under way, if any, before a load (all ranks): one that failed with the update that it waited
+        for does not keep the load from mending that."""
+        if self._training.torn:
+            self.settle()
+        else:
+            self.wait()
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""

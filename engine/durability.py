@@ -254,7 +254,7 @@ class StepSnapshots:
         mine = self._folder
         if mine is None or tag is not None or not options.everything:
             return folder, tag
-        self._settle()
+        self.settle()
         world = self._training.world
         chosen: list[str] | None = None
         error: Exception | None = None
@@ -274,8 +274,8 @@ class StepSnapshots:
             _log.info("going on from the snapshot of a step, %s, which is newer than what %s has", chosen[1], folder)
         return chosen[0], chosen[1]
 
-    def _settle(self) -> None:
-        """Complete the snapshot under way before a load; one that failed is a warning."""
+    def settle(self) -> None:
+        """Complete the snapshot under way; one that failed is a warning."""
         try:
             self.complete()
         except Exception as error:
@@ -285,7 +285,7 @@ class StepSnapshots:
         """Complete the snapshot under way, without asking the other ranks (at the end of a run); where the last step was
         saved as a checkpoint too, nothing is kept."""
         training = self._training
-        self._settle()
+        self.settle()
         if (spare := self._take_spare()) is not None:
             with contextlib.suppress(OSError):
                 spare.remove(self._files)

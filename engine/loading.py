@@ -33,7 +33,7 @@ class LoadOptions:
     """Refuse a checkpoint with other parameters or buffers; else what both have is loaded, and the rest named in a
     warning. Shapes must agree in any case."""
     load_optimizer_states: bool = True
-    """Load the optimizer's slots and step counts, and the loss scale."""
+    """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
     load_lr_scheduler_states: bool = True
     """Load the schedule and the learning rates."""
     load_module_only: bool = False

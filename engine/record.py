@@ -60,7 +60,8 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
-    if options.optimizer:
+    # Of another precision it is 1, and no scale that anything was tried with.
+    if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
     if options.schedule and record["schedule"] is not None:
         training.schedule.load(restored(record["schedule"]))

@@ -119,8 +119,8 @@ class SaveCalls(StateCalls):
 
     @property
     def stop_requested(self) -> signal.Signals | None:
-        """The signal that some rank got, None where none did: the same on every rank after each `step()` that was taken,
-        so that all may leave the loop together, with `save_and_stop`."""
+        """The signal that some rank got, None where none did: the same on every rank after each `step()`, one that was skipped
+        too, so that all may leave the loop together, with `save_and_stop`."""
         return self.signals.requested
 
     def save_and_stop(
@@ -128,12 +128,15 @@ class SaveCalls(StateCalls):
     ) -> NoReturn:
         """Save, replacing a checkpoint of that tag, and raise SystemExit with code 75 (all ranks).
 
-        With None as `save_dir` only a save under way is completed. Ranks that all leave so are no failure of the run.
+        What went wrong with an earlier save that is still under way is a warning: it must not cost this one. With None as
+        `save_dir` only a save under way is completed. Ranks that all leave so are no failure of the run.
         """
         with self.world.calling("save"):
             if save_dir is not None:
                 state = client_state() if callable(client_state) else client_state
+                self.checkpoints.settle()
                 self.save_checkpoint(save_dir, tag, state, overwrite=True)
+                self.steps.settle()
             self.wait_for_checkpoint()
             self.world.leave_together()
             raise SystemExit(STOPPED_EXIT_CODE)

@@ -256,7 +256,9 @@ class Training:
             self.before_change()
             if self.within is not None:
                 self._finish_within(self.within)
-            elif not overflow:
+            elif overflow:
+                self.world.raise_together(None)  # brings what a rank wishes for to all, as every update does
+            else:
                 self._update(scale_factor(self.norm, self.config.gradient_clipping, self.scaler.scale))
         finally:
             # Still there: the step failed. What this rank did not change, another did.

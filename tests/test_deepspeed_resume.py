@@ -23,6 +23,9 @@ CLOSE = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1e-3}
 """How far losses may be apart: rounding of the precision, in other orders of sums."""
 
 
+NVME = [case for case in CASES if "nvme" in case]
+
+
 def config_for(case: str, world_size: int, **zero: Any) -> dict[str, Any]:
     """DeepSpeed's own config of the case, at another world size."""
     config: dict[str, Any] = copy.deepcopy(facts(case)["config"])
@@ -120,12 +123,40 @@ def test_what_is_loaded_is_what_deepspeed_held() -> None:
         assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": 2}
 
 
+@pytest.mark.parametrize("case", NVME)
+def test_offloaded_state_is_loaded_and_trained(case: str) -> None:
+    wanted = expected(case)
+    with start(case, config_for(case, 1)) as engine:
+        path, _ = engine.load_checkpoint(str(root_of(case)))
+        assert path is not None
+        assert engine.global_steps == STEPS_BEFORE
+        found: dict[str, torch.Tensor | None] = {}
+        for name, parameter in engine.module.named_parameters():
+            found[f"model/{name}"] = engine.get_full_parameter(name)
+            if parameter.requires_grad:
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    found[f"optimizer/{slot}/{name}"] = engine.get_optimizer_state(name, slot)
+        assert set(found) == {name for name in wanted if not name.startswith("buffer/")}
+        for name, value in found.items():
+            assert value is not None, name
+            assert torch.equal(value.to(wanted[name].dtype), wanted[name]), name
+        plain = make_tiny().bfloat16()
+        plain.load_state_dict({n.split("/", 1)[1]: v for n, v in wanted.items() if "optimizer/" not in n}, strict=False)
+        loss = plain(micro_batches(STEPS_BEFORE, 0, 1)[0])
+        assert train(engine, STEPS_BEFORE, 1, 1) == pytest.approx([loss.item()], rel=CLOSE["bf16"])
+        assert engine.was_step_applied()
+        after = engine.get_full_parameter("embed.weight")
+        assert after is not None
+        assert not torch.equal(after, wanted["model/embed.weight"])
+
+
 def test_the_loss_scale_goes_on() -> None:
+    # It begins at 2**8 and doubles after 2 steps without overflow, at the third; then in the middle of a window.
     case = "stage2-fp16-1"
     with start(case, config_for(case, 1)) as engine:
         engine.load_checkpoint(str(root_of(case)))
-        assert engine.training_state.scaler.iteration == 3
-        assert engine.training_state.scaler.scale != 256 or engine.training_state.scaler.last_overflow == -1
+        scaler = engine.training_state.scaler
+        assert scaler.state() == {"scale": 512.0, "hysteresis_left": 2, "iteration": 3, "last_overflow": -1}
 
 
 def test_a_run_saves_its_own_beside_deepspeeds(tmp_path: Path) -> None:

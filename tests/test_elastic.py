@@ -76,6 +76,33 @@ def test_a_sample_of_layouts_loads_at_others(tmp_path: Path) -> None:
     check_elastic(tmp_path, [(4, 3), (1, 0)], [(3, 2)])
 
 
+def _read_bytes(rank: int, folder: str, stage: int) -> int:
+    """Return the bytes that this rank's load reads, of state in memory, so that nothing is linked."""
+    settings = config(stage, "none" if stage == 1 else "cpu", folder) | {"train_micro_batch_size_per_gpu": 1}
+    with initialize(model=make_net(1, vocab=60_000), config=settings)[0] as engine:
+        engine.load_checkpoint(f"{folder}/saved")
+        assert engine.load_report is not None
+        assert engine.load_report.linked_bytes == 0
+        return engine.load_report.read_bytes
+
+
+def _save_wide(rank: int, folder: str) -> None:
+    with initialize(model=make_net(vocab=60_000), config=config(2, "cpu", folder))[0] as engine:
+        train(engine, 1)
+        engine.save_checkpoint(f"{folder}/saved")
+
+
+@pytest.mark.parametrize(("saved", "loaded", "stage"), [(2, 2, 1), (3, 2, 2), (1, 3, 3)])
+def test_each_rank_reads_only_its_own_rows(tmp_path: Path, saved: int, loaded: int, stage: int) -> None:
+    run_ranks(_save_wide, saved, str(tmp_path))
+    with open_checkpoint(tmp_path / "saved") as reader:
+        state_bytes = sum(array.spec.nbytes for array in reader.arrays.values())
+    found = run_ranks(_read_bytes, loaded, str(tmp_path), stage)
+    # Beside its rows a rank reads the rest of the chunks in which they begin and end; small arrays are one chunk.
+    assert state_bytes <= sum(found) < 1.15 * state_bytes
+    assert max(found) < 1.2 * state_bytes / loaded
+
+
 def _load_archive(rank: int, folder: str, tag: str) -> Any:
     with start(3, folder, seed=1) as engine:
         engine.load_checkpoint(f"{folder}/archive", tag)

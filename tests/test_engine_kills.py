@@ -34,9 +34,11 @@ def test_a_killed_run_goes_on_at_its_last_finished_step(name: str, tmp_path: Pat
     run, rng = RUNS[name], random.Random(name)
     killing = Killing(run, tmp_path / "run", uninterrupted(run, STEPS))
     least = 0
+    kills = 0
     for _ in range(2):
-        killing.go(STEPS - 1, points=_points(run, rng))
+        kills += killing.go(STEPS - 1, points=_points(run, rng))
         least = killing.check(least)
+    assert kills > 0, "the points lie behind the end of the run: nothing was shown"
     assert not killing.go(STEPS)
     killing.check(least)
     assert all(noted[-1].get("ended") == STEPS for noted in killing.lines())

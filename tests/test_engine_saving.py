@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.process import forget_peak, peak_bytes, resident_bytes
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint import open_checkpoint, tags
@@ -25,6 +26,8 @@ from zstore.testing.faults import CallingFiles, Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)
+
+MIB = 2**20
 
 
 def with_files(files: Files) -> Any:
@@ -92,6 +95,32 @@ def test_a_save_takes_no_more_than_the_pool(tmp_path: Path) -> None:
         assert after.host_bytes == held.host_bytes
         assert after.pool_bytes + after.host_bytes <= 40 * 2**20
         assert state_bytes > 4 * 2**20
+
+
+def _growth(rank: int, folder: str, tier: str, budget_mib: int) -> tuple[int, int, int, int]:
+    """Return what the process had resident at the peak of a save beyond what it had before, the most that the save had of
+    the pool, and the bytes of the state and of its largest array."""
+    config = make_config(1, tier, zstore={"host_budget_bytes": budget_mib * MIB})
+    with start(config, make_net(vocab=120_000)) as engine:
+        step(engine)
+        if not forget_peak():
+            return 0, 0, 0, 0
+        before = resident_bytes()
+        engine.save_checkpoint(folder)
+        growth = peak_bytes() - before
+        sizes = [array.spec.nbytes for array in open_checkpoint(folder).arrays.values()]
+        return growth, engine.statistics().store.pool_peak_bytes, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize(("tier", "budget_mib"), [("none", 16), ("cpu", 160)])
+def test_a_save_from_memory_takes_buffers_and_nothing_beside_them(tmp_path: Path, tier: str, budget_mib: int) -> None:
+    ((growth, pool, state, largest),) = run_ranks(_growth, 1, str(tmp_path), tier, budget_mib)
+    if not state:
+        pytest.skip("the kernel does not begin the peak of a process anew")
+    assert pool <= budget_mib * MIB // 2
+    # What a save makes once is in the slack: records, metadata, modules that are imported.
+    assert 0 < growth <= pool + 12 * MIB, (growth, pool)
+    assert state > 3 * largest > 72 * MIB
 
 
 @pytest.mark.parametrize(("budget_mib", "most_mib"), [(None, 48), (40, 12)])

@@ -27,24 +27,39 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 60
 
 SCRIPT = """
-import sys, torch, zstore
+import errno, functools, os, sys, torch, zstore
 from tests.engine_runs import make_config, step
 from tests.engine_models import make_net
+from zstore.engine import wiring
+from zstore.store import TensorStore
+from zstore.testing.faults import Fault, FaultyFiles
 folder, stage, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+keys, factor = {}, 1.0
+if how == "every step is skipped":
+    keys, factor = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}, float("inf")
+if how == "a snapshot failed":
+    keys = {"zstore": {"durability": "step", "durability_path": folder + "-steps"}}
+if os.environ.get("RANK") == "1":
+    # Of arrays, in a save of that tag and in the snapshot of the second step.
+    patterns = ("*/lost.*/model/*", "*/step-00000002-*/model/*")
+    faults = [Fault(kind="write", pattern=each, times=None, error_number=errno.EIO) for each in patterns]
+    wiring.TensorStore = functools.partial(TensorStore, files=FaultyFiles(faults=tuple(faults)))
 zstore.init_distributed("gloo")
-engine, *_ = zstore.initialize(model=make_net(), config=make_config(stage))
+engine, *_ = zstore.initialize(model=make_net(), config=make_config(stage, **keys))
 seen = 0
 with engine:
-    if how == "save_on_signal":
-        engine.save_on_signal(folder, client_state=lambda: {"seen": seen})
-    else:
+    if how == "own loop":
         engine.watch_signals()
+    else:
+        engine.save_on_signal(folder, client_state=lambda: {"seen": seen})
     print("ready", flush=True)
     while True:
         sys.stdin.readline()  # the test says when to take a step
-        step(engine)
+        step(engine, factor)
         seen += 1
-        print("step", engine.global_steps, flush=True)
+        if how == "a save failed":
+            engine.save_checkpoint(folder, "lost", wait=False)
+        print("step", engine.global_steps, engine.skipped_steps, flush=True)
         if how == "own loop" and engine.stop_requested:
             engine.save_and_stop(folder, "mine", {"seen": seen, "why": engine.stop_requested.name})
 """
@@ -110,11 +125,11 @@ def running(folder: Path, world_size: int, stage: int, how: str = "save_on_signa
             rank.process.communicate()
 
 
-def take_step(ranks: Sequence[Rank], number: int) -> None:
+def take_step(ranks: Sequence[Rank], number: int, *, skipped: int = 0) -> None:
     for rank in ranks:
         rank.go()
     for rank in ranks:
-        rank.expect(f"step {number}")
+        rank.expect(f"step {number} {skipped}\n")
 
 
 def whole(folder: Path) -> tuple[str, int, object]:
@@ -154,6 +169,33 @@ def test_a_loop_of_its_own_finds_the_same_on_both_ranks(tmp_path: Path) -> None:
         ends = [rank.end() for rank in ranks]
     assert [code for code, _ in ends] == [75, 75], ends
     assert whole(tmp_path) == ("mine", 2, {"seen": 2, "why": "SIGUSR1"})
+
+
+def test_a_skipped_step_heeds_the_signal(tmp_path: Path) -> None:
+    with running(tmp_path, 2, 1, "every step is skipped") as ranks:
+        take_step(ranks, 1, skipped=1)
+        ranks[1].process.send_signal(signal.SIGTERM)
+        ranks[1].heard(signal.SIGTERM)
+        for rank in ranks:
+            rank.go()
+        ends = [rank.end() for rank in ranks]
+    assert [code for code, _ in ends] == [75, 75], ends
+    assert whole(tmp_path) == ("step-00000002", 2, {"seen": 1})
+
+
+@pytest.mark.parametrize("how", ["a save failed", "a snapshot failed"])
+def test_a_save_that_failed_before_does_not_keep_this_one_from_being_made(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "ckpt"
+    with running(folder, 2, 1, how) as ranks:
+        take_step(ranks, 1)
+        ranks[0].process.send_signal(signal.SIGTERM)
+        ranks[0].heard(signal.SIGTERM)
+        for rank in ranks:
+            rank.go()
+        ends = [rank.end() for rank in ranks]
+    assert [code for code, _ in ends] == [75, 75], ends
+    assert all("Input/output error" in text for _, text in ends), ends  # is said, at least
+    assert whole(folder) == ("step-00000002", 2, {"seen": 1})
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:

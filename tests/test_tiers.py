@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from zstore.shardio import IoResources
 from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
 from zstore.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
+from zstore.tiers.views import copy_out
 
 
 def in_thread(act: Callable[[], None]) -> threading.Thread:
@@ -205,6 +207,33 @@ class TestDeviceTier(MemoryContract):
         spec = ArraySpec(name="model/x", shape=(10, 4), dtype="float32")
         with pytest.raises(UsageError, match=r"expected contiguous memory of 40 elements of torch\.float32"):
             bench.tier.create(LocalShard(spec, make_grid((10, 4), 1), 0), memory)
+
+
+class Elsewhere(torch.Tensor):
+    """Values on a device of their own: copies alone bring them to the host, and those that take memory are counted."""
+
+    num_made = 0
+
+    def __new__(cls, values: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="meta")  # type: ignore[attr-defined]
+        made.values_there = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = [arg.values_there if isinstance(arg, Elsewhere) else arg for arg in args]
+        if func is torch.ops.aten._to_copy.default:
+            cls.num_made += 1
+            return inside[0].clone()
+        result = func(*inside)
+        return args[0] if func is torch.ops.aten.copy_.default else cls(result)
+
+
+def test_what_is_on_a_device_is_copied_straight_to_where_it_is_wanted() -> None:
+    out = np.zeros(30, np.float32)
+    copy_out(Elsewhere(torch.arange(100.0))[20:50], out.view(np.uint8))
+    assert out.tolist() == list(range(20, 50))
+    assert Elsewhere.num_made == 0
 
 
 if torch.cuda.is_available():

@@ -29,7 +29,7 @@ from .shardio import IoResources
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
-from .tiers.views import as_numpy, copy_into, host_array
+from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
     import torch
@@ -273,7 +273,7 @@ class TensorStore:
                 low, high = max(tile.first, first), min(tile.stop, last)
                 if low < high:
                     source = tile.views[0][low - tile.first : high - tile.first]
-                    target[low - first : high - first] = host_array(source, dtype)
+                    copy_out(source, target[low - first : high - first])
             if cached is not None:
                 cached.buffer.release()
             return target

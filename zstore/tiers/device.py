@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .base import Bytes, LocalShard, View
+from .base import LocalShard, View
 from .memory import MemoryTier
 
 if TYPE_CHECKING:
@@ -40,11 +38,3 @@ class DeviceTier(MemoryTier):
                 f"got shape {tuple(memory.shape)} of {memory.dtype}"
             )
         return memory.detach()
-
-    def as_bytes(self, view: View) -> Bytes:
-        """See `MemoryTier.as_bytes`; copies from a device that is not the CPU."""
-        import torch
-
-        if view.numel() == 0:
-            return np.empty(0, dtype=np.uint8)
-        return cast(Bytes, view.cpu().view(torch.uint8).numpy())

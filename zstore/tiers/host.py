@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import cast
-
-import numpy as np
 
 from ..arrays import numpy_dtype
 from ..buffers import HUGE_PAGE_BYTES, make_slab
@@ -71,10 +68,6 @@ class HostTier(MemoryTier):
                     "that `host_budget_bytes` leaves beside the transfer buffers are taken: raise the budget"
                 )
             self.used_bytes += nbytes
-
-    def as_bytes(self, view: View) -> Bytes:
-        """See `MemoryTier.as_bytes`; no copy."""
-        return cast(Bytes, view.view(np.uint8))
 
     def close(self) -> None:
         """See `Tier.close`."""

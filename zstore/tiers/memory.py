@@ -13,6 +13,7 @@ from ..io import Priority, Ticket
 from ..partition import Grid
 from ..shardio import IoResources, ShardSummary, checksum_shard, write_shard
 from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from .views import copy_out
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,6 @@ class MemoryTier(Tier):
 
     def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
         raise UsageError(f"array {local.spec.name!r}: only the device tier rests in memory of the caller's")
-
-    @abstractmethod
-    def as_bytes(self, view: View) -> Bytes:
-        """Return the bytes of a view, in host memory."""
 
     def remove(self, name: str) -> None:
         """See `Tier.remove`."""
@@ -168,7 +165,7 @@ class MemoryPin:
     def fill(self, first: int, stop: int, out: Bytes) -> None:
         """Copy global flat elements `[first, stop)`, all of this shard, into `out`."""
         low = first - self.local.base
-        out[:] = self._owner.as_bytes(self._memory[low : low + stop - first])
+        copy_out(self._memory[low : low + stop - first], out)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
