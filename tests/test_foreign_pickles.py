@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import CheckpointMismatchError, CorruptionError
+from zstore.foreign import pickles
 from zstore.foreign.deepspeed.values import Plain
 from zstore.foreign.pickled_numpy import NUMPY, numpy_value
 from zstore.foreign.pickles import PickledObject, Table, inert, load_pickle
@@ -162,6 +163,31 @@ def test_numpy_comes_back(protocol: int) -> None:
         assert numpy_value(load(pickle.dumps(number, protocol), NUMPY)) == number
 
 
+def test_numpy_of_another_byte_order_has_the_bytes_of_this_one() -> None:
+    found = numpy_value(load(pickle.dumps(np.arange(3, dtype=">i4")), NUMPY))
+    assert isinstance(found, np.ndarray)
+    assert found.tobytes() == np.arange(3, dtype="<i4").tobytes()
+
+
+def test_numpy_arrays_of_the_same_bytes_share_them() -> None:
+    array = load(pickle.dumps(np.arange(1000), 2), NUMPY)
+    plain = Plain("it")
+    plain.of([array] * 50, "value")
+    held = [value.__array_interface__["data"][0] for value in plain.tensors.values()]
+    assert len(held) == 50
+    assert len(set(held)) == 1
+    turned = load(pickle.dumps(np.asfortranarray(np.ones((1000, 1000)))), NUMPY)
+    plain.of([turned] * 20, "turned")
+    assert any("of more bytes than are held" in what for what in plain.left_out)
+
+
+def test_a_text_that_is_there_a_million_times_is_left_out() -> None:
+    plain = Plain("it")
+    plain.of(["x" * 2**20] * 100, "value")
+    assert 0 < len(plain.left_out) < 50
+    assert "more text than a record has room for" in plain.left_out[0]
+
+
 def test_numpy_arrays_of_objects_or_wrong_sizes_are_none() -> None:
     assert numpy_value(load(pickle.dumps(np.array([{}, []], dtype=object)), NUMPY)) is None
     short = PickledObject("numpy._core.multiarray._reconstruct")
@@ -189,7 +215,7 @@ def test_sizes_are_not_believed(data: bytes) -> None:
 @pytest.mark.parametrize("call", [b"cbuiltins\nlist\n", b"cbuiltins\nset\n", b"ccollections\nOrderedDict\n"])
 def test_a_long_list_is_not_copied_for_ever(call: bytes) -> None:
     items = b"](" + b"N" * 100_000 + b"e" if b"dict" not in call.lower() else b"](" + b"NN\x86" * 50_000 + b"e"
-    many = call + b"q\x01" + items + b"q\x02" + b"h\x01h\x02\x85R" * 10_000
+    many = call + b"q\x00" + items + b"q\x01" + b"h\x00h\x01\x85R" * 10_000
     with pytest.raises(CorruptionError, match="more, out of its parts, than it has bytes"):
         load(b"\x80\x02" + many + b".")
 
@@ -200,6 +226,29 @@ def test_keys_are_hashed_without_depth() -> None:
         load(deep)
     with pytest.raises(CorruptionError, match="cannot be a key"):
         load(b"\x80\x02}]Ns.")
+
+
+def test_keys_of_many_parts_are_refused_at_once() -> None:
+    wide = b"\x80\x02)q\x00"
+    for level in range(4):
+        wide += b"(" + b"h" + bytes([level]) + (b"h" + bytes([level])) * 900 + b"tq" + bytes([level + 1])
+    with pytest.raises(CorruptionError, match="cannot be a key"):
+        load(wide + b"0}h\x04Ns.")
+
+
+def test_more_lists_than_a_checkpoint_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a byte here, and 64 in memory."""
+    assert len(load(pickle.dumps([[] for _ in range(30_000)]))) == 30_000
+    monkeypatch.setattr(pickles, "_MOST_CONTAINERS", 1000)
+    for one in (b"]", b"}", b"\x8f", b"("):
+        with pytest.raises(CorruptionError, match="more lists and dicts than any"):
+            load(b"\x80\x04(" + one * 2000 + b".")
+
+
+def test_the_memo_is_in_order() -> None:
+    with pytest.raises(CorruptionError, match="memo are not in order"):
+        load(b"\x80\x02Nq\x05.")
+    assert load(b"\x80\x02K\x01q\x000K\x02q\x000h\x00.") == 2
 
 
 def test_every_cut_is_an_error() -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from .pickles import PickledObject, Table, inert
 
 _KINDS = "biuf"
+_MOST_DIMS, _MOST_EXTENT = 64, 2**48
 
 NUMPY: Table = {
     **inert(
@@ -48,11 +49,15 @@ def numpy_value(found: PickledObject) -> npt.NDArray[Any] | float | None:
 
 def _array(data: Any, dtype: Any, shape: Any, *, fortran: bool = False) -> npt.NDArray[Any]:
     plain = _dtype(dtype)
-    if not isinstance(data, bytes) or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+    if not isinstance(data, bytes) or type(shape) is not tuple or len(shape) > _MOST_DIMS:
         raise ValueError("expected bytes and a shape")
+    if any(type(n) is not int or not 0 <= n <= _MOST_EXTENT for n in shape):
+        raise ValueError("expected extents")
     if len(data) != math.prod(shape) * plain.itemsize:
         raise ValueError("the bytes are not those of the shape")
-    return np.frombuffer(data, plain).reshape(shape, order="F" if fortran else "C").copy("C")
+    array = np.frombuffer(data, plain).reshape(shape, order="F" if fortran else "C")
+    # As they are where they can be: many arrays may be made of the same bytes.
+    return array.astype(plain.newbyteorder("<"), order="C", copy=False)
 
 
 def _dtype(found: Any) -> np.dtype[Any]:

@@ -28,8 +28,13 @@ Table = Mapping[str, Maker | None]
 MAX_PICKLE_BYTES = 256 * 1024 * 1024
 """A longer pickle is not read: tensors' values are no part of it."""
 
+_MOST_CONTAINERS, _BYTES_A_CONTAINER = 2**20, 8
+"""As many lists, dicts, sets and marks may be in a pickle, and one more for so many bytes of it: an empty list is one byte
+of a pickle, and 64 in memory."""
+_COSTS: dict[type, int] = {tuple: 0, set: 4}
 _MOST_LONG_BYTES = 255
 _MOST_KEY_DEPTH = 4
+_MOST_KEY_PARTS = 1000
 _LAST_PROTOCOL = 5
 _SIZED = (list, tuple, dict, set, frozenset, str, bytes)
 _SMALL_COPIES = 64 * 1024
@@ -54,6 +59,11 @@ class PickledObject:
     def get(self, key: str, default: Any = None) -> Any:
         """Return an entry of the state, where that is a dict."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+def brief(value: Any) -> str:
+    """Return a short text of what a pickle built, which may be deep or endless."""
+    return repr(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 class Walk:
@@ -149,15 +159,17 @@ PLAIN: Table = {
 """Globals of plain containers, known to every pickle."""
 
 
-def _key(key: Any, depth: int = 0) -> Any:
-    """Return `key`, which may be a key of a dict: hashing it calls nothing, and goes not deep."""
-    if isinstance(key, tuple) and depth < _MOST_KEY_DEPTH:
-        for item in key:
-            _key(item, depth + 1)
-        return key
-    if key is None or isinstance(key, str | int | float | bytes | Global | PickledObject):
-        return key
-    raise ValueError(f"a {type(key).__name__} cannot be a key")
+def _key(key: Any) -> Any:
+    """Return `key`, which may be a key of a dict: hashing it calls nothing, and goes neither deep nor on for ever."""
+    left, done = [(key, 0)], 0
+    while left:
+        value, depth = left.pop()
+        done += 1
+        if isinstance(value, tuple) and depth < _MOST_KEY_DEPTH and done + len(value) + len(left) <= _MOST_KEY_PARTS:
+            left += [(item, depth + 1) for item in value]
+        elif not (value is None or isinstance(value, str | int | float | bytes | Global | PickledObject)):
+            raise ValueError(f"a {type(value).__name__} cannot be a key")
+    return key
 
 
 _CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
@@ -165,7 +177,7 @@ _NUMBERS = {ord("J"): "<i", ord("K"): "<B", ord("M"): "<H", ord("G"): ">d"}
 _TEXTS = {ord("X"): "<I", 0x8C: "<B", 0x8D: "<Q"}
 _BYTES = {ord("B"): "<I", ord("C"): "<B", 0x8E: "<Q", 0x96: "<Q"}
 _LONGS = {0x8A: "<B", 0x8B: "<i"}
-_EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
+_EMPTY: dict[int, type] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _PUTS = {ord("q"): "<B", ord("r"): "<I"}
 _GETS = {ord("h"): "<B", ord("j"): "<I"}
@@ -189,30 +201,8 @@ class _Machine:
         """Items and characters that were arguments of calls."""
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._steps: dict[int, Callable[[], None]] = {
-            0x80: self._protocol,
-            0x95: self._frame,
-            ord("("): self._mark,
-            ord("0"): self._pop,
-            ord("1"): self._pop_mark,
-            ord("2"): lambda: self._push(self._stack[-1]),
-            ord("a"): self._append,
-            ord("e"): self._appends,
-            ord("t"): lambda: self._push(tuple(self._unmark())),
-            ord("s"): self._set_item,
-            ord("u"): self._set_items,
-            0x90: self._add_items,
-            0x91: lambda: self._push(_set(self._unmark())),
-            0x94: self._memoize,
-            ord("c"): self._global,
-            0x93: self._stack_global,
-            ord("R"): self._call,
-            0x81: self._call,
-            0x92: self._call_with_keywords,
-            ord("b"): self._build,
-            ord("Q"): self._persistent_id,
-        }
+        self._memo: list[Any] = []
+        self._containers_left = _MOST_CONTAINERS + size // _BYTES_A_CONTAINER
 
     def run(self) -> Any:
         """Return what the pickle leaves at its end."""
@@ -221,8 +211,8 @@ class _Machine:
             if opcode == _STOP:
                 (value,) = self._stack
                 return value
-            if opcode in self._steps:
-                self._steps[opcode]()
+            if opcode in _STEPS:
+                _STEPS[opcode](self)
             elif not self._simple(opcode):
                 raise CorruptionError(
                     f"{self._where}: opcode {opcode:#04x} at byte {self.done - 1} is none that a checkpoint needs: the "
@@ -248,7 +238,7 @@ class _Machine:
         """Do what opcodes of one value each do; return whether it is one of those."""
         push = self._stack.append
         if opcode in _PUTS:
-            self._memo[self._number(_PUTS[opcode])] = self._stack[-1]
+            self._put(self._number(_PUTS[opcode]))
         elif opcode in _GETS:
             push(self._memo[self._number(_GETS[opcode])])
         elif opcode in _TEXTS:
@@ -258,7 +248,9 @@ class _Machine:
         elif opcode in _CONSTANTS:
             push(_CONSTANTS[opcode])
         elif opcode in _EMPTY:
-            push(_EMPTY[opcode]())
+            make = _EMPTY[opcode]
+            self._count(_COSTS.get(make, 1))
+            push(make())
         elif opcode in _TUPLES:
             count = _TUPLES[opcode]
             items = tuple(self._stack.pop() for _ in range(count))
@@ -286,16 +278,30 @@ class _Machine:
     def _frame(self) -> None:
         self._number("<Q")  # how much to read ahead, which nobody needs
 
-    def _push(self, value: Any) -> None:
-        self._stack.append(value)  # not before the value is made: a mark changes the stack
+    def _count(self, containers: int) -> None:
+        self._containers_left -= containers
+        if self._containers_left < 0:
+            raise CorruptionError(f"{self._where}: the pickle has more lists and dicts than any of a checkpoint")
 
     def _mark(self) -> None:
+        self._count(1)
         self._marked.append(self._stack)
         self._stack = []
 
     def _unmark(self) -> list[Any]:
         items, self._stack = self._stack, self._marked.pop()
         return items
+
+    def _tuple(self) -> None:
+        items = self._unmark()  # which changes the stack
+        self._stack.append(tuple(items))
+
+    def _frozen_set(self) -> None:
+        items = self._unmark()
+        self._stack.append(_set(items))
+
+    def _twice(self) -> None:
+        self._stack.append(self._stack[-1])
 
     def _pop(self) -> None:
         if self._stack:
@@ -307,7 +313,12 @@ class _Machine:
         self._unmark()
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self._put(len(self._memo))
+
+    def _put(self, place: int) -> None:
+        if place > len(self._memo):
+            raise ValueError("the places of the memo are not in order")
+        self._memo[place : place + 1] = [self._stack[-1]]
 
     # -- containers -------------------------------------------------------------------------------------------------
 
@@ -397,3 +408,29 @@ class _Machine:
         if self._persistent is None:
             raise ValueError("it refers to objects outside")
         self._stack.append(self._persistent(self._stack.pop()))
+
+
+_STEPS: dict[int, Callable[[_Machine], None]] = {
+    0x80: _Machine._protocol,
+    0x95: _Machine._frame,
+    ord("("): _Machine._mark,
+    ord("0"): _Machine._pop,
+    ord("1"): _Machine._pop_mark,
+    ord("2"): _Machine._twice,
+    ord("a"): _Machine._append,
+    ord("e"): _Machine._appends,
+    ord("t"): _Machine._tuple,
+    ord("s"): _Machine._set_item,
+    ord("u"): _Machine._set_items,
+    0x90: _Machine._add_items,
+    0x91: _Machine._frozen_set,
+    0x94: _Machine._memoize,
+    ord("c"): _Machine._global,
+    0x93: _Machine._stack_global,
+    ord("R"): _Machine._call,
+    0x81: _Machine._call,
+    0x92: _Machine._call_with_keywords,
+    ord("b"): _Machine._build,
+    ord("Q"): _Machine._persistent_id,
+}
+"""Not kept by a machine: bound to it they would keep what it built until garbage is collected."""

@@ -27,17 +27,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointMismatchError, CorruptionError
+from ..errors import CheckpointMismatchError, CorruptionError, storage_error
 from ..files import Files
 from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
 
 Bytes = npt.NDArray[np.uint8]
 
-_MAX_READ_BYTES = 256 * 1024 * 1024
+_MAX_READ_BYTES = 32 * 1024 * 1024
 _MAX_END_BYTES = 1024 * 1024
 """More than an archive has behind its directory."""
 _MAX_NUMEL = 2**48
-_MAX_DIMS = 64
+MAX_DIMS = 64
+"""A tensor has at most so many."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER_BYTES = 30
@@ -126,7 +127,12 @@ class TorchTensor:
 
     def _read_strided(self, first: int, stop: int, out: Bytes) -> None:
         dtype = numpy_dtype(self.dtype)
-        whole = np.memmap(self.storage.path, np.uint8, "r", self.storage.offset, (self.storage.nbytes,))
+        try:
+            whole = np.memmap(self.storage.path, np.uint8, "r", self.storage.offset, (self.storage.nbytes,))
+        except OSError as error:
+            path, offset = str(self.storage.path), self.storage.offset
+            message = "the tensor cannot be mapped into memory"
+            raise storage_error(error, message, path=path, offset=offset, nbytes=self.storage.nbytes) from error
         elements: npt.NDArray[Any] = whole[: self.storage.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         strides = [step * dtype.itemsize for step in self.stride]
         view = np.lib.stride_tricks.as_strided(elements[self.first :], self.shape, strides, writeable=False)
@@ -139,21 +145,18 @@ class TorchTensor:
         return out
 
 
-def load_torch_file(path: Path, table: Table | None = None, *, part: tuple[int, int] | None = None) -> Any:
+def load_torch_file(
+    path: Path, table: Table | None = None, *, part: tuple[int, int] | None = None, most_bytes: int = MAX_PICKLE_BYTES
+) -> Any:
     """Return what was saved into the file, with a `TorchTensor` for each tensor; only the pickle is read.
 
     Globals beyond tensors and plain containers are those of `table`. Of a file of many archives, `part` is offset and
-    bytes of one. Raises FileNotFoundError; CorruptionError where the
-    file is damaged or no file of `torch.save`; CheckpointMismatchError for what it names that is not read.
+    bytes of one. The pickle has at most `most_bytes`. Raises CorruptionError where the file is missing, damaged or no file
+    of `torch.save`; CheckpointMismatchError for what it names that is not read; StorageError where it cannot be read.
     """
     with _opened(path) as (file, size):
         if part is not None:
-            offset, nbytes = part
-            if offset + nbytes > size:
-                raise CorruptionError(
-                    f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
-                )
-            return _Zip(path, _Window(file, offset, nbytes), nbytes, offset).load(table or {})
+            return _archive(path, file, size, part).load(table or {}, most_bytes)
         start = file.read(4)
         file.seek(0)
         if start == b"PK\x03\x04":
@@ -166,12 +169,35 @@ def load_torch_file(path: Path, table: Table | None = None, *, part: tuple[int, 
     )
 
 
+def find_pickle(path: Path, part: tuple[int, int]) -> tuple[int, int]:
+    """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises what `load_torch_file` does."""
+    with _opened(path) as (file, size):
+        archive = _archive(path, file, size, part)
+        offset, nbytes = archive.find("data.pkl")
+        return part[0] + offset, nbytes
+
+
+def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Zip:
+    offset, nbytes = part
+    if offset + nbytes > size:
+        raise CorruptionError(
+            f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
+        )
+    return _Zip(path, _Window(file, offset, nbytes), nbytes, offset)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise CorruptionError(f"{path} is no file")
-    with path.open("rb") as file:
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise CorruptionError(f"{path} is no file")
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path} is missing: copy it again") from error
+    except OSError as error:
+        raise storage_error(error, "the file cannot be read", path=str(path)) from error
+    with file:
         yield file, about.st_size
 
 
@@ -191,7 +217,7 @@ def _rebuild(
     if not isinstance(storage, _TypedStorage):
         raise ValueError("a tensor has no storage")
     for numbers in (shape, stride):
-        if type(numbers) is not tuple or len(numbers) > _MAX_DIMS:
+        if type(numbers) is not tuple or len(numbers) > MAX_DIMS:
             raise ValueError("a tensor's shape or stride is no tuple of numbers")
     if any(type(n) is not int or not 0 <= n <= _MAX_NUMEL for n in (first, *shape, *stride)) or len(shape) != len(
         stride
@@ -357,7 +383,7 @@ class _Zip:
             raise CorruptionError(f"{path} is a zip archive, but none of torch.save: expected one data.pkl")
         self._root = roots[0]
 
-    def _range(self, name: str) -> tuple[int, int]:
+    def find(self, name: str) -> tuple[int, int]:
         """Return offset and bytes of an entry's data."""
         info = self._entries.get(f"{self._root}{name}")
         if info is None:
@@ -375,18 +401,18 @@ class _Zip:
             )
         return offset, info.file_size
 
-    def load(self, table: Table) -> Any:
-        """Return what was saved."""
+    def load(self, table: Table, most_bytes: int = MAX_PICKLE_BYTES) -> Any:
+        """Return what was saved; raises CorruptionError where its pickle has more than `most_bytes`."""
         if f"{self._root}byteorder" in self._entries:
-            offset, size = self._range("byteorder")
+            offset, size = self.find("byteorder")
             self._file.seek(offset)
             order = self._file.read(min(size, 16))
             if order != b"little":
                 raise CheckpointMismatchError(
                     f"{self._path} was written with byte order {order!r}; only little is read"
                 )
-        offset, size = self._range("data.pkl")
-        if size > MAX_PICKLE_BYTES:
+        offset, size = self.find("data.pkl")
+        if size > most_bytes:
             raise CorruptionError(f"{self._path}: a pickle of {size} bytes is in no checkpoint")
         self._file.seek(offset)
         stream = io.BytesIO(self._file.read(size))
@@ -398,7 +424,7 @@ class _Zip:
             raise ValueError("a storage is not named as torch does")
         dtype, itemsize = _typed(kind)
         if key not in self._storages:
-            offset, nbytes = self._range(f"data/{key}")
+            offset, nbytes = self.find(f"data/{key}")
             self._storages[key] = Storage(self._path, nbytes, self._base + offset)
         storage = self._storages[key]
         if numel < 0 or numel * itemsize > storage.nbytes:

@@ -21,6 +21,8 @@ from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, Usa
 from .layout import SAFETENSORS_DTYPES
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
+_MAX_VALUES = 2**21
+"""Values of JSON in a header or an index: they take more memory than their text."""
 _MAX_DIMS = 64
 _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -114,7 +116,7 @@ class WeightsReader:
         try:
             if not text or len(text) != length:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            entries = json.loads(text)
+            entries = _json(text)
             entries.pop("__metadata__", None)
             return {name: _weight(name, entry, path, 8 + length, size) for name, entry in entries.items()}
         except UsageError:
@@ -154,13 +156,19 @@ class WeightsReader:
         self.close()
 
 
+def _json(text: bytes) -> Any:
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > _MAX_VALUES:
+        raise ValueError(f"more than {_MAX_VALUES} values")
+    return json.loads(text)
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """Return which file each tensor is in, by an index."""
     try:
         size = index.stat().st_size
         if size > _MAX_HEADER_BYTES:
             raise ValueError(f"it has {size} bytes")
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        placed = _json(index.read_bytes())["weight_map"]
         if not all(isinstance(name, str) for name in placed.values()):
             raise TypeError("its files are no names")
     except OSError as error:

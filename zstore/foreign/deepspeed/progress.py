@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -199,7 +200,7 @@ class Progress:
 
         def number(key: str, default: float) -> float:
             value = number_of(found.get(key), self._files)
-            return default if value is None else value
+            return value if value is not None and math.isfinite(value) else default
 
         configured = table_of(self._config.get("fp16")).get("hysteresis")
         return {

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...files import Files
+from ..pickles import brief
 from ..torchfile import TorchTensor, load_torch_file
 from .folder import Folder, check_ranks, refusal
 from .pieces import Elements, Joined, Part, RawPart, Striped, Vector
@@ -70,7 +71,7 @@ class StateReader:
                 if number == len(groups):
                     groups.append({})
                 for name in table_of(mapping):
-                    groups[number].setdefault(name, tensor_of(module.get(name), f"{module.where}: {name!r:.80}").shape)
+                    groups[number].setdefault(name, tensor_of(module.get(name), f"{module.where}: {brief(name)}").shape)
         return groups
 
     # -- universal folders ------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def _stage_of(state: Fields) -> int:
     if stage is None:
         return 1 if state.get("single_partition_of_fp32_groups") is not None else 0
     if stage not in (1, 2, 3):
-        raise CheckpointMismatchError(f"{state.where}: stage {stage!r:.40} of ZeRO is not known")
+        raise CheckpointMismatchError(f"{state.where}: stage {brief(stage)} of ZeRO is not known")
     return int(stage)
 
 

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.format import MAX_RECORD_BYTES
 from ...checkpoint.metadata import MAX_NUMEL
 from ...errors import CorruptionError
 from ...files import Files
 from ..pickled_numpy import NUMPY, numpy_value
-from ..pickles import Global, PickledObject, Table, Walk, inert
-from ..torchfile import TorchTensor, load_torch_file
+from ..pickles import Global, PickledObject, Table, Walk, brief, inert
+from ..torchfile import MAX_DIMS, TorchTensor, load_torch_file
 
 _MAX_DEPTH = 60
+_MOST_COPIED_BYTES = 64 * 1024 * 1024
+_MOST_BITS = 1000
+"""Of a whole number that a float can stand for."""
 
 CLASSES: Table = {
     **inert(
@@ -57,21 +61,21 @@ class Fields:
         """Return an entry that is a list."""
         value = self.get(key)
         if not isinstance(value, list | tuple):
-            raise CorruptionError(f"{self.where}: expected a list {key!r}, got {_brief(value)}")
+            raise CorruptionError(f"{self.where}: expected a list {key!r}, got {brief(value)}")
         return list(value)
 
     def count(self, key: Any) -> int:
         """Return an entry that is a whole number, not negative."""
         value = self.get(key)
         if type(value) is not int or not 0 <= value < 2**53:
-            raise CorruptionError(f"{self.where}: expected a number {key!r}, got {_brief(value)}")
+            raise CorruptionError(f"{self.where}: expected a number {key!r}, got {brief(value)}")
         return value
 
 
 def tensor_of(value: Any, where: str) -> TorchTensor:
     """Return `value`, which must be a tensor."""
     if not isinstance(value, TorchTensor):
-        raise CorruptionError(f"{where}: expected a tensor, got {_brief(value)}")
+        raise CorruptionError(f"{where}: expected a tensor, got {brief(value)}")
     return value
 
 
@@ -87,9 +91,10 @@ def shapes_of(value: Any, where: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes, in the order of the file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in Fields(value, where).entries.items():
-        good = isinstance(name, str) and name and type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape)
+        good = isinstance(name, str) and name and type(shape) is tuple and len(shape) <= MAX_DIMS
+        good = good and all(type(n) is int and 0 <= n <= MAX_NUMEL for n in shape)
         if not good or math.prod(shape) > MAX_NUMEL:
-            raise CorruptionError(f"{where}: parameter {_brief(name)} has no valid shape")
+            raise CorruptionError(f"{where}: parameter {brief(name)} has no valid shape")
         shapes[name] = shape
     return shapes
 
@@ -99,9 +104,12 @@ def number_of(value: Any, files: Files) -> float | None:
     if isinstance(value, TorchTensor) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         return float(value.whole(files).reshape(-1)[0])
     if isinstance(value, PickledObject):
-        found = numpy_value(value)
-        return float(found) if isinstance(found, int | float) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        value = numpy_value(value)
+    elif isinstance(value, bool):
+        return None
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def enum_value(value: Any) -> Any:
@@ -114,6 +122,8 @@ class Plain:
 
     def __init__(self, where: str) -> None:
         self._walk = Walk(where)
+        self._room_bytes = MAX_RECORD_BYTES
+        self._copied_bytes = 0
         self.tensors: dict[str, Any] = {}
         """Tensors and numpy arrays by where they were; their places hold `{"$tensor": "client/<where>"}`."""
         self.left_out: list[str] = []
@@ -121,7 +131,10 @@ class Plain:
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
         """Return the JSON form of `value`; None in place of what is left out."""
         self._walk.step()
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, str):  # one text may be there a million times
+            self._room_bytes -= len(value)
+            return value if self._room_bytes >= 0 else self._leave(where, "more text than a record has room for")
+        if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, Global):
             return value.name
@@ -149,6 +162,10 @@ class Plain:
         name = f"client/{where}"
         if name in self.tensors:
             return self._leave(where, "another one of that name")
+        if not isinstance(value, TorchTensor) and value.base is None:  # not over the pickle's own bytes
+            self._copied_bytes += value.nbytes
+            if self._copied_bytes > _MOST_COPIED_BYTES:
+                return self._leave(where, "arrays in Fortran order or big endian, of more bytes than are held")
         self.tensors[name] = value
         return {"$tensor": name}
 
@@ -158,10 +175,6 @@ class Plain:
 
 def _is_key(key: Any) -> bool:
     return isinstance(key, str | int | float) or key is None
-
-
-def _brief(value: Any) -> str:
-    return repr(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def table_of(value: Any) -> Mapping[Any, Any]:
