@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.boxes import Box, cut_numel, gather, spans
+from zstore.boxes import Box, Run, cut_numel, gather, spans, tiles
 
 
 @st.composite
@@ -66,6 +66,57 @@ def test_ranges_to_read_hold_the_box(box: Box, most: int, gap: int) -> None:
     covered = {e for first, stop in ranges for e in range(first, stop)}
     assert covered >= set(elements(box).tolist())
     assert all(stop - first <= max(most, box.run_numel) for first, stop in ranges)
+
+
+@given(shape=st.lists(st.integers(0, 4), max_size=3), data=st.data())
+def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data: st.DataObject) -> None:
+    def cut(box: Box) -> list[Box]:
+        """The box in two, or as it is."""
+        dim = data.draw(st.integers(0, max(len(shape) - 1, 0)))
+        size = box.sizes[dim] if shape else 0
+        at = data.draw(st.integers(0, size))
+        if not 0 < at < size:
+            return [box]
+        low, high = list(box.sizes), list(box.sizes)
+        low[dim], high[dim] = at, size - at
+        moved = [offset + at * (d == dim) for d, offset in enumerate(box.offsets)]
+        return [Box(box.shape, box.offsets, tuple(low)), Box(box.shape, tuple(moved), tuple(high))]
+
+    pieces = [Box.whole(shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        pieces += cut(pieces.pop(data.draw(st.integers(0, len(pieces) - 1))))
+    assert tiles(shape, pieces)
+    for _ in range(data.draw(st.integers(0, 2))):  # one is lost, one is there twice, or lies elsewhere
+        if pieces and data.draw(st.booleans()):
+            pieces.pop()
+        pieces.append(data.draw(st.sampled_from([*pieces, Box.whole(shape)])))
+    held = np.zeros(math.prod(shape), int)
+    for piece in pieces:
+        held[elements(piece)] += 1
+    assert tiles(shape, pieces) == bool((held == 1).all())
+
+
+def test_overlaps_that_make_up_for_gaps_are_no_tiling() -> None:
+    shape = (4, 6)
+    left, middle, right = (Box(shape, (0, at), (4, 2)) for at in (0, 2, 4))
+    assert tiles(shape, [left, middle, right])
+    assert not tiles(shape, [left, middle, middle])
+    assert not tiles(shape, [left, left, right])
+    # Rows and columns that cross, with as many elements as the whole.
+    assert not tiles(shape, [Box(shape, (0, 0), (2, 6)), Box(shape, (0, 0), (4, 3))])
+
+
+def test_many_boxes_are_looked_at_once() -> None:
+    shape = (30_000, 2)
+    rows = [Box(shape, (row, 0), (1, 2)) for row in range(30_000)]
+    assert tiles(shape, rows)
+    assert not tiles(shape, [*rows[:-1], rows[0]])
+
+
+def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
+    column = Box((2**40, 2), (0, 1), (2**40, 1))
+    assert list(column.overlap(2**40, 2**40 + 4)) == [Run(2**40 + 1, 2**39, 1), Run(2**40 + 3, 2**39 + 1, 1)]
+    assert column.extent == (1, 2**41)
 
 
 @pytest.mark.parametrize("cuts", [(1, 1), (2, 1), (1, 3), (2, 3), (3, 4)])

@@ -14,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zstore.dcp
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
-from zstore.errors import CheckpointMismatchError
+from zstore.dcp.save import Save
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.sources import open_source
 from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
@@ -33,10 +36,10 @@ TIMEOUT_S = 120
 class Block(nn.Module):
     """Two layers that tensor parallelism cuts by columns and by rows, and odd ones that it leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 40) -> None:
         super().__init__()
-        self.up = nn.Linear(24, 40)
-        self.down = nn.Linear(40, 24)
+        self.up = nn.Linear(24, width)
+        self.down = nn.Linear(width, 24)
         self.norm = nn.LayerNorm(24)
         self.odd = nn.Linear(24, 7, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5).reshape(1))
@@ -45,19 +48,29 @@ class Block(nn.Module):
         return self.odd(self.norm(x + self.down(torch.relu(self.up(x))))) * self.scale
 
 
+def width_of(kind: str) -> int:
+    return 42 if kind.startswith("uneven") else 40
+
+
 def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
-    model = nn.Sequential(Block(), nn.Linear(7, 24), Block())
-    if kind == "tp":
+    width = width_of(kind)
+    model = nn.Sequential(Block(width), nn.Linear(7, 24), Block(width))
+    if kind in ("plain", "uneven plain"):
+        data = None
+    elif kind in ("tp", "uneven"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in (model[0], model[2]):
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         data = mesh["dp"]
+    elif kind == "hsdp":
+        data = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         data = init_device_mesh("cpu", (world_size,))
-    for part in model:
-        fully_shard(part, mesh=data)
-    fully_shard(model, mesh=data)
+    if data is not None:
+        for part in model:
+            fully_shard(part, mesh=data)
+        fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
     return model, optimizer
@@ -88,7 +101,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool) 
     return {"model": weights, "optim": states, "progress": {"step": 2, "seen": (3, 4.5), "loader": b"\x00raw"}}
 
 
-KINDS = {"fsdp": False, "tp": True}
+def check_close(weights: dict[str, Any], width: int) -> None:
+    """The weights are those of a model that was never cut, but for the order of sums."""
+    model, _ = build("plain" if width == 40 else "uneven plain", 4)
+    for name, weight in model.named_parameters():
+        assert torch.allclose(torch.tensor(weights[name]), weight, atol=1e-3), name
+
+
+KINDS = {"fsdp": False, "tp": True, "uneven": False, "hsdp": True}
 """How a model is sharded -> whether its optimizer's state dict is flattened."""
 
 
@@ -98,6 +118,7 @@ def save(rank: int, folder: str) -> Any:
         model, optimizer = build(kind, 4)
         state = state_of(model, optimizer, flat=flat)
         saved[kind] = whole(state)
+        check_close(saved[kind]["model"], width_of(kind))
         dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
         # Behind training, and in front of it.
         writer = zstore.dcp.Writer(f"{folder}/{kind}/step-2")
@@ -119,7 +140,7 @@ def load(rank: int, folder: str) -> Any:
     return [load_one(f"{folder}/{kind}/step-2", KINDS[kind], like) for kind, like in LOADS]
 
 
-LOADS = [("fsdp", "fsdp"), ("tp", "tp"), ("tp", "fsdp")]
+LOADS = [("fsdp", "fsdp"), ("tp", "tp"), ("tp", "fsdp"), ("uneven", "uneven"), ("hsdp", "hsdp"), ("hsdp", "fsdp")]
 
 
 def load_one(path: str, flat: bool, like: str) -> Any:
@@ -201,7 +222,7 @@ def test_what_four_ranks_saved_is_a_checkpoint(kind: str, saved: tuple[Path, Any
         assert verify_checkpoint(reader) == []
         model = {name.partition("/")[2]: reader.read_array(name) for name in reader.arrays if name.startswith("model/")}
         assert {name: value.tolist() for name, value in model.items()} == state["model"]
-        assert reader.read_array("optimizer/exp_avg/0.up.weight").shape == (40, 24)
+        assert reader.read_array("optimizer/exp_avg/0.up.weight").shape == (width_of(kind), 24)
         kept = reader.record.state["dcp"]
         assert [["progress", "step"], 2] in kept["values"]
         assert set(kept["opaque"].values()) == {"bytes"}
@@ -401,6 +422,23 @@ def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_left(tmp_path: 
     with pytest.raises(BaseException, match="writes to folders"):
         zstore.dcp.Writer("s3://bucket/a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pieces_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Path) -> None:
+    """DCP's own planner refuses them; another one may not."""
+
+    def plan(*offsets: int) -> SavePlan:
+        pieces = [
+            TensorWriteData(
+                ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([2, 4])), TensorProperties(), torch.Size([6, 4])
+            )
+            for at in offsets
+        ]
+        return SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, tensor_data=piece) for piece in pieces])
+
+    Save(tmp_path / "a", 0, [plan(0), plan(2, 4)], 1.0)
+    with pytest.raises(UsageError, match=r"'w' has 24 elements, but the ranks hold 24, or some twice"):
+        Save(tmp_path / "a", 0, [plan(0), plan(2, 2)], 1.0)
 
 
 @alone

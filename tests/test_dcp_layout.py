@@ -164,6 +164,20 @@ def test_a_rank_that_waits_hears_of_one_that_failed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / PIECES_FOLDER).iterdir()] == ["failed-1.json"]
 
 
+def test_pieces_that_are_not_the_whole_are_never_put_together(tmp_path: Path) -> None:
+    spec = ArraySpec(name="model/w", shape=(64, 96), dtype="float32")
+    left, right = cut(spec.shape, (1, 2))
+    layout = ArrayLayout(spec=spec, grid=lay_out(spec, [left, right], 1).grid, boxes=(left,))
+    share = Share(
+        save_id="0" * 32, folder=str(tmp_path), rank=0, world_size=1, arrays={"w": layout}, names={}, timeout_s=1
+    )
+    with open_resources(num_threads=1, pool_bytes=2**21) as resources:
+        place = Workplace(share, resources)
+        place.lay_down(layout, left, np.zeros(left.numel * 4, np.uint8))
+        with pytest.raises(CheckpointError, match="'model/w': the pieces of all ranks have 3072 elements"):
+            place.put_together(layout)
+
+
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     share = Share(
         save_id="0" * 32, folder=str(tmp_path / "gone"), rank=3, world_size=4, arrays={}, names={}, timeout_s=1

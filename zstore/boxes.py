@@ -4,11 +4,20 @@
 A box is what one rank holds of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
 tensor, in C order, it is a row of runs of equal length: the dims behind the last one that is cut belong to a run wholly.
 Cut along dim 0 it is one run.
+
+[Note: tiling]
+Boxes tile a tensor where each element lies in exactly one of them. Their sizes do not tell: what overlaps may make up for
+what is left out. So each interval between two cuts of a dim is given a random weight, a box the product of the weights of
+its sides, modulo a prime, and the boxes are to weigh as much as the whole. How often each element is held is then a
+polynomial in the weights, and another one than "once" is taken for it with a probability of dims / 2**61. One pass over
+the boxes, however many they are.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+
+_PRIME = 2**61 - 1
+_BATCH_RUNS = 4096
+"""Runs whose starts are held at a time: a box of columns may have one for every row."""
 
 
 class Run(NamedTuple):
@@ -75,31 +88,46 @@ class Box:
         """How many runs it is; 0 where it is empty."""
         return self.numel // self.run_numel if self.run_numel else 0
 
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Flat elements of the whole tensor where the runs begin, ascending."""
-        starts = np.zeros(1 if self.numel else 0, np.int64)
-        for dim in range(self._cut_dim + 1):
-            stride = self._stride(dim)
-            count = 1 if dim == self._cut_dim else self.sizes[dim]
-            steps = (self.offsets[dim] + np.arange(count, dtype=np.int64)) * stride
-            starts = (starts[:, None] + steps).reshape(-1)
+    def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
+        """Flat elements of the whole tensor where the runs `[low_run, high_run)` begin, ascending."""
+        number = np.arange(low_run, high_run, dtype=np.int64)
+        starts = np.zeros(number.size, np.int64)
+        for dim in reversed(range(self._cut_dim + 1)):
+            number, index = np.divmod(number, 1 if dim == self._cut_dim else self.sizes[dim])
+            starts += (self.offsets[dim] + index) * self._stride(dim)
         return starts
+
+    def _num_runs_before(self, at: int) -> int:
+        """Return how many runs begin before flat element `at` of the whole tensor."""
+        count, each, rest = 0, self.num_runs, at
+        for dim in range(self._cut_dim + 1 if self.numel else 0):
+            size = 1 if dim == self._cut_dim else self.sizes[dim]
+            each //= size
+            index, rest = divmod(rest, self._stride(dim))
+            inside = index - self.offsets[dim]
+            if not 0 <= inside < size:
+                return count + (0 if inside < 0 else size * each)
+            count += inside * each
+        return count + each if rest > 0 else count
 
     @property
     def extent(self) -> tuple[int, int]:
         """Flat elements `[first, stop)` of the whole tensor between which it lies; both 0 where it is empty."""
-        return (int(self.starts[0]), int(self.starts[-1]) + self.run_numel) if self.numel else (0, 0)
+        if not self.numel:
+            return 0, 0
+        last = self.num_runs - 1
+        return int(self.starts(0, 1)[0]), int(self.starts(last, last + 1)[0]) + self.run_numel
 
     def overlap(self, first: int, stop: int) -> Iterator[Run]:
         """Yield what it has of the flat elements `[first, stop)` of the whole tensor, in order."""
-        starts, length = self.starts, self.run_numel
-        number = max(0, int(np.searchsorted(starts, first, side="right")) - 1)
-        while number < starts.size and (start := int(starts[number])) < stop:
-            low, high = max(start, first), min(start + length, stop)
-            if low < high:
-                yield Run(low, number * length + low - start, high - low)
-            number += 1
+        length = self.run_numel
+        low_run, high_run = max(0, self._num_runs_before(first + 1) - 1), self._num_runs_before(stop)
+        for batch in range(low_run, high_run, _BATCH_RUNS):
+            starts = self.starts(batch, min(batch + _BATCH_RUNS, high_run)).tolist()
+            for number, start in enumerate(starts, batch):
+                low, high = max(start, first), min(start + length, stop)
+                if low < high:
+                    yield Run(low, number * length + low - start, high - low)
 
     @property
     def cut_numel(self) -> int:
@@ -133,6 +161,19 @@ def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, 
     return end - start
 
 
+def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Return whether each element of a tensor of `shape` lies in exactly one of `boxes`. See [Note: tiling]."""
+    marks: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+
+    def weight(box: Box) -> int:
+        product = 1
+        for mark, at, size in zip(marks, box.offsets, box.sizes, strict=True):
+            product = product * (mark[at + size] - mark[at]) % _PRIME
+        return product
+
+    return (sum(map(weight, boxes)) - weight(Box.whole(shape))) % _PRIME == 0
+
+
 def cut_numel(boxes: Iterable[Box]) -> int:
     """Return the greatest number of elements such that whole multiples of it lie between all cuts of a tiled tensor.
 
@@ -147,7 +188,7 @@ def spans(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
     A range that was joined has at most about `most_numel` elements.
     """
     ranges: list[tuple[int, int]] = []
-    for start in box.starts.tolist():
+    for start in box.starts(0, box.num_runs).tolist():
         stop = start + box.run_numel
         if ranges and start - ranges[-1][1] <= gap_numel and stop - ranges[-1][0] <= most_numel:
             ranges[-1] = (ranges[-1][0], stop)

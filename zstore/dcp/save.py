@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
 from zstore.arrays import ArraySpec
-from zstore.boxes import Box
+from zstore.boxes import Box, tiles
 from zstore.checkpoint import SaveRequest, new_save_id
 from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
 from zstore.checkpoint.crew import Crew
@@ -88,10 +88,10 @@ class Save:
                 name=self._names.arrays[key], shape=shape, dtype=dtype_name(key, pieces[0].properties.dtype)
             )
             boxes = [Box(shape, tuple(piece.chunk.offsets), tuple(piece.chunk.sizes)) for piece in pieces]
-            held = sum(box.numel for box in boxes)
-            if held != spec.numel:
+            if not tiles(shape, boxes):
+                held = sum(box.numel for box in boxes)
                 raise UsageError(
-                    f"{key!r} has {spec.numel} elements, but the ranks hold {held}: it is sharded in a way that "
+                    f"{key!r} has {spec.numel} elements, but the ranks hold {held}, or some twice: it is sharded in a way that "
                     "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
                 )
             layouts[key] = lay_out(spec, boxes, len(self._plans))

@@ -158,8 +158,14 @@ class Workplace:
             files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
 
             def fill(low: int, high: int, out: Bytes) -> None:
+                filled = 0
                 for file, box in files:
-                    gather(box, low, high, spec.itemsize, partial(self._read_piece, file, spec.itemsize), out)
+                    filled += gather(box, low, high, spec.itemsize, partial(self._read_piece, file, spec.itemsize), out)
+                if filled != high - low:
+                    raise CheckpointError(
+                        f"array {spec.name!r}: the pieces of all ranks have {filled} elements in [{low}, {high}), expected "
+                        f"{high - low}: they are not those that rank 0 planned"
+                    )
 
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
         self._sync(self._shard_path(spec, shard))

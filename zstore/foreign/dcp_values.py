@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checkpoint.format import MAX_RECORD_BYTES, MAX_RECORD_VALUES
 from ..errors import CorruptionError
 from .dcp_names import STATE, Names, Path, key_of, path_from_json, paths_of
 
@@ -21,33 +22,68 @@ BYTES = "bytes"
 PICKLE = "pickle"
 """An opaque array that is what torch.save wrote of an object."""
 _MOST_DEPTH = 24
+_BRACKETS_BYTES = 4
+_MOST_LETTER_BYTES = 12
 
 
 class NotPlainError(Exception):
     """A value that JSON cannot stand for."""
 
 
-def encode_value(value: object, depth: int = 0) -> Any:
+@dataclass
+class Room:
+    """What values may take in a record: how many there are in it, and about how many bytes of JSON they are."""
+
+    values: int = MAX_RECORD_VALUES
+    nbytes: int = MAX_RECORD_BYTES
+
+    def take(self, value: object) -> None:
+        """Count a value, without what is in it. Raises NotPlainError where there is no room for it."""
+        self.values -= 1
+        self.nbytes -= _BRACKETS_BYTES
+        if isinstance(value, str):
+            self.nbytes -= len(value) if value.isascii() else _MOST_LETTER_BYTES * len(value)
+        elif isinstance(value, bytes):
+            self.nbytes -= 4 * len(value) // 3
+        elif isinstance(value, int):
+            self.nbytes -= value.bit_length() // 3
+        if self.values < 0 or self.nbytes < 0:
+            raise NotPlainError("more values than a record has room for")
+
+
+def encode_value(value: object, room: Room | None = None) -> Any:
     """Return plain data as JSON: None, bool, int, float, text, bytes, lists, tuples and dicts of them, nothing else.
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
-    NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply.
+    NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply, or is
+    more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
     """
+    room = Room() if room is None else room
+    before = (room.values, room.nbytes)
+    try:
+        return _encode(value, room, 0)
+    except NotPlainError:
+        room.values, room.nbytes = before
+        raise
+
+
+def _encode(value: object, room: Room, depth: int) -> Any:
+    room.take(value)
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if depth > _MOST_DEPTH:
         raise NotPlainError(f"nested more than {_MOST_DEPTH} levels deep")
     if isinstance(value, list) and kind is list:
-        return [encode_value(item, depth + 1) for item in value]
+        return [_encode(item, room, depth + 1) for item in value]
     if isinstance(value, tuple) and kind is tuple:
-        return {"$tuple": [encode_value(item, depth + 1) for item in value]}
+        return {"$tuple": [_encode(item, room, depth + 1) for item in value]}
     if isinstance(value, bytes) and kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, dict) and kind is dict:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode_value(item, depth + 1) for key, item in value.items()}
-        return {"$dict": [[encode_value(key, depth + 1), encode_value(item, depth + 1)] for key, item in value.items()]}
+        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        pairs = [[_encode(key, room, depth + 1), _encode(item, room, depth + 1)] for key, item in value.items()]
+        return dict(pairs) if plain else {"$dict": pairs}
     raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is no plain data")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import ArraySpec
-from ..boxes import Box, gather
+from ..boxes import Box, gather, tiles
 from ..checkpoint import ArraySource, Record, StoredArray, tag_text
 from ..checkpoint.names import array_path, step_tag
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
@@ -30,10 +30,11 @@ from ..files import Files
 from ..io import Priority
 from ..partition import make_grid
 from ..shardio import IoResources
+from .dcp_entries import Entries, Opaque, Place
 from .dcp_names import STATE, Names, key_of, name_arrays
 from .dcp_names import Path as KeyPath
-from .dcp_values import BYTES, PICKLE, NotPlainError, encode_value, make_document
-from .pickles import Global, PickledObject, Table, Walk, inert, load_pickle
+from .dcp_values import make_document
+from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
 from .torchfile import TORCH, TorchTensor, load_torch_file
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,6 +43,9 @@ METADATA = ".metadata"
 _STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
 _MOST_KEPT = 4096
 """Blocks whose place in their file is remembered."""
+_MOST_BLOCK_PICKLE_BYTES = 1024 * 1024
+_LEAST_STEPS, _BYTES_A_STEP = 1_000_000, 16
+"""A block costs four steps, and has well over a hundred bytes in the metadata."""
 _MODULE = "torch.distributed.checkpoint"
 _TABLE: Table = {
     **TORCH,
@@ -64,20 +68,11 @@ _TABLE: Table = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a block or an entry lies."""
-
-    path: Path
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class _Pieces:
     """The blocks of a tensor."""
 
-    blocks: list[tuple[Box, _Place]]
+    blocks: list[tuple[Box, Place]]
 
 
 class TorchDcpSource(ArraySource):
@@ -90,7 +85,8 @@ class TorchDcpSource(ArraySource):
     kind = "torch DCP"
 
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
-        tensors, opaque, document = _Metadata(folder).described()
+        self._files = Files(direct=False)
+        tensors, opaque, document = _Metadata(folder).described(Entries(self._files))
         found = _STEP.search(folder.resolve().name)
         step = int(found[1]) if found else 0
         record = Record(
@@ -107,14 +103,13 @@ class TorchDcpSource(ArraySource):
         self._pieces = {name: pieces for name, (_, pieces) in tensors.items()}
         self._opaque = opaque
         specs = [spec for spec, _ in tensors.values()]
-        specs += [ArraySpec(name=name, shape=(len(data),), dtype="uint8") for name, data in opaque.items()]
+        specs += [ArraySpec(name=name, shape=(entry.nbytes,), dtype="uint8") for name, entry in opaque.items()]
         self.arrays = {
             spec.name: StoredArray(spec=spec, grid=make_grid(spec.stored_shape, 1), folder=array_path(spec.name))
             for spec in specs
         }
-        self._files = Files(direct=False)
         self._lock = threading.Lock()
-        self._found: dict[_Place, TorchTensor] = {}
+        self._found: dict[Place, TorchTensor] = {}
         self._read_bytes = 0
 
     @property
@@ -132,30 +127,23 @@ class TorchDcpSource(ArraySource):
         spec = self.array(name).spec
         target = self.room_for(name, first, stop, out)
         if name in self._opaque:
-            target[:] = np.frombuffer(self._opaque[name], np.uint8)[first:stop]
-            return
-        filled = 0
-        for box, place in self._pieces[name].blocks:
-            fetch = partial(self._fetch, spec, box, place)
-            filled += gather(box, first, stop, spec.itemsize, fetch, target)
-        if filled != stop - first:
-            raise CorruptionError(
-                f"array {name!r}: {self.location}/{METADATA} has {filled} elements in [{first}, {stop}): its blocks overlap or "
-                "leave gaps"
-            )
+            self._opaque[name].read(self._files, first, target)
+        else:
+            for box, place in self._pieces[name].blocks:  # which tile it
+                gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), target)
         with self._lock:
             self._read_bytes += target.size
 
-    def _fetch(self, spec: ArraySpec, box: Box, place: _Place, start: int, out: Bytes) -> None:
+    def _fetch(self, spec: ArraySpec, box: Box, place: Place, start: int, out: Bytes) -> None:
         tensor = self._tensor(spec, box, place)
         tensor.read(self._files, start, start + out.size // spec.itemsize, out)
 
-    def _tensor(self, spec: ArraySpec, box: Box, place: _Place) -> TorchTensor:
+    def _tensor(self, spec: ArraySpec, box: Box, place: Place) -> TorchTensor:
         with self._lock:
             known = self._found.get(place)
         if known is not None:
             return known
-        tensor = load_torch_file(place.path, part=(place.offset, place.nbytes))
+        tensor = load_torch_file(place.path, part=(place.offset, place.nbytes), most_bytes=_MOST_BLOCK_PICKLE_BYTES)
         if not isinstance(tensor, TorchTensor) or (tensor.shape, tensor.dtype) != (box.sizes, spec.dtype):
             got = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, TorchTensor) else "no tensor"
             raise CorruptionError(
@@ -182,28 +170,32 @@ class _Metadata:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / METADATA
-        self._walk = Walk(str(self._path))
         with self._path.open("rb") as file:
             size = self._path.stat().st_size
+            self._walk = Walk(str(self._path), max(_LEAST_STEPS, size // _BYTES_A_STEP))
             root = load_pickle(file, str(self._path), _TABLE, size=size)
         self._entries = self._dict(self._object(root, "Metadata").get("state_dict_metadata"))
+        if not all(isinstance(key, str) for key in self._entries):
+            raise self._damaged("its entries have no names")
         self._storage = self._index(self._dict(root.get("storage_data")))
         self._paths = self._key_paths(root.get("planner_data"))
 
-    def described(self) -> tuple[dict[str, tuple[ArraySpec, _Pieces]], dict[str, bytes], dict[str, Any]]:
-        """Return tensors by array name, the content of opaque arrays, and the record's `state["dcp"]`."""
+    def described(
+        self, looked_into: Entries
+    ) -> tuple[dict[str, tuple[ArraySpec, _Pieces]], dict[str, Opaque], dict[str, Any]]:
+        """Return tensors by array name, opaque arrays, and the record's `state["dcp"]`."""
         tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}
         names = name_arrays({key: self._paths[key] for key in tensors})
         described = {names.arrays[key]: self._tensor(key, names.arrays[key], entry) for key, entry in tensors.items()}
         values: list[tuple[KeyPath, Any]] = []
-        opaque: dict[str, bytes] = {}
+        opaque: dict[str, Opaque] = {}
         kinds: dict[str, str] = {}
         for key, entry in self._entries.items():
             if key in tensors:
                 continue
             if self._kind(entry) != "BytesStorageMetadata":
                 raise self._damaged(f"{key!r} is neither a tensor nor bytes")
-            kind, value = self._value(self._place(key, None))
+            kind, value = looked_into.look(self._place(key, None))
             if kind:
                 name = self._opaque_name(key, names, described)
                 opaque[name], kinds[name] = value, kind
@@ -230,7 +222,7 @@ class _Metadata:
             spec = ArraySpec(name=name, shape=shape, dtype=dtype.name.removeprefix("torch."))
         except ValueError as error:
             raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
-        blocks: list[tuple[Box, _Place]] = []
+        blocks: list[tuple[Box, Place]] = []
         for chunk in self._items(entry.get("chunks")):
             piece = self._object(chunk, "ChunkStorageMetadata")
             offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
@@ -240,31 +232,19 @@ class _Metadata:
                 raise self._damaged(f"{key!r}: {error}") from error
             if box.numel:
                 blocks.append((box, self._place(key, offsets)))
-        if sum(box.numel for box, _ in blocks) != spec.numel:
-            raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has")
+        if not tiles(shape, (box for box, _ in blocks)):
+            raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has, each once")
         return spec, _Pieces(blocks)
 
     def _extents(self, value: object) -> tuple[int, ...]:
         if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
-            raise self._damaged(f"expected a size, got {value!r:.100}")
+            raise self._damaged(f"expected a size, got {brief(value)}")
         return value
-
-    # -- other entries -----------------------------------------------------------------------------------------------
-
-    def _value(self, place: _Place) -> tuple[str, Any]:
-        """Return an empty kind and JSON for plain data, else the kind and the bytes of an opaque array."""
-        try:
-            value = load_torch_file(place.path, part=(place.offset, place.nbytes))
-            return (BYTES, value) if type(value) is bytes else ("", encode_value(value))
-        except (NotPlainError, CheckpointMismatchError):
-            with place.path.open("rb") as file:
-                file.seek(place.offset)
-                return PICKLE, file.read(place.nbytes)
 
     # -- where they lie ----------------------------------------------------------------------------------------------
 
-    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        found: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
+        found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
         for key, value in storage.items():
             index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
             fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
@@ -275,18 +255,18 @@ class _Metadata:
                 or Path(file).name != file
                 or file in ("", ".", "..")
             ):
-                raise self._damaged(f"an entry lies in {file!r:.100}, which is no file of the folder")
+                raise self._damaged(f"an entry lies in {brief(file)}, which is no file of the folder")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
-                raise self._damaged(f"{fqn!r} lies at {start!r:.50}, {nbytes!r:.50} bytes")
+                raise self._damaged(f"{fqn!r} lies at {brief(start)}, {brief(nbytes)} bytes")
             if info.get("transform_descriptors"):
                 raise CheckpointMismatchError(
                     f"{self._path}: {fqn!r} was written through an extension, which is not read"
                 )
-            place = _Place(path=self._folder / file, offset=start, nbytes=nbytes)
+            place = Place(path=self._folder / file, offset=start, nbytes=nbytes)
             found[fqn, None if offset is None else self._extents(offset)] = place
         return found
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place:
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Place:
         place = self._storage.get((key, offsets))
         if place is None:
             raise self._damaged(f"nothing says where {key!r} at {offsets} lies")
@@ -306,7 +286,7 @@ class _Metadata:
     def _object(self, value: object, kind: str) -> PickledObject:
         self._walk.step()
         if not isinstance(value, PickledObject) or self._kind(value) != kind:
-            raise self._damaged(f"expected a {kind}, got {value!r:.100}")
+            raise self._damaged(f"expected a {kind}, got {brief(value)}")
         return value
 
     @staticmethod
@@ -315,12 +295,12 @@ class _Metadata:
 
     def _dict(self, value: object) -> dict[Any, Any]:
         if not isinstance(value, dict):
-            raise self._damaged(f"expected a dict, got {value!r:.100}")
+            raise self._damaged(f"expected a dict, got {brief(value)}")
         return value
 
     def _items(self, value: object) -> Iterator[Any]:
         if not isinstance(value, list):
-            raise self._damaged(f"expected a list of blocks, got {value!r:.100}")
+            raise self._damaged(f"expected a list of blocks, got {brief(value)}")
         for item in value:
             self._walk.step()
             yield item
