@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.forging import Forge, record_digest, tree_of
+from tests.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.catalog import scan
 from zstore.checkpoint.inside import PlainFolder, leads_out
@@ -336,32 +335,6 @@ def test_a_plain_folder_tells_what_is_missing(tmp_path: Path) -> None:
 
 # -- memory ---------------------------------------------------------------------------------------------------------
 
-_WATCHED = """
-import resource, sys
-from pathlib import Path
-from zstore.checkpoint import open_checkpoint
-from zstore.errors import ZstoreError
-from tests.test_untrusted import use
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-use(Path(sys.argv[1]), Path(sys.argv[2]) / "warm")
-in_use = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30,) * 2)
-for number, path in enumerate(sys.argv[3:]):
-    before = peak()
-    problems = use(Path(path), Path(sys.argv[2]) / str(number))
-    assert problems, path
-    print("grew", path, peak() - before, flush=True)
-"""
-
-
-def _sparse(path: Path, nbytes: int) -> None:
-    path.unlink(missing_ok=True)
-    path.touch()
-    os.truncate(path, nbytes)
-
 
 def _huge_array(forge: Forge) -> None:
     """An array of 2 TiB of which the file is there, all holes, and the manifest names every chunk."""
@@ -369,7 +342,7 @@ def _huge_array(forge: Forge) -> None:
     forge.edit_array("client/n", lambda d: (reshape(d, [numel], [numel], [chunk]), d.update(data_type="float32")))
     forge.edit_array("client/n", lambda d: d.update(fill_value="NaN"))
     forge.name_crcs("client/n/c.0", [0] * (numel // chunk), 0)
-    _sparse(forge.path / "client/n/c.0", 16 * 2**20 + 4096 + numel // chunk * (4 * chunk + 4096))
+    sparse(forge.path / "client/n/c.0", 16 * 2**20 + 4096 + numel // chunk * (4 * chunk + 4096))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
@@ -384,7 +357,7 @@ def test_hostile_files_take_little_memory(original: Path, tmp_path: Path) -> Non
     paths = []
     for file in ("zstore.json", "zarr.json", "manifest/rank-00000.json", SHARD):
         forge = variant(f"oversized-{Path(file).name}")
-        _sparse(forge.path / file, 2**40)
+        sparse(forge.path / file, 2**40)
         paths.append(forge.path)
     for case in ("huge shards", "huge chunks", "chunks without end", "shards without end", "a petabyte", "deep rows"):
         forge = variant(case)
@@ -402,14 +375,6 @@ def test_hostile_files_take_little_memory(original: Path, tmp_path: Path) -> Non
     forge.put("zarr.json", b'{"a":[' + b"[]," * 2**24 + b"[]]}")
     forge.seal()
     paths.append(forge.path)
-    done = subprocess.run(
-        [sys.executable, "-c", _WATCHED, original, tmp_path / "out", *paths],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    lines = [line[5:].rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("grew ")]
-    grown = {path: int(nbytes) for path, nbytes in lines}
-    assert len(grown) == len(paths)
-    assert max(grown.values()) < 160 * 2**20, grown
+    growth = grown("tests.test_untrusted", original, tmp_path / "out", paths)
+    assert len(growth) == len(paths)
+    assert max(growth.values()) < MOST_GROWN_BYTES, growth

@@ -1,0 +1,94 @@
+"""How much memory a process takes that uses files from elsewhere, and what one does with checkpoints of other software."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zstore.arrays import numpy_dtype
+from zstore.errors import ZstoreError
+from zstore.sources import open_source
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.inspect import inspect_command
+
+MOST_GROWN_BYTES = 160 * 2**20
+"""No file may make a process grow by more."""
+_MOST_READ_BYTES = 2**20
+
+_WATCHED = """
+import importlib, resource, sys
+from pathlib import Path
+
+use = importlib.import_module(sys.argv[1]).use
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+use(Path(sys.argv[2]), Path(sys.argv[3]) / "warm")
+in_use = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30,) * 2)
+for number, path in enumerate(sys.argv[4:]):
+    before = peak()
+    problems = use(Path(path), Path(sys.argv[3]) / str(number))
+    assert problems, path
+    print("grew", path, peak() - before, flush=True)
+"""
+
+
+def grown(module: str, good: Path, out: Path, paths: Sequence[Path]) -> dict[str, int]:
+    """By how many bytes a process grows as `use` of a module uses each of `paths`, after a good one, and finds problems."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED, module, good, out, *paths],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    lines = [line[5:].rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("grew ")]
+    return {path: int(nbytes) for path, nbytes in lines}
+
+
+def sparse(path: Path, nbytes: int) -> None:
+    """Make a file of so many bytes that takes no room."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    os.truncate(path, nbytes)
+
+
+def use(path: Path, out: Path) -> list[str]:
+    """Do all that one does with a checkpoint of other software; return the errors. Anything but one of ours fails."""
+    problems: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except ZstoreError as error:
+            problems.append(str(error))
+
+    out.mkdir(parents=True)
+    attempt(lambda: read_some(path))
+    attempt(lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")))
+    attempt(lambda: convert_command(path, out / "it.pt", ConvertOptions(to="torch")))
+    attempt(lambda: consolidate_command(path, out / "weights", "fp32", 10**9, "error"))
+    attempt(lambda: inspect_command(path))
+    return problems
+
+
+def read_some(path: Path) -> None:
+    """Read all of small arrays, both ends of large ones."""
+    with open_source(path) as source:
+        source.rank_state(0)
+        for name, array in source.arrays.items():
+            if array.spec.nbytes <= _MOST_READ_BYTES:
+                source.read_array(name)
+                continue
+            part = np.empty(1000, numpy_dtype(array.spec.dtype))
+            source.read(name, 0, part.size, part)
+            source.read(name, array.spec.numel - part.size, array.spec.numel, part)
