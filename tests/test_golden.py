@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import zarr
 
+import zstore.dcp
 from tests.data.golden import make
 from tests.test_checkpoint_docs import printed_reader
 from zstore.arrays import numpy_dtype
@@ -25,7 +28,7 @@ Array = npt.NDArray[Any]
 GOLDEN = Path(__file__).parent / "data/golden"
 VERSIONS = sorted(path for path in GOLDEN.glob("format-*"))
 ALL = [path for version in VERSIONS for path in sorted(version.iterdir()) if path.is_dir()]
-MOST_BYTES = 300_000
+MOST_BYTES = 400_000
 
 
 def expected(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -44,6 +47,7 @@ def test_each_kind_is_kept_and_all_are_small() -> None:
         "arrays",
         "archive-zstd",
         "archive-blosc",
+        "dcp",
         *make.ENGINES,
     }
     for version in VERSIONS:
@@ -115,3 +119,24 @@ def test_an_engine_goes_on_from_a_golden(version: Path, name: str, world_size: i
     assert math.isclose(np.mean([result["loss"] for result in results]), facts["loss"], rel_tol=1e-3)
     with open_checkpoint(tmp_path / "again") as reader:
         assert all(reader.read_array(each).tobytes() == wanted.tobytes() for each, wanted in arrays.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+def test_dcp_loads_a_golden(version: Path) -> None:
+    def blank(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: blank(item) for key, item in value.items()}
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+
+    wanted = make.dcp_state()
+    found = blank(wanted)
+    dcp.load(found, storage_reader=zstore.dcp.Reader(version / "dcp", trust_pickles=True), no_dist=True)
+    assert same(found, wanted)

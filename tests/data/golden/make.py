@@ -1,4 +1,4 @@
-"""Makes the golden checkpoints of one version of the format: python -m tests.data.golden.make FOLDER
+"""Makes the golden checkpoints of one version of the format: python -m tests.data.golden.make FOLDER [KIND ...]
 
 Each is a checkpoint of a few kilobytes, with `NAME.npz` (every array's bytes) and `NAME.json` (what else it holds) beside it,
 which are written from the values that were saved, not from what a reader finds. Goldens are kept as they are: a new version
@@ -7,10 +7,12 @@ of the format gets a new folder, and every later reader reads all of them.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zstore
+import zstore.dcp
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint
 from zstore.engine import Engine
 from zstore.engine.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -153,9 +159,84 @@ def make_engine(folder: Path, name: str, world_size: int) -> None:
     write_expected(folder, name, values, facts)
 
 
-def main(folder: Path) -> None:
-    """Make all goldens in the new folder `folder`."""
-    folder.mkdir(parents=True)
+DCP_ODD = {1, 2}
+"""What only a pickle can bring back."""
+DCP_VALUES: dict[str, Any] = {"step": 4, "betas": (0.9, 0.95), "best": float("inf"), "raw": b"\x00\xffraw"}
+DCP_STATE = {
+    "version": 1,
+    "model": ["model"],
+    "optimizer": ["optim"],
+    "optimizer_form": "nested",
+    "paths": {
+        "client/extra.count": ["extra", "count"],
+        "client/odd": ["odd"],
+        "client/progress.raw": ["progress", "raw"],
+    },
+    "values": [
+        [["progress", "best"], float("inf")],
+        [["progress", "betas"], {"$tuple": [0.9, 0.95]}],
+        [["progress", "step"], 4],
+    ],
+    "opaque": {"client/odd": "pickle", "client/progress.raw": "bytes"},
+}
+"""What the record keeps for torch.distributed.checkpoint."""
+
+
+def dcp_arrays() -> dict[str, Array]:
+    """Return the tensors that go through torch.distributed.checkpoint, by array."""
+    rng = np.random.default_rng(1)
+    return {
+        "model/up.weight": rng.standard_normal((13, 6)).astype(np.float32),
+        "model/down.weight": rng.standard_normal((6, 10)).astype(ml_dtypes.bfloat16),
+        "model/scale": np.array(1.5, np.float32),
+        "optimizer/exp_avg/up.weight": rng.standard_normal((13, 6)).astype(np.float32),
+        "client/extra.count": np.arange(3),
+    }
+
+
+def dcp_state() -> dict[str, Any]:
+    """Return the state dict of whole tensors."""
+    arrays = dcp_arrays()
+    tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
+    up, down = tensors["model/up.weight"], tensors["model/down.weight"].bfloat16()
+    return {
+        "model": {"up.weight": up, "down.weight": down, "scale": tensors["model/scale"]},
+        "optim": {"state": {"up.weight": {"exp_avg": tensors["optimizer/exp_avg/up.weight"]}}},
+        "extra": {"count": torch.from_numpy(arrays["client/extra.count"])},
+        "progress": dict(DCP_VALUES),
+        "odd": DCP_ODD,
+    }
+
+
+def save_dcp(rank: int, folder: str) -> None:
+    """Save through torch.distributed.checkpoint: rows, cut unevenly, columns, and what each rank has whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = dcp_state()
+    moments = state["optim"]["state"]["up.weight"]
+    for tensors, name, placement in (
+        (state["model"], "up.weight", Shard(0)),
+        (state["model"], "down.weight", Shard(1)),
+        (state["model"], "scale", Replicate()),
+        (moments, "exp_avg", Shard(0)),
+    ):
+        tensors[name] = distribute_tensor(tensors[name], mesh, [placement])
+    dcp.save(state, storage_writer=zstore.dcp.Writer(f"{folder}/dcp", step=4))
+
+
+def make_dcp(folder: Path) -> None:
+    """Make a golden that torch.distributed.checkpoint saved."""
+    with tempfile.TemporaryDirectory() as made:
+        run_ranks(save_dcp, 2, made)
+        shutil.copytree(Path(made) / "dcp", folder / "dcp")
+    pickled = io.BytesIO()
+    torch.save(DCP_ODD, pickled)
+    opaque = {"client/progress.raw": DCP_VALUES["raw"], "client/odd": pickled.getvalue()}
+    arrays = dcp_arrays() | {name: np.frombuffer(content, np.uint8) for name, content in opaque.items()}
+    write_expected(folder, "dcp", arrays, {"step": 4, "world_size": 2, "aliases": {}, "state": {"dcp": DCP_STATE}})
+
+
+def make_arrays(folder: Path) -> None:
+    """Make goldens of arrays of many kinds, as they are and packed."""
     arrays = plain_arrays()
     facts = {"step": 60, "world_size": 2, "aliases": {}, "state": STATE}
     with tempfile.TemporaryDirectory() as made:
@@ -169,9 +250,22 @@ def main(folder: Path) -> None:
                 reshard_checkpoint(reader, Path(made) / codec, codec=codec)
             shutil.copytree(Path(made) / codec / "few", folder / f"archive-{codec}")
             write_expected(folder, f"archive-{codec}", few, {**facts, "world_size": 1})
-    make_engine(folder, "engine-1", 1)
-    make_engine(folder, "engine-2", 2)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "arrays": make_arrays,
+    "engine-1": lambda folder: make_engine(folder, "engine-1", 1),
+    "engine-2": lambda folder: make_engine(folder, "engine-2", 2),
+    "dcp": make_dcp,
+}
+
+
+def main(folder: Path, kinds: Sequence[str]) -> None:
+    """Make goldens of all kinds, or of those that are named, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in kinds or KINDS:
+        KINDS[kind](folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
