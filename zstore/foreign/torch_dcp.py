@@ -11,33 +11,24 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ..arrays import ArraySpec
 from ..boxes import Box, gather, tiles
-from ..checkpoint import ArraySource, Record, StoredArray, tag_text
-from ..checkpoint.names import array_path, step_tag
-from ..errors import CheckpointMismatchError, CorruptionError, UsageError
+from ..errors import CheckpointMismatchError, CorruptionError
 from ..files import Files
-from ..io import Priority
-from ..partition import make_grid
 from ..shardio import IoResources
 from .dcp_entries import Entries, Opaque, Place
 from .dcp_names import STATE, Names, key_of, name_arrays
 from .dcp_names import Path as KeyPath
 from .dcp_values import make_document
 from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
+from .source import Bytes, ForeignSource, record_of
 from .torchfile import TORCH, TorchTensor, load_torch_file
-
-Bytes = npt.NDArray[np.uint8]
 
 METADATA = ".metadata"
 _STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
@@ -75,7 +66,7 @@ class _Pieces:
     blocks: list[tuple[Box, Place]]
 
 
-class TorchDcpSource(ArraySource):
+class TorchDcpSource(ForeignSource):
     """The checkpoint in `folder`. Names are mapped as `docs/dcp.md` says.
 
     Raises CorruptionError where it is damaged, CheckpointMismatchError for what is not read: other storage formats than
@@ -85,54 +76,23 @@ class TorchDcpSource(ArraySource):
     kind = "torch DCP"
 
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
-        self._files = Files(direct=False)
-        tensors, opaque, document = _Metadata(folder).described(Entries(self._files))
-        found = _STEP.search(folder.resolve().name)
-        step = int(found[1]) if found else 0
-        record = Record(
-            id="",
-            tag=_tag(folder, step),
-            step=step,
-            world_size=1,
-            training_world_size=1,
-            metadata_sha256="",
-            manifest_sha256=(),
-            state={STATE: document},
-        )
-        super().__init__(str(folder), record.tag, record, resources)
+        files = Files(direct=False)
+        tensors, self._opaque, document = _Metadata(folder).described(Entries(files))
         self._pieces = {name: pieces for name, (_, pieces) in tensors.items()}
-        self._opaque = opaque
-        specs = [spec for spec, _ in tensors.values()]
-        specs += [ArraySpec(name=name, shape=(entry.nbytes,), dtype="uint8") for name, entry in opaque.items()]
-        self.arrays = {
-            spec.name: StoredArray(spec=spec, grid=make_grid(spec.stored_shape, 1), folder=array_path(spec.name))
-            for spec in specs
-        }
-        self._lock = threading.Lock()
         self._found: dict[Place, TorchTensor] = {}
-        self._read_bytes = 0
+        specs = [spec for spec, _ in tensors.values()]
+        specs += [ArraySpec(name=name, shape=(it.nbytes,), dtype="uint8") for name, it in self._opaque.items()]
+        step = _STEP.search(folder.resolve().name)
+        record = record_of(folder, int(step[1]) if step else 0, {STATE: document})
+        super().__init__(folder, record, specs, resources, files)
 
-    @property
-    def read_bytes(self) -> int:
-        """See `ArraySource.read_bytes`."""
-        with self._lock:
-            return self._read_bytes
-
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return nothing: DCP keeps no state of single ranks."""
-        return {}
-
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """See `ArraySource.read`."""
-        spec = self.array(name).spec
-        target = self.room_for(name, first, stop, out)
+    def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
         if name in self._opaque:
-            self._opaque[name].read(self._files, first, target)
-        else:
-            for box, place in self._pieces[name].blocks:  # which tile it
-                gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), target)
-        with self._lock:
-            self._read_bytes += target.size
+            self._opaque[name].read(self._files, first, out)
+            return
+        spec = self.array(name).spec
+        for box, place in self._pieces[name].blocks:  # which tile it
+            gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), out)
 
     def _fetch(self, spec: ArraySpec, box: Box, place: Place, start: int, out: Bytes) -> None:
         tensor = self._tensor(spec, box, place)
@@ -155,13 +115,6 @@ class TorchDcpSource(ArraySource):
                 self._found.clear()
             self._found[place] = tensor
         return tensor
-
-
-def _tag(folder: Path, step: int) -> str:
-    try:
-        return tag_text(folder.resolve().name)
-    except UsageError:
-        return step_tag(step)
 
 
 class _Metadata:

@@ -8,20 +8,15 @@ where there is no optimizer. Tied parameters stand there once, under the name th
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
 from ...arrays import ArraySpec
-from ...checkpoint import ArraySource, StoredArray
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...files import Files
-from ...io import Priority
-from ...partition import make_grid
 from ...shardio import IoResources
+from ..source import Bytes, ForeignSource
 from ..torchfile import TorchTensor
 from .folder import Folder, check_ranks, find, refusal
 from .pieces import Elements, Joined, MemoryPart, Striped, Vector
@@ -45,53 +40,33 @@ def open_deepspeed(
     return None if folder is None else DeepSpeedSource(folder, resources)
 
 
-class DeepSpeedSource(ArraySource):
+class DeepSpeedSource(ForeignSource):
     """An open checkpoint of DeepSpeed. See [Note: which value a parameter has]."""
 
     def __init__(self, folder: Folder, resources: IoResources | None = None) -> None:
-        self._files = Files(direct=False)
+        files = Files(direct=False)
         self._folder = folder
         self._model = _model_states(folder)
         _refuse_parallel(folder, self._model)
         self._elements: dict[str, Elements] = {}
         self._specs: dict[str, ArraySpec] = {}
-        self._lock = threading.Lock()
-        self._read_bytes = 0
-        states = StateReader(folder, self._model, self._files).read()
+        states = StateReader(folder, self._model, files).read()
         self._add_arrays(states)
-        progress = Progress(self._model, states, self._files)
+        progress = Progress(self._model, states, files)
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
         record = progress.record(folder.tag, parameters)
         for name, value in progress.client_tensors.items():
             self._add_client(name, value)
-        super().__init__(str(folder.path), folder.tag, record, resources)
+        super().__init__(folder.path, record, self._specs.values(), resources, files)
         self.kind = _kind(folder, states, progress)
         self.notes = (*progress.notes, _ALWAYS_LOST)
-        self.arrays = {
-            name: StoredArray(spec=spec, grid=make_grid(spec.stored_shape, 1), folder=folder.tag)
-            for name, spec in self._specs.items()
-        }
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of tensors that were read so far."""
-        with self._lock:
-            return self._read_bytes
-
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """See `ArraySource.read`."""
-        target, itemsize = self.room_for(name, first, stop, out), self.array(name).spec.itemsize
-        done = 0
+    def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
+        itemsize, done = self._specs[name].itemsize, 0
         for part, low, high in self._elements[name].pieces(first, stop):
             size = (high - low) * itemsize
-            part.read(self._files, low, high, target[done : done + size])
+            part.read(self._files, low, high, out[done : done + size])
             done += size
-        with self._lock:
-            self._read_bytes += target.size
-
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return nothing: DeepSpeed keeps nothing of single ranks."""
-        return {}
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
