@@ -291,7 +291,7 @@ def test_shards_are_durable_before_the_manifest_and_all_else_before_the_commit(
 def test_a_failing_rank_fails_the_save_on_every_rank(rank: int, folder: Path) -> None:
     arrays = make_arrays()
     save_arrays(folder, arrays, world_size=3)
-    files = [FaultyFiles(0 if r == rank else None, errno.EIO, only=frozenset({"allocate"})) for r in range(3)]
+    files = [FaultyFiles(0 if r == rank else None, errno.EIO, only=frozenset({"write"})) for r in range(3)]
     with open_world(arrays, world_size=3, files=files) as world:
         handles = world.begin_save(folder, step=2)
         errors: list[BaseException] = []

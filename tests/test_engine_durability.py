@@ -305,7 +305,7 @@ def test_a_snapshot_that_fails_is_an_error_of_the_next_step_which_changes_nothin
     with trained(nvme, 2, **keys) as engine:
         engine.wait_for_checkpoint()
         faults.inject(Fault(kind="link", error_number=errno.ENOSPC, times=None))
-        faults.inject(Fault(kind="allocate", pattern="*/steps/*", error_number=errno.ENOSPC, times=None))
+        faults.inject(Fault(kind="write", pattern="*/steps/*", error_number=errno.ENOSPC, times=None))
         step(engine)
         expected = state_of(engine)
         with pytest.raises(DiskFullError, match="No space left") as caught:
@@ -358,7 +358,7 @@ def _one_fails(rank: int, nvme: str) -> list[str]:
     step(engine)
     engine.wait_for_checkpoint()
     if rank == 1:
-        files.inject(Fault(kind="allocate", error_number=errno.ENOSPC, times=None))
+        files.inject(Fault(kind="write", error_number=errno.ENOSPC, times=None))
     step(engine)
     found: list[str] = []
     try:

@@ -78,8 +78,8 @@ def test_a_resume_links_what_is_on_disk_and_goes_on_with_the_same_bits(
         assert report.linked_bytes >= sum(on_disk.values())
         # What is small rests in memory, and is read; so are the masters of which parameters are cast.
         masters = 0 if split else sum(nbytes for name, nbytes in on_disk.items() if name.startswith("model/"))
-        assert report.read_bytes < 0.2 * sum(on_disk.values())
-        assert masters <= read < 1.1 * masters + 0.2 * sum(on_disk.values())
+        assert report.read_bytes < 0.25 * sum(on_disk.values())  # of small arrays much is index and padding
+        assert masters <= read < 1.1 * masters + 0.25 * sum(on_disk.values())
         # Written are, if anything, the parameters' own rows.
         assert written < 0.6 * max(masters, 1) + 1
         run_files = {path.stat().st_ino for path in nvme.rglob("*.shard")}

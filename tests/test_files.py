@@ -187,24 +187,25 @@ def test_no_descriptor_is_left_open(path: Path) -> None:
     files = FaultyFiles()
     write_new(files, path, pages(4096))
     before = len(os.listdir("/proc/self/fd"))
-    for fault in (Fault(kind="read", error_number=errno.EIO), Fault(kind="open", first=1, error_number=errno.EMFILE)):
-        files.inject(fault)
-        with pytest.raises(StorageError), files.opened(path) as file:
-            files.read_into(file, make_slab(4096), 0)
-        files.heal()
-    files.inject(Fault(kind="open", first=1, error_number=errno.EINVAL))
-    with files.opened(path) as file:
+    files.inject(Fault(kind="read", error_number=errno.EIO))
+    with pytest.raises(StorageError), files.opened(path) as file:
         files.read_into(file, make_slab(4096), 0)
+    with pytest.raises(StorageError, match="cannot open the file"), RefusingFiles(errno.EMFILE).opened(path):
+        pass
+    with RefusingFiles(errno.EINVAL).opened(path) as file:
+        Files().read_into(file, make_slab(4096), 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 class RefusingFiles(Files):
     """A file system that refuses O_DIRECT, as tmpfs did before Linux 6.6."""
 
-    def _open(self, path: str, flags: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return super()._open(path, flags)
+    def __init__(self, error_number: int = errno.EINVAL) -> None:
+        super().__init__()
+        self._error_number = error_number
+
+    def _make_direct(self, fd: int) -> None:
+        raise OSError(self._error_number, os.strerror(self._error_number))
 
 
 def test_a_file_system_that_refuses_direct_io_is_served_buffered_and_reported_once(tmp_path: Path) -> None:
@@ -223,10 +224,9 @@ def test_threads_that_find_the_refusal_together_report_it_once(tmp_path: Path) -
     class Slow(RefusingFiles):
         gate = threading.Barrier(4)
 
-        def _open(self, path: str, flags: int) -> int:
-            if flags & os.O_DIRECT:
-                self.gate.wait(30)
-            return super()._open(path, flags)
+        def _make_direct(self, fd: int) -> None:
+            self.gate.wait(30)
+            super()._make_direct(fd)
 
     files = Slow()
 

@@ -303,10 +303,8 @@ def test_statistics(store: TensorStore) -> None:
 
 def test_a_fallback_to_buffered_transfers_is_in_the_statistics(tmp_path: Path) -> None:
     class Refusing(Files):
-        def _open(self, path: str, flags: int) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return super()._open(path, flags)
+        def _make_direct(self, fd: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     with TensorStore(StoreOptions(run_path=tmp_path), files=Refusing()) as store:
         values = create(store, "disk")

@@ -157,3 +157,24 @@ def test_a_group_that_may_not_be_begun_can_be_read(store: TensorStore) -> None:
     for tile in store.stream([[name] for name in names], admit=admit):
         tile.views[0][:] = 0
     assert read == [600_000]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_memory_is_filled_where_it_rests(store: TensorStore, tier: str) -> None:
+    values = create(store, tier, name="model/w")
+    version = store.version("model/w")
+    with store.filling(["model/w"]) as (memory,):
+        assert len(memory) == store.valid_numel("model/w")
+        with pytest.raises(UsageError, match="being changed"):
+            store.snapshot()
+        as_array(memory, "float32")[:] = values
+    assert same_bits(store.read("model/w").wait(), values)
+    assert store.version("model/w") != version
+    store.snapshot().release()
+
+
+def test_what_rests_on_disk_has_no_memory_to_fill(store: TensorStore) -> None:
+    create(store, "disk", name="model/w")
+    assert not store.may_fill("model/w")
+    with pytest.raises(UsageError, match="does not rest in the host's memory"), store.filling(["model/w"]):
+        pass

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_not_resharded(arrays: dict[str, Array], tmp_pat
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["allocate", "write", "fsync", "sync_folder", "rename", "write_small", "make_folder"])
+@pytest.mark.parametrize("kind", ["write", "fsync", "sync_folder", "rename", "write_small", "make_folder"])
 def test_a_failure_leaves_nothing_and_is_told(kind: Any, saved: Path, tmp_path: Path) -> None:
     files = FaultyFiles(faults=(Fault(kind=kind, first=2, pattern=f"{tmp_path}/*", error_number=errno.EIO),))
     with (

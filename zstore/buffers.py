@@ -81,8 +81,9 @@ class Pool:
         self._slab = (make or make_slab)(self.nbytes)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
         self._oversized_bytes = 0
-        self._waiting: deque[object] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `on_shortage` gives back while a request holds it
+        self._waiting: deque[threading.Condition] = deque()
+        """Those that wait, in order: the first alone is woken."""
         self.peak_bytes = 0
         self._held_bytes = 0
 
@@ -92,26 +93,30 @@ class Pool:
         Raises BudgetError where it can never fit.
         """
         self._check(nbytes)
-        me = object()
-        with self._changed:
+        me = threading.Condition(self._lock)
+        with self._lock:
             self._waiting.append(me)
             asked = False
             try:
                 while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
                     if asked:
-                        self._changed.wait()
+                        me.wait()
                     else:
                         asked = True
                         self.on_shortage()
             finally:
                 self._waiting.remove(me)
-                self._changed.notify_all()
+                self._wake_first()
             return buffer
+
+    def _wake_first(self) -> None:
+        if self._waiting:
+            self._waiting[0].notify()
 
     def try_acquire(self, nbytes: int) -> Buffer | None:
         """Return a buffer of `nbytes`, or None where it would have to wait."""
         self._check(nbytes)
-        with self._changed:
+        with self._lock:
             return None if self._waiting else self._take(nbytes)
 
     def _check(self, nbytes: int) -> None:
@@ -146,13 +151,13 @@ class Pool:
 
     def _give_back(self, start: int, nbytes: int) -> None:
         size = _pages(nbytes)
-        with self._changed:
+        with self._lock:
             self._held_bytes -= size
             if start < 0:
                 self._oversized_bytes = 0
             else:
                 self._free = _merged([*self._free, (start, size)])
-            self._changed.notify_all()
+            self._wake_first()
 
     @property
     def held_bytes(self) -> int:

@@ -21,6 +21,9 @@ import numpy.typing as npt
 
 from .errors import StorageError, storage_error
 
+with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
+    import fcntl
+
 Bytes = npt.NDArray[np.uint8]
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -76,23 +79,29 @@ class Files:
             fd = self._open(name, flags)
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
-        device = os.fstat(fd).st_dev
-        if not self.direct or device in self._refusing or not self._goes_direct(fd, flags):
-            return fd, False
         try:
-            direct = self._open(name, (flags & ~(os.O_CREAT | os.O_EXCL)) | _O_DIRECT)
+            return fd, self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _made_direct(self, fd: int, name: str) -> bool:
+        """Let the transfers of `fd` go past the page cache; return whether the file system does that."""
+        if self._refusing and os.fstat(fd).st_dev in self._refusing:
+            return False
+        try:
+            self._make_direct(fd)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                os.close(fd)
                 raise storage_error(error, "cannot open the file", path=name) from error
+            device = os.fstat(fd).st_dev
             with self._lock:
                 if device not in self._refusing:
                     self._refusing.add(device)
                     folder = os.path.dirname(name)
                     self.fallbacks.append(f"{folder}: the file system refuses O_DIRECT; transfers are buffered")
-            return fd, False
-        os.close(fd)
-        return direct, True
+            return False
+        return True
 
     def _goes_direct(self, fd: int, flags: int) -> bool:
         """Return whether the transfers of a file opened like this go past the page cache, where they may."""
@@ -224,6 +233,10 @@ class Files:
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
+    def _make_direct(self, fd: int) -> None:
+        # Not by opening the file again: that is two calls more, each of which gives the interpreter away.
+        fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
+
     def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
         return os.preadv(file.fd, [out.data], offset)
 
@@ -304,6 +317,9 @@ class UnsyncedFiles(Files):
             return False
         os.chmod(path, 0o644)
         return True
+
+    def _make_direct(self, fd: int) -> None:
+        self._inner._make_direct(fd)
 
     def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
         return self._inner._preadv(file, out, offset)

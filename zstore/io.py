@@ -116,7 +116,10 @@ class IoQueue:
         self._depth = depth
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One is woken for each operation and each place: waking all of them costs more than most operations.
+        self._filled = threading.Condition(self._lock)
+        self._emptied = threading.Condition(self._lock)
         self._closed = False
         self._links = LinkCounters()
         self._blocked_s = 0.0
@@ -131,6 +134,29 @@ class IoQueue:
     ) -> Ticket[T]:
         """Queue `operation`, which moves `nbytes` of what `subject` names; returns its ticket. Blocks while the queue
         is full."""
+        ticket, run = self._ticket(operation, priority, nbytes, subject)
+        with self._lock:
+            if len(self._heap) >= self._depth and not self._closed:
+                started = time.perf_counter()
+                while len(self._heap) >= self._depth and not self._closed:
+                    self._emptied.wait()
+                self._blocked_s += time.perf_counter() - started
+            if self._closed:
+                raise UsageError("the I/O threads are closed: no operation can be queued")
+            heapq.heappush(self._heap, (priority, next(self._order), run))
+            self._filled.notify()
+        return ticket
+
+    def carry_out(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
+        """Carry `operation` out in the calling thread, which would only wait for it; counted as those of the queue are."""
+        ticket, run = self._ticket(operation, priority, nbytes, "")
+        run()
+        return ticket
+
+    def _ticket(
+        self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
+    ) -> tuple[Ticket[T], Callable[[], None]]:
+        """Return a ticket for `operation`, and what carries it out."""
         future: Future[T] = Future()
         link = f"{priority.name.lower()} {subject}"
 
@@ -148,27 +174,17 @@ class IoQueue:
             else:
                 future.set_exception(error)
 
-        with self._changed:
-            if len(self._heap) >= self._depth and not self._closed:
-                started = time.perf_counter()
-                while len(self._heap) >= self._depth and not self._closed:
-                    self._changed.wait()
-                self._blocked_s += time.perf_counter() - started
-            if self._closed:
-                raise UsageError("the I/O threads are closed: no operation can be queued")
-            heapq.heappush(self._heap, (priority, next(self._order), run))
-            self._changed.notify_all()
-        return Ticket(future)
+        return Ticket(future), run
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._heap:
                     if self._closed:
                         return
-                    self._changed.wait()
+                    self._filled.wait()
                 run = heapq.heappop(self._heap)[2]
-                self._changed.notify_all()
+                self._emptied.notify()
             run()
 
     def statistics(self) -> QueueStatistics:
@@ -176,7 +192,7 @@ class IoQueue:
         subjects = self._links.statistics()
         names = [priority.name.lower() for priority in Priority]
         sums = {name: total(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names}
-        with self._changed:
+        with self._lock:
             return QueueStatistics(
                 operations={name: link.operations for name, link in sums.items()},
                 bytes={name: link.bytes for name, link in sums.items()},
@@ -188,8 +204,9 @@ class IoQueue:
 
     def close(self) -> None:
         """Carry out what is queued, then end the threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._filled.notify_all()
+            self._emptied.notify_all()
         for thread in self._threads:
             thread.join()

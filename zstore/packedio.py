@@ -135,6 +135,10 @@ class PackedReader(ShardReader):
 
     def check_file(self) -> None:
         """See `ShardReader.check_file`."""
+        self.check_size()
+
+    def check_size(self) -> None:
+        """Check the size, which the index tells, and so the index."""
         found = self._file_bytes()
         if found < self.layout.data_offset:
             raise self._wrong_size(found, self.layout.data_offset)
@@ -200,7 +204,7 @@ class PackedReader(ShardReader):
         except CodecError as error:
             raise CorruptionError(f"{where}: {error}: the file is damaged; restore it from another copy") from error
         if take is not None:
-            take(chunk, room)
+            take(chunk, room[np.newaxis])
         return crc
 
 

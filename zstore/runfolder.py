@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from .errors import ConfigError, RunFolderError
+from .errors import ConfigError, DiskFullError, RunFolderError
 from .files import Files
 
 try:
@@ -98,6 +99,7 @@ class RunFolders:
 
     def __init__(self, paths: Iterable[Path], rank: int, files: Files) -> None:
         self._held: dict[Path, RunFolder] = {}
+        self._files = files
         try:
             for path in paths:
                 self._held[path] = RunFolder(path, rank, files)
@@ -108,6 +110,26 @@ class RunFolders:
     def paths(self, given: Iterable[Path]) -> tuple[Path, ...]:
         """Return the folders under these paths."""
         return tuple(self._held[path].path for path in given)
+
+    def require_room(self, nbytes: Mapping[Path, int], num_ranks: int) -> int:
+        """Return the bytes that `num_ranks` ranks need on the first drive, each as many as `nbytes` says by folder.
+
+        Raises DiskFullError where a drive has no room for them.
+        """
+        needed: Counter[int] = Counter()
+        for folder, wanted in nbytes.items():
+            needed[os.stat(folder).st_dev] += num_ranks * wanted
+        drives = [os.stat(held.path).st_dev for held in self._held.values()]
+        for held, drive in zip(self._held.values(), drives, strict=True):
+            free = self._files.free_bytes(held.path)
+            if needed[drive] > free:
+                raise DiskFullError(
+                    f"a save keeps this version's files, so that the next step needs {needed[drive]} bytes for new ones, but "
+                    f"only {free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
+                    path=str(held.path),
+                    nbytes=needed[drive],
+                )
+        return needed[drives[0]]
 
     def close(self) -> None:
         """Remove the folders' files and give the locks back."""

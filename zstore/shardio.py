@@ -39,6 +39,16 @@ Fill = Callable[[int, int, Bytes], None]
 """`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""
 
 
+@dataclass(frozen=True)
+class FillRuns:
+    """A fill that is also asked for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
+
+    A step in Python for each chunk, and a turn of the interpreter, cost more than its bytes do.
+    """
+
+    fill: Fill
+
+
 @dataclass(frozen=True, kw_only=True)
 class IoResources:
     """What transfers share: files, threads, buffers and how they are cut."""
@@ -127,7 +137,7 @@ def write_shard(
     spec: ArraySpec,
     grid: Grid,
     shard: int,
-    fill: Fill,
+    fill: Fill | FillRuns,
     priority: Priority = Priority.CHECKPOINT,
 ) -> ShardSummary:
     """Make a new shard file from `fill` and return its summary; the data is durable when this returns, if `res.sync`.
@@ -136,9 +146,13 @@ def write_shard(
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
     layout = layout_of(grid, shard, spec.dtype)
-    # The index goes with the first chunks, in one request, where the pool has room for both.
-    first_bytes = layout.data_offset + min(res.span_chunks(layout), layout.num_present) * layout.slot_bytes
+    # The index goes with the first chunks, in one request, where the pool has room for both; a small file is one request.
+    step = res.span_chunks(layout)
+    first_bytes = layout.data_offset + min(step, layout.num_present) * layout.slot_bytes
     together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
+    if together and layout.num_present <= step:
+        crcs = _SmallWriter(res, path, spec, grid, shard, priority).write(0, layout.num_present, fill)
+        return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
     write_index(res, path, layout, create=True, reserve_only=together)
     writer = (_WholeWriter if together else ShardWriter)(res, path, spec, grid, shard, priority)
     crcs = writer.write(0, layout.num_present, fill)
@@ -148,7 +162,7 @@ def write_shard(
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
 
 
-def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> tuple[int, ...]:
+def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
     """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
     writer = _NoWriter(res, "", spec, grid, shard, Priority.CHECKPOINT)
     return tuple(writer.write(0, layout_of(grid, shard, spec.dtype).num_present, fill))
@@ -171,7 +185,7 @@ class ShardWriter:
         self._layout = layout_of(grid, shard, spec.dtype)
         self._priority = priority
 
-    def write(self, first_chunk: int, stop_chunk: int, fill: Fill) -> list[int]:
+    def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
         """Write chunks `[first_chunk, stop_chunk)` from `fill`; return the crc32c of their payloads.
 
         `fill` is called from several threads at once, for disjoint ranges.
@@ -190,18 +204,30 @@ class ShardWriter:
         """Return the bytes of the index that are written with the chunks from `first_chunk` on."""
         return 0
 
-    def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill) -> list[int]:
+    def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill | FillRuns) -> list[int]:
         layout, head = self._layout, self._head_bytes(first_chunk)
         with buffer:
             if head:
                 buffer.bytes[:head] = np.frombuffer(encode_index(layout), dtype=np.uint8)
             slots = buffer.bytes[head:]
-            for i, slot in enumerate(slot_views(slots, layout)):
-                payload = slot[: layout.payload_bytes]
-                fill_chunk(payload, fill, self._spec, self._grid, self._shard, first_chunk + i)
+            self._fill_slots(slots, first_chunk, fill)
             crcs = seal_slots(slots, layout)
             self._put(buffer.bytes, layout.slot_offset(first_chunk) - head)
             return crcs
+
+    def _fill_slots(self, slots: Bytes, first_chunk: int, fill: Fill | FillRuns) -> None:
+        grid, shard = self._grid, self._shard
+        payloads = slot_views(slots, self._layout)[:, : self._layout.payload_bytes]
+        num_whole = 0
+        if isinstance(fill, FillRuns):
+            fill = fill.fill
+            first = first_chunk * grid.chunk_numel
+            num_whole = min(len(payloads), (grid.shard_valid_numel(shard) - first) // grid.chunk_numel)
+            if num_whole:
+                first += shard * grid.shard_numel
+                fill(first, first + num_whole * grid.chunk_numel, payloads[:num_whole])
+        for number, payload in enumerate(payloads[num_whole:], start=first_chunk + num_whole):
+            fill_chunk(payload, fill, self._spec, grid, shard, number)
 
     def _put(self, data: Bytes, offset: int) -> None:
         with self._res.files.opened(self._path, write=True) as file:
@@ -213,6 +239,16 @@ class _WholeWriter(ShardWriter):
 
     def _head_bytes(self, first_chunk: int) -> int:
         return self._layout.data_offset if first_chunk == 0 else 0
+
+
+class _SmallWriter(_WholeWriter):
+    """Makes a file of one request, all within one operation, and durable, if `res.sync`."""
+
+    def _put(self, data: Bytes, offset: int) -> None:
+        with self._res.files.opened(self._path, write=True, create=True) as file:
+            self._res.files.write_from(file, data, offset)
+            if self._res.sync:
+                self._res.files.sync_data(file)
 
 
 class _NoWriter(ShardWriter):
@@ -234,7 +270,8 @@ def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: i
 
 
 class ShardReader:
-    """Reads one shard file, verifying its size and index first (unless `check` is false) and every chunk that it touches.
+    """Reads one shard file, verifying its size and index first (unless `check` is false, see `check_size`) and every chunk
+    that it touches.
 
     Raises CorruptionError that names array, file and offset for a file that is missing, of another size or damaged.
     Safe to use from several threads, but not from an I/O thread.
@@ -251,20 +288,28 @@ class ShardReader:
         self.read_bytes = 0
         self._res = res
         self._expected: Sequence[int] | None = None
+        self._index_due = False
+        """The index is checked with the first chunk."""
         self._checked = check
         if check:
             self.check_file()
 
     def check_file(self) -> None:
         """Check size and index."""
+        self.check_size()
+        self.check_index()
+
+    def check_size(self) -> None:
+        """Check the size now, and the index when the first chunk is read, in one request with it."""
         found = self._file_bytes()
         if found != self.layout.file_bytes:
             raise self._wrong_size(found, self.layout.file_bytes)
-        self.check_index()
+        self._index_due = True
 
     def check_index(self) -> None:
         """Check the index of a file of the right size."""
         check_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
+        self._index_due = False
 
     def _file_bytes(self) -> int:
         try:
@@ -303,8 +348,20 @@ class ShardReader:
         if out.size != (stop - first) * self.spec.itemsize:
             raise UsageError(f"expected {(stop - first) * self.spec.itemsize} bytes to read into, got {out.size}")
         numel, itemsize = self.grid.chunk_numel, self.spec.itemsize
+        whole = range(-(-(first - base) // numel), (stop - base) // numel)
 
-        def take(chunk: int, slot: Bytes) -> None:
+        def take(chunk: int, slots: Bytes) -> None:
+            # Chunks that are wanted whole in one go: a step in Python for each costs more than its bytes.
+            low, high = max(chunk, whole.start), min(chunk + len(slots), whole.stop)
+            if low < high:
+                start = (base + low * numel - first) * itemsize
+                into = out[start : start + (high - low) * numel * itemsize].reshape(high - low, -1)
+                into[:] = slots[low - chunk : high - chunk, : self.layout.payload_bytes]
+            for number, slot in enumerate(slots, start=chunk):
+                if number not in whole:
+                    take_part(number, slot)
+
+        def take_part(chunk: int, slot: Bytes) -> None:
             low = max(first, base + chunk * numel)
             high = min(stop, base + (chunk + 1) * numel)
             start = (low - base - chunk * numel) * itemsize
@@ -338,25 +395,32 @@ class ShardReader:
     def _scan_chunks(
         self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
     ) -> list[int]:
-        """Read chunks, hand each one's payload to `take`, and return their crc32c (none where they are not checked)."""
+        """Read chunks, hand runs of them to `take`, each with the first one's number; return their crc32c, none where they
+        are not checked."""
         layout = self.layout
         step = self._res.span_chunks(layout)
 
-        def read_span(first: int, buffer: Buffer) -> list[int]:
+        def read_span(first: int, head: int, buffer: Buffer) -> list[int]:
             crcs: list[int] = []
             with buffer:
                 with self._res.files.opened(self.path) as file:
-                    self._res.files.read_into(file, buffer.bytes, layout.slot_offset(first))
+                    self._res.files.read_into(file, buffer.bytes, layout.slot_offset(first) - head)
+                if head:
+                    check_index(layout, buffer.bytes[:head], path=self.path, array=self.spec.name)
+                slots = buffer.bytes[head:]
                 if self._res.verify or take is None:
-                    crcs = verify_slots(buffer.bytes, layout, first, path=self.path, array=self.spec.name)
+                    crcs = verify_slots(slots, layout, first, path=self.path, array=self.spec.name)
                 if take is not None:
-                    for i, slot in enumerate(slot_views(buffer.bytes, layout)):
-                        take(first + i, slot)
+                    take(first, slot_views(slots, layout))
             return crcs
 
         tickets: list[Ticket[list[int]]] = []
         for first in range(first_chunk, stop_chunk, step):
-            buffer = self._res.pool.acquire(min(step, stop_chunk - first) * layout.slot_bytes)
+            head = layout.data_offset if first == 0 and self._index_due else 0
+            buffer = self._res.pool.acquire(head + min(step, stop_chunk - first) * layout.slot_bytes)
             self.read_bytes += buffer.bytes.size
-            tickets.append(self._res.queue.submit(partial(read_span, first, buffer), priority, buffer.bytes.size))
+            task = partial(read_span, first, head, buffer)
+            is_last = first + step >= stop_chunk  # which the caller would only wait for
+            start = self._res.queue.carry_out if is_last else self._res.queue.submit
+            tickets.append(start(task, priority, buffer.bytes.size))
         return [crc for part in settle(tickets) for crc in part]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import ArraySpec, numpy_dtype
 from .buffers import Pool, make_slab
-from .errors import DiskFullError, UsageError
+from .errors import UsageError
 from .files import Files
 from .io import IoQueue, Priority, Ticket
 from .links import LinkCounters
@@ -26,9 +24,22 @@ from .partition import Grid
 from .pinning import PinnedSlabs
 from .runfolder import RunFolders
 from .shardio import IoResources
+from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
-from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, PinnedShard, ReadAhead, Tier, Tile
+from .tiers import (
+    DeviceTier,
+    DiskTier,
+    Drives,
+    HostTier,
+    LocalShard,
+    MemoryTier,
+    Mode,
+    PinnedShard,
+    ReadAhead,
+    Tier,
+    Tile,
+)
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -43,19 +54,6 @@ Array = npt.NDArray[Any]
 
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
-
-
-class Snapshot:
-    """A pinned version: what the shards held when it was taken, whatever happens to them since."""
-
-    def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
-        self.version = version
-        self.pins = pins
-
-    def release(self) -> None:
-        """Allow changes in place again; a second call does nothing."""
-        for pin in self.pins.values():
-            pin.release()
 
 
 class TensorStore:
@@ -333,6 +331,26 @@ class TensorStore:
         self._settle(what.names)
         return self._ahead.forgetting(what.changed(what.names), self._stream(what))
 
+    def may_fill(self, name: str) -> bool:
+        """Tell whether `filling` has the array: it rests in the host's memory."""
+        tier = self.tier_of(name)
+        return tier == "host" or (tier == "device" and self.options.device == "cpu")
+
+    @contextlib.contextmanager
+    def filling(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """Give the memory where shards rest, 1-D, without padding, for the length of a `with` block: every element is set
+        there, by as many threads as the caller likes. A failure leaves what was done."""
+        self._check_open()
+        self._settle(names)
+        if not all(map(self.may_fill, names)):
+            raise UsageError("an array to be filled does not rest in the host's memory: use `stream` or `write`")
+        tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
+        with contextlib.ExitStack() as last_to_first:
+            for tier, name in zip(tiers, names, strict=True):
+                tier.begin(name, Mode.FILL)
+                last_to_first.callback(tier.end, name, True)
+            yield [tier.view(name, 0, self.valid_numel(name)) for tier, name in zip(tiers, names, strict=True)]
+
     def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
         return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
 
@@ -411,20 +429,8 @@ class TensorStore:
         """
         if self._disk is None:
             return 0
-        drives = self._folders.paths(self.options.all_paths)
-        needed: Counter[int] = Counter()
-        for folder, nbytes in self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk).items():
-            needed[os.stat(folder).st_dev] += num_stores * nbytes
-        for path in drives:
-            nbytes, free = needed[os.stat(path).st_dev], self.resources.files.free_bytes(path)
-            if nbytes > free:
-                raise DiskFullError(
-                    f"a save keeps this version's files, so that the next step needs {nbytes} bytes for new ones, but only "
-                    f"{free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
-                    path=str(path),
-                    nbytes=nbytes,
-                )
-        return needed[os.stat(drives[0]).st_dev]
+        on_disk = self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk)
+        return self._folders.require_room(on_disk, num_stores)
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""

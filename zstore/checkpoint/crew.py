@@ -46,7 +46,8 @@ class Crew:
                 errors.append(error)
             with self._changed:
                 left -= 1
-                self._changed.notify_all()
+                if left == 0:
+                    self._changed.notify_all()
 
         with self._changed:
             self._tasks.extend(lambda number=number: carry_out(number) for number in range(len(batch)))  # type: ignore[misc]

@@ -41,15 +41,14 @@ class Gatherer:
 
     def metadata_tasks(self) -> list[Callable[[], None]]:
         """Return a task for each `zarr.json` that writes it."""
-        data = {folder: dump_metadata(document) for folder, document in self._documents.items()}
 
         def write(folder: str) -> None:
             self._files.make_folder(self._folder / folder)
             path = self._folder / folder / METADATA_FILE
-            self._files.write_small(path, data[folder], sync=False)
+            self._files.write_small(path, dump_metadata(self._documents[folder]), sync=False)
             os.chmod(path, READ_ONLY)
 
-        return [partial(write, folder) for folder in data]
+        return [partial(write, folder) for folder in self._documents]
 
     def metadata_syncs(self) -> list[Callable[[], None]]:
         """Return a task for each `zarr.json` that makes it durable, once all are written."""

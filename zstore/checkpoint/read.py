@@ -174,10 +174,12 @@ class CheckpointReader(ArraySource):
         """See `ArraySource.file_of`."""
         if not self.folder.is_local or self.array(name).codec is not None:
             return None
-        return Path(self.open_shard(name, shard).path)
+        opened = self.open_shard(name, shard)
+        opened.check_index()
+        return Path(opened.path)
 
     def open_shard(self, name: str, shard: int) -> ShardReader:
-        """Return the reader of one shard file, with its index checked."""
+        """Return the reader of one shard file, of the right size; its index is checked with its first chunk."""
         key = (name, shard)
         with self._lock:
             if key in self._shards:
@@ -192,8 +194,11 @@ class CheckpointReader(ArraySource):
             raise CorruptionError(
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error
-        # Far away, size and index would be two requests a shard, and tell nothing that the chunks do not.
-        opened = open_shard_file(self.shard_resources, path, array.cut, shard, check=self.folder.is_local)
+        opened = open_shard_file(self.shard_resources, path, array.cut, shard, check=False)
+        if (
+            self.folder.is_local
+        ):  # far away, size and index would be two requests a shard, and tell nothing that chunks do not
+            opened.check_size()
         opened.expect(crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)

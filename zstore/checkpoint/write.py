@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
 
 from ..errors import CheckpointError
 from ..shardio import ShardSummary
@@ -34,6 +36,8 @@ from .read import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import retire
 from .spare import Spare, lay_aside
+
+T = TypeVar("T")
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -134,7 +138,8 @@ class _Job:
     def _publish(self, crew: Crew) -> list[ShardSummary]:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._publisher.tasks()]
         if self._request.rank == 0:
-            tasks += self._gatherer.metadata_tasks()
+            # In between, so that the drive writes shards meanwhile.
+            tasks = _in_turn(tasks, self._gatherer.metadata_tasks())
         try:
             found = crew.run(tasks)
             syncs = self._publisher.syncs()
@@ -252,3 +257,8 @@ class _Job:
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
                 self._publisher.write_manifest(f"failed: {reason}", [], self._rank_state)
+
+
+def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
+    """Return all of both, each in order, one of each as long as there are some."""
+    return [each for pair in zip_longest(first, second) for each in pair if each is not None]

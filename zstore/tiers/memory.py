@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 from ..io import Priority, Ticket
 from ..partition import Grid
-from ..shardio import IoResources, ShardSummary, checksum_shard, write_shard
+from ..shardio import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
 from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
 from .views import copy_out
 
@@ -163,19 +163,19 @@ class MemoryPin:
         return self._owner.name
 
     def fill(self, first: int, stop: int, out: Bytes) -> None:
-        """Copy global flat elements `[first, stop)`, all of this shard, into `out`."""
+        """Copy global flat elements `[first, stop)`, all of this shard, into `out`, of any shape."""
         low = first - self.local.base
         copy_out(self._memory[low : low + stop - first], out)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
-        return write_shard(res, path, self.local.spec, grid, shard, self.fill, priority)
+        return write_shard(res, path, self.local.spec, grid, shard, FillRuns(self.fill), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
         self._require_within(grid, shard)
-        return checksum_shard(res, self.local.spec, grid, shard, self.fill)
+        return checksum_shard(res, self.local.spec, grid, shard, FillRuns(self.fill))
 
     def _require_within(self, grid: Grid, shard: int) -> None:
         first = shard * grid.shard_numel

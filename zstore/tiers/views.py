@@ -52,15 +52,16 @@ def copy_into(view: View, source: Array) -> None:
 
 
 def copy_out(view: View, out: Array) -> None:
-    """Copy a view of any tier into host memory of as many bytes, 1-D and contiguous; no memory is taken beside it."""
+    """Copy a view of any tier into host memory of as many bytes, of any shape; where `out` is contiguous, no memory is
+    taken beside it."""
     target = out.view(np.uint8)
     if isinstance(view, np.ndarray):
-        target[:] = view.view(np.uint8)
+        target[...] = view.view(np.uint8).reshape(target.shape)
         return
     import torch
 
     source = view.detach().view(torch.uint8)
     if source.device.type == "cpu":
-        target[:] = source.numpy()  # torch's copy would take threads of its own for it
+        target[...] = source.numpy().reshape(target.shape)  # torch's copy would take threads of its own for it
     else:
-        torch.from_numpy(target).copy_(source)
+        torch.from_numpy(target).copy_(source.view(target.shape))

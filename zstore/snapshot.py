@@ -1,0 +1,18 @@
+"""A pinned version of the store's shards."""
+
+from __future__ import annotations
+
+from .tiers import PinnedShard
+
+
+class Snapshot:
+    """A pinned version: what the shards held when it was taken, whatever happens to them since."""
+
+    def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
+        self.version = version
+        self.pins = pins
+
+    def release(self) -> None:
+        """Allow changes in place again; a second call does nothing."""
+        for pin in self.pins.values():
+            pin.release()
