@@ -229,11 +229,11 @@ def test_keys_are_hashed_without_depth() -> None:
 
 
 def test_keys_of_many_parts_are_refused_at_once() -> None:
-    wide = b"\x80\x02)q\x00"
-    for level in range(4):
+    wide = b"\x80\x02Nq\x00"
+    for level in range(3):
         wide += b"(" + b"h" + bytes([level]) + (b"h" + bytes([level])) * 900 + b"tq" + bytes([level + 1])
     with pytest.raises(CorruptionError, match="cannot be a key"):
-        load(wide + b"0}h\x04Ns.")
+        load(wide + b"0}h\x03Ns.")
 
 
 def test_more_lists_than_a_checkpoint_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

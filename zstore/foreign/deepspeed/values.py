@@ -17,6 +17,8 @@ from ..torchfile import MAX_DIMS, TorchTensor, load_torch_file
 
 _MAX_DEPTH = 60
 _MOST_COPIED_BYTES = 64 * 1024 * 1024
+_MOST_NAMED = 100
+"""Of what is left out; there may be a million."""
 _MOST_BITS = 1000
 """Of a whole number that a float can stand for."""
 
@@ -170,7 +172,8 @@ class Plain:
         return {"$tensor": name}
 
     def _leave(self, where: str, what: str) -> None:
-        self.left_out.append(f"{where} ({what})")
+        if len(self.left_out) <= _MOST_NAMED:
+            self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MOST_NAMED else "and more")
 
 
 def _is_key(key: Any) -> bool:
