@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from tests import deepspeed_data
 from tests.forging import tree_of
 from tests.watching import MOST_GROWN_BYTES, grown, sparse
-from zstore.errors import ZstoreError
+from zstore.errors import CorruptionError, ZstoreError
 from zstore.shardio import IoResources, open_resources
 from zstore.sources import open_source
 from zstore.tools.convert import ConvertOptions, convert_command
@@ -159,6 +159,21 @@ def test_hostile_files_take_little_memory(hostile: Any, tmp_path: Path) -> None:
     growth = grown("tests.watching", tmp_path / "in/good", tmp_path / "out", paths)
     assert len(growth) == len(paths)
     assert max(growth.values()) < MOST_GROWN_BYTES, growth
+
+
+def test_numbers_that_are_none_are_left_at_their_defaults(tmp_path: Path) -> None:
+    scaler = {"cur_scale": 10**400, "cur_hysteresis": float("inf"), "cur_iter": float("nan"), "last_overflow_iter": 3}
+    states = [deepspeed_data.states(rank) | {"loss_scaler": scaler} for rank in range(2)]
+    deepspeed_data.write(tmp_path, ranks=states)
+    with open_source(tmp_path) as source:
+        found = source.record.state["engine"]["loss_scale"]
+    assert found == {"scale": 1.0, "hysteresis_left": 2, "iteration": 9, "last_overflow": 3}
+
+
+def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
+    save_file({"": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptionError, match="expected `group/name`"):
+        open_source(tmp_path)
 
 
 # -- any damage -------------------------------------------------------------------------------------------------------
