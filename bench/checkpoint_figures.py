@@ -79,6 +79,8 @@ def describe(row: Row) -> str:
         f"{row['gb_per_s']:.2f} GB/s",
         f"{row['percent_of_limit']:.0f} % of {row['limit_gb_per_s']:.2f}",
     ]
+    if row.get("percent_of_many_files") is not None:
+        parts.append(f"{row['percent_of_many_files']:.0f} % of as many files")
     if row.get("stall_s") is not None:
         parts.insert(0, f"stall {1000 * row['stall_s']:.1f} ms")
     if row.get("growth_bytes") is not None:

@@ -32,6 +32,7 @@ def _rows(spec: Spec, tell: Tell) -> None:
         ranges = owned_ranges(reader, spec["ranks"], spec["rank"])
         sizes = [(stop - first) * reader.arrays[name].spec.itemsize for name, first, stop in ranges]
         slab = make_slab(sum(sizes))
+        slab[:] = 1  # a rank has its state's memory before it loads
         ends = np.cumsum(sizes).tolist()
         targets = [slab[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         before = reader.read_bytes

@@ -31,17 +31,20 @@ def limit_name() -> str:
     return "fio (io_uring)" if shutil.which("fio") else "threads of preadv/pwritev"
 
 
-def new_files_limit(folder: Path, nbytes: int, *, fio: bool | None = None) -> float:
-    """Return bytes per second of writing new files, reserved beforehand and durable at the end: what a checkpoint does."""
+def new_files_limit(folder: Path, nbytes: int, *, file_bytes: int | None = None, fio: bool | None = None) -> float:
+    """Return bytes per second of writing new files, reserved beforehand and durable at the end: what a checkpoint does.
+
+    Few large files by default; with `file_bytes` files of about that size, each durable as it is closed.
+    """
     if fio is None:
         fio = shutil.which("fio") is not None
     place = folder / "limit-new"
     place.mkdir()
     try:
         if fio:
-            job, jobs = _new_files_job(place, nbytes)
+            job, jobs = _new_files_job(place, nbytes, file_bytes)
             return _rate(_run_fio(folder, job, jobs))
-        return nbytes / _write_new_files(place, nbytes)
+        return nbytes / _write_new_files(place, nbytes, file_bytes=file_bytes)
     finally:
         shutil.rmtree(place)
 
@@ -57,7 +60,7 @@ def copy_limit(folder: Path, read_bytes: int, written_bytes: int, *, fio: bool |
     try:
         if fio:
             reading, jobs = _one_file_job(folder, "read", read_bytes)
-            writing, more = _new_files_job(place, written_bytes)
+            writing, more = _new_files_job(place, written_bytes, None)
             found = _run_fio(folder, [*reading, *writing], jobs + more)
             return _runtime_s(found)
         started = time.perf_counter()
@@ -90,11 +93,15 @@ def _one_file_job(folder: Path, rw: str, nbytes: int) -> _Job:
     return ["--name=limit", f"--filename={folder / 'limit.bin'}", f"--rw={rw}", *how, *sizes], jobs
 
 
-def _new_files_job(folder: Path, nbytes: int) -> _Job:
-    """Return new files in `folder`, which has none."""
+def _new_files_job(folder: Path, nbytes: int, file_bytes: int | None) -> _Job:
+    """Return new files in `folder`, which has none; see `new_files_limit`."""
     jobs = 4
-    sizes = [f"--filesize={nbytes // jobs}", f"--size={nbytes // jobs}", "--offset_increment=0", f"--numjobs={jobs}"]
-    how = ["--overwrite=0", "--fallocate=posix", "--end_fsync=1"]
+    num_files = 1 if file_bytes is None else max(1, nbytes // (jobs * file_bytes))
+    size = nbytes // jobs // num_files // _BLOCK_BYTES * _BLOCK_BYTES
+    sizes = [f"--nrfiles={num_files}", f"--filesize={size}", f"--size={num_files * size}", f"--numjobs={jobs}"]
+    how = ["--offset_increment=0", "--overwrite=0", "--fallocate=posix", "--end_fsync=1"]
+    if num_files > 1:
+        how += ["--create_on_open=1", "--file_service_type=sequential", "--fsync_on_close=1", "--openfiles=4"]
     return ["--name=new", f"--directory={folder}", "--rw=write", *how, *sizes], jobs
 
 
@@ -123,24 +130,31 @@ def _runtime_s(jobs: list[dict[str, Any]]) -> float:
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
-def _write_new_files(folder: Path, nbytes: int, num_threads: int = 8) -> float:
+def _write_new_files(folder: Path, nbytes: int, num_threads: int = 8, file_bytes: int | None = None) -> float:
     """Return the seconds of it."""
     block = 4 * _BLOCK_BYTES
-    part = max(block, nbytes // num_threads // block * block)
-
-    def work(index: int) -> None:
-        slab = make_slab(block)
-        fd = os.open(folder / str(index), os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o644)
-        try:
-            os.posix_fallocate(fd, 0, part)
-            for offset in range(0, part, block):
-                os.pwritev(fd, [slab.data], offset)
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-
+    part = max(block, (file_bytes or nbytes // num_threads) // block * block)
     num_files = max(1, nbytes // part)
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(num_files)]
+    left = iter(range(num_files))
+    lock = threading.Lock()
+
+    def work() -> None:
+        slab = make_slab(block)
+        while True:
+            with lock:
+                number = next(left, None)
+            if number is None:
+                return
+            fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o644)
+            try:
+                os.posix_fallocate(fd, 0, part)
+                for offset in range(0, part, block):
+                    os.pwritev(fd, [slab.data], offset)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    workers = [threading.Thread(target=work) for _ in range(num_threads)]
     started = time.perf_counter()
     for worker in workers:
         worker.start()

@@ -167,7 +167,8 @@ class Settings(Section):
     disable_allgather: Bool = no_effect(False, "updated shards are always all-gathered")
     """Broadcast updated shards."""
     zero_allow_untested_optimizer: Bool = no_effect(
-        False, "every element-wise optimizer is allowed, others are refused"
+        False,
+        "every element-wise optimizer is allowed; others work at stage 0 without offload, and are refused elsewhere",
     )
     """Allow optimizers that were not tested."""
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
