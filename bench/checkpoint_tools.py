@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bench.process import Spec, Tell, drop_page_cache, measured, resident_bytes, serve, versions
-from zstore.buffers import Bytes, make_slab
-from zstore.checkpoint import ArraySource, ReadAhead, open_checkpoint
-from zstore.checkpoint.ahead import Range
+from zstore.buffers import make_slab
+from zstore.checkpoint import ArraySource, open_checkpoint
+from zstore.checkpoint.ahead import Range, read_into
 from zstore.partition import make_grid
 from zstore.shardio import open_resources
 from zstore.tools.cli import app
@@ -36,7 +35,7 @@ def _rows(spec: Spec, tell: Tell) -> None:
         ends = np.cumsum(sizes).tolist()
         targets = [slab[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         before = reader.read_bytes
-        _, figures = measured(lambda: _read(reader, ranges, targets))
+        _, figures = measured(lambda: read_into(reader, list(zip(ranges, targets, strict=True))))
         needed = sum(target.nbytes for target in targets)
         tell("load", **figures, needed_bytes=needed, over_read=(reader.read_bytes - before) / needed)
     tell("end", versions=versions())
@@ -51,12 +50,6 @@ def owned_ranges(reader: ArraySource, num_ranks: int, rank: int) -> list[Range]:
         if name.startswith(_STATE) and numel:
             ranges.append((name, rank * grid.shard_numel, rank * grid.shard_numel + numel))
     return ranges
-
-
-def _read(reader: ArraySource, ranges: Sequence[Range], targets: Sequence[Bytes]) -> None:
-    with ReadAhead(reader, ranges) as ahead:
-        for (name, first, stop), target in zip(ranges, targets, strict=True):
-            ahead.read(name, first, stop, target)
 
 
 def _command(spec: Spec, tell: Tell) -> None:

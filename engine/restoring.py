@@ -16,9 +16,7 @@ not left for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +24,7 @@ import torch
 
 from zstore.arrays import numpy_dtype
 from zstore.checkpoint import ArraySource, KnownFile
-from zstore.checkpoint.ahead import MEMORY_BYTES, ReadAhead, cut_spans
-from zstore.checkpoint.crew import Crew
+from zstore.checkpoint.ahead import MEMORY_BYTES, ReadAhead, read_into
 from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 from zstore.shardfile import layout_of
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
-_NUM_READERS = 12
-"""Threads that read into the state's memory, each a request at a time."""
 _LEAST_AHEAD_BYTES = 6 * 1024 * 1024
 """Taken for reading ahead although the host budget is given away: a chunk for each of its buffers."""
 
@@ -180,20 +175,9 @@ class Restore:
 
     def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
         """Read into the memory where the arrays rest, by several threads at once."""
-        if not arrays:
-            return
-        with (
-            self._training.state.store.filling([one.into[0] for one in arrays]) as memories,
-            Crew(_NUM_READERS, "zstore-load") as crew,
-        ):
-            tasks: list[Callable[[], None]] = []
-            for one, memory in zip(arrays, memories, strict=True):
-                name, first, stop = one.stored
-                values = as_numpy(as_torch(memory))
-                for span in cut_spans(reader.array(name), first, stop, reader.resources.block_bytes):
-                    out = values[span.first - first : span.stop - first]
-                    tasks.append(partial(reader.read, name, span.first, span.stop, out))
-            crew.run(tasks)
+        with self._training.state.store.filling([one.into[0] for one in arrays]) as memories:
+            targets = zip(arrays, memories, strict=True)
+            read_into(reader, [(one.stored, as_numpy(as_torch(memory))) for one, memory in targets])
 
     def _load_ahead(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
         """Read ahead, convert, and hand on."""

@@ -34,6 +34,8 @@ Range = tuple[str, int, int]
 
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
+_NUM_REQUESTS = 12
+"""Requests of `read_into` under way at a time, at least."""
 
 
 @dataclass(eq=False)
@@ -282,3 +284,20 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
             crew.run([partial(work, ahead)] * num_threads)
         finally:
             stopped.set()
+
+
+def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:
+    """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
+
+    Takes no memory beside the reader's pool. The first error stops all and is raised; the memory is a mixture then.
+    """
+    tasks: list[Callable[[], None]] = []
+    for (name, first, stop), out in targets:
+        array, target = reader.array(name), out.reshape(-1).view(np.uint8)
+        for span in cut_spans(array, first, stop, reader.resources.block_bytes):
+            low = (span.first - first) * span.itemsize
+            piece = target[low : low + span.nbytes]
+            tasks.append(partial(reader.read, name, span.first, span.stop, piece))
+    if tasks:
+        with Crew(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as crew:
+            crew.run(tasks)
