@@ -27,19 +27,7 @@ from .shardio import IoResources
 from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
-from .tiers import (
-    DeviceTier,
-    DiskTier,
-    Drives,
-    HostTier,
-    LocalShard,
-    MemoryTier,
-    Mode,
-    PinnedShard,
-    ReadAhead,
-    Tier,
-    Tile,
-)
+from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, ReadAhead, Tier, Tile
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -438,15 +426,15 @@ class TensorStore:
         chosen = list(self._shards) if names is None else list(names)
         self._settle(chosen)
         self._raise_failed(chosen)
-        pins: dict[str, PinnedShard] = {}
+        snapshot = Snapshot(self._version, {})
         try:
             for name in chosen:
                 self.local(name)
-                pins[name] = self._tiers[name].pin(name)
+                snapshot.pins[name] = self._tiers[name].pin(name)
         except BaseException:
-            Snapshot(self._version, pins).release()
+            snapshot.release()
             raise
-        return Snapshot(self._version, pins)
+        return snapshot
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
