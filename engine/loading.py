@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from zstore.checkpoint import ArraySource
 from zstore.checkpoint.ahead import Range
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _MOST_LISTED = 10
 """Differences of one kind that an error names."""
+_PIECE_NUMEL = 1 << 18
+"""Elements of two arrays that are compared at a time."""
 _MISSING, _STRANGE = "missing: ", "not in the model or its optimizer: "
 
 
@@ -208,6 +212,8 @@ def _differences(
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
+    for name in _repeated(training, reader):
+        del stored[name]
     missing = [name for name in wanted if name not in stored]
     strange = [name for name in stored if name not in wanted]
     unequal = [
@@ -223,6 +229,37 @@ def _differences(
             + "".join(f"\n  {line}" for line in refused)
         )
     return missing, strange + (reader.left_out if isinstance(reader, Renamed) else [])
+
+
+def _repeated(training: Training, reader: ArraySource) -> list[str]:
+    """Return arrays that are a tied parameter once more, under another of its names, as torch's state dicts have them.
+
+    Their values in this rank's rows are those under the first name: a checkpoint in which the two differ is of another model.
+    """
+    return [
+        f"model/{alias}"
+        for record in training.state.records
+        for alias in record.aliases
+        if _same_values(reader, f"model/{record.name}", f"model/{alias}", record.owned_range)
+    ]
+
+
+def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
+    """Return whether both arrays are there, in one type and shape, with the same bytes in the elements `rows`."""
+    if one not in reader.arrays or other not in reader.arrays or rest_of_master(reader.arrays, one) is not None:
+        return False
+    spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
+    if (spec.shape, spec.dtype) != (twin.shape, twin.dtype):
+        return False
+    first, stop = rows
+    for start in range(first, stop, _PIECE_NUMEL):
+        end = min(start + _PIECE_NUMEL, stop)
+        pieces = np.empty((2, (end - start) * spec.itemsize), np.uint8)
+        reader.read(one, start, end, pieces[0])
+        reader.read(other, start, end, pieces[1])
+        if not np.array_equal(pieces[0], pieces[1]):
+            return False
+    return True
 
 
 def _short(prefix: str, names: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ have some of them: the others keep theirs."""
 class Renamed(ArraySource):
     """`source`, whose parameters, their optimizer state, and buffers are called as `names` says.
 
-    Raises UsageError for two of one name, for a name in a mapping that the checkpoint does not have, and for what is no
-    name. `source` stays the caller's.
+    What it has as a weight under the name of one of `buffers` is that buffer. Raises UsageError for two of one name, for a
+    name in a mapping that the checkpoint does not have, and for what is no name. `source` stays the caller's.
     """
 
-    def __init__(self, source: ArraySource, names: Names) -> None:
+    def __init__(self, source: ArraySource, names: Names, buffers: Collection[str] = ()) -> None:
         super().__init__(source.location, source.tag, source.record, source.resources)
         self.kind, self.notes, self.num_readers = source.kind, source.notes, source.num_readers
         self._source = source
@@ -35,11 +35,13 @@ class Renamed(ArraySource):
         self.left_out: list[str] = []
         """Arrays that were to be left out, as the checkpoint calls them."""
         self._old: dict[str, str] = {}
-        for old, (group, name) in found.items():
+        for old, (kind, name) in found.items():
             new = self._new[name] if name else ""
             if new is None:
                 self.left_out.append(old)
                 continue
+            is_buffer = kind == "model" and new in buffers and f"buffer/{name}" not in source.arrays
+            group = "buffer" if is_buffer else kind
             whole = f"{group}/{new}" if name else old
             if whole in self._old:
                 raise UsageError(
@@ -113,3 +115,15 @@ def _renamed(found: set[str], names: Names, location: str) -> dict[str, str | No
         if new is not None and (not isinstance(new, str) or not new):
             raise UsageError(f"names: {name!r} would be called {new!r}; expected a name, or None to leave it out")
     return chosen
+
+
+def as_the_model_calls_it(source: ArraySource, names: Names | None, buffers: Collection[str]) -> ArraySource:
+    """Return `source` under the names of the model, whose buffers are `buffers`; as it is where they are the same.
+
+    Other software's state dicts do not say which of their tensors are buffers. Raises as `Renamed` does.
+    """
+    if names is not None:
+        return Renamed(source, names, buffers)
+    if any(f"model/{name}" in source.arrays and f"buffer/{name}" not in source.arrays for name in buffers):
+        return Renamed(source, str, buffers)
+    return source

@@ -35,7 +35,7 @@ from .destinations import reading_text
 from .loading import LoadedArray, LoadOptions, LoadPlan, LoadReport, plan_load
 from .model import stored_buffers
 from .record import apply_record, check_record
-from .renaming import Renamed
+from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
 from .tensors import as_numpy, as_torch, dtype_name
 
@@ -69,8 +69,8 @@ class Restore:
             try:
                 resources, options_of = training.state.store.resources, training.config.storage_options
                 reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
-                if options.names is not None:
-                    reader = Renamed(reader, options.names)
+                buffers = {name for name, _ in stored_buffers(training.model)}
+                reader = as_the_model_calls_it(reader, options.names, buffers)
                 plan = plan_load(training, reader, options)
                 check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
             except CheckpointNotFoundError as missing:

@@ -336,7 +336,7 @@ def test_what_is_there_is_never_replaced(theirs: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointExistsError, match="out exists"):
             convert(theirs, tmp_path / "out", to)
     convert(theirs, tmp_path / "ours")
-    with pytest.raises(CheckpointExistsError, match="'step-30' is committed"):
+    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-30' already"):
         convert(theirs, tmp_path / "ours")
     assert (tmp_path / "out").read_text() == "mine"
     assert [info.tag for info in tags(tmp_path / "ours")] == ["step-30"]

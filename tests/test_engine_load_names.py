@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.engine_models import make_net
@@ -14,6 +15,7 @@ from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import engine_digests
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.tools.convert import ConvertOptions, convert_command
 
 
 @pytest.fixture
@@ -156,3 +158,37 @@ def test_names_that_make_no_sense(saved: tuple[str, dict[str, Any]], names: Any,
             engine.load_checkpoint(folder, names=names)
         assert state_of(engine) == before
         step(engine)
+
+
+def weights_of(engine: Engine) -> dict[str, Any]:
+    """Bits of masters, parameters and the buffer."""
+    digests = {name: bits for name, bits in engine_digests(engine).items() if "exp_avg" not in name}
+    return {**digests, "buffer": state_of(engine)["buffer"]}
+
+
+def test_tied_weights_and_buffers_load_from_what_torch_stored_under_each_of_their_names(
+    saved: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    theirs, back = tmp_path / "dcp", tmp_path / "back"
+    assert convert_command(Path(saved[0]), theirs, ConvertOptions(to="dcp")) == 0
+    assert convert_command(theirs, back, ConvertOptions()) == 0
+    with start() as engine:
+        engine.load_checkpoint(saved[0], "base")
+        expected = weights_of(engine)
+    for folder in (theirs, back):
+        with start(model=make_net(9)) as engine:
+            engine.load_checkpoint(str(folder), load_module_only=True)
+            assert weights_of(engine) == expected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_weights_that_are_one_here_are_refused_where_their_values_differ(tmp_path: Path) -> None:
+    state = {name: value.detach().clone() for name, value in make_net(9).state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "tied", no_dist=True)
+    tied = [name for name in state if name not in dict(make_net(9).named_parameters()) and name.endswith("weight")]
+    with start() as engine:
+        engine.load_checkpoint(str(tmp_path / "tied"), load_module_only=True)
+        state[tied[0]].view(-1)[-1] += 1
+        dcp.save({"model": state}, checkpoint_id=tmp_path / "two", no_dist=True)
+        with pytest.raises(CheckpointMismatchError, match=f"not in the model or its optimizer: model/{tied[0]}"):
+            engine.load_checkpoint(str(tmp_path / "two"), load_module_only=True)

@@ -110,7 +110,7 @@ def test_no_stored_chunk_is_read_twice(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_tag_that_is_there_is_not_replaced(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointExistsError, match="'step-00000060' is committed"):
+    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-00000060' already: name another folder"):
         reshard_command(saved, saved.parent, 2)
     with pytest.raises(UsageError, match="at least 1"):
         reshard_command(saved, tmp_path / "out", 0)

@@ -19,7 +19,7 @@ from zstore.weights import DTYPES, lost_text, plan_files, write_weights
 
 from .companions import copy_companions
 from .export import list_stored_weights, write_state_dict
-from .opening import DEFAULTS, Common, open_location, print_json, reading
+from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
 from .progress import Progress
 
 TARGETS = ("zstore", "dcp", "torch", "safetensors")
@@ -104,7 +104,8 @@ class _Job:
         return runs.get(self._options.to, self._to_safetensors)()
 
     def _to_zstore(self) -> dict[str, Any]:
-        path = reshard_checkpoint(self._source, self._out, self._world_size, self._progress.advance)
+        with no_overwriting(self._out, self._source.tag):
+            path = reshard_checkpoint(self._source, self._out, self._world_size, self._progress.advance)
         copied = self._copy_companions(self._out)
         self._progress.say(f"wrote {path}" + (f", with {copied} beside it" if copied else ""))
         return {"path": str(path), "world_size": self._world_size}

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from zstore.errors import CheckpointExistsError
+
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource, CheckpointReader, Reading
 
@@ -156,3 +158,14 @@ def told(progress: Progress, found: Sequence[Reading]) -> dict[str, int]:
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout."""
     print(json_module.dumps(document, indent=2))
+
+
+@contextlib.contextmanager
+def no_overwriting(folder: os.PathLike[str], tag: str) -> Iterator[None]:
+    """Where the checkpoint `tag` is in `folder` already, say what a command can do; it has no option to replace it."""
+    try:
+        yield
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{os.fspath(folder)} has a checkpoint {tag!r} already: name another folder, or remove that one first"
+        ) from error

@@ -15,7 +15,7 @@ from zstore.errors import UsageError
 from zstore.remote import is_url, shown, upload_checkpoint
 from zstore.sizes import format_bytes
 
-from .opening import DEFAULTS, Common, open_location, print_json, reading
+from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
 from .progress import Progress
 
 
@@ -111,7 +111,8 @@ class _Job:
         with Progress(f"reshard {source.location}", self.total_bytes) as progress:
             for line in plan:
                 progress.say(line)
-            path = reshard_checkpoint(source, self.folder, self.ranks, progress.advance, codec=self.codec)
+            with no_overwriting(self.folder, source.tag):
+                path = reshard_checkpoint(source, self.folder, self.ranks, progress.advance, codec=self.codec)
             read = reading(progress, source)
             file_bytes = _file_bytes(path)
             ratio = self.total_bytes / file_bytes if file_bytes else 1.0
