@@ -38,6 +38,8 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> i
                 if reader.folder.is_local:
                     done = replace(done, read_bytes=progress.done_bytes)
                 transfer = dict(told(progress, [done]))
+                if not faults:
+                    progress.say(f"whole: every chunk of {len(reader.arrays)} arrays has its checksum")
             transfer |= progress.summary()
     except CorruptionError as error:
         faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))
