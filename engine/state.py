@@ -206,7 +206,10 @@ class OptimizerState:
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
         first, stop = record.owned_range
-        return (first // BITS, -(-stop // BITS)) if _is_packed(name) else (first, stop)
+        if not _is_packed(name):
+            return first, stop
+        # A rank without rows has no bits, wherever it would begin.
+        return first // BITS, -(-stop // BITS) if first < stop else first // BITS
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""

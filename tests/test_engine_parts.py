@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -364,14 +363,10 @@ def test_the_world_alone_needs_no_process_group() -> None:
 def test_a_refused_o_direct_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = Files._open
+    def refusing(self: Files, fd: int) -> None:
+        raise OSError(errno.EINVAL, "refused")
 
-    def refusing(self: Files, path: str, flags: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "refused")
-        return real(self, path, flags)
-
-    monkeypatch.setattr(Files, "_open", refusing)
+    monkeypatch.setattr(Files, "_make_direct", refusing)
     zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}
     engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config)
