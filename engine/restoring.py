@@ -163,9 +163,12 @@ class Restore:
         return True
 
     def _load_arrays(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
-        straight = [one for one in arrays if self._is_straight(reader, one)]
+        straight: list[LoadedArray] = []
+        others: list[LoadedArray] = []
+        for one in arrays:
+            (straight if self._is_straight(reader, one) else others).append(one)
         self._load_straight(reader, straight)
-        self._load_ahead(reader, [one for one in arrays if one not in straight])
+        self._load_ahead(reader, others)
 
     def _is_straight(self, reader: ArraySource, one: LoadedArray) -> bool:
         """Return whether the stored elements are what the array has in the host's memory."""
