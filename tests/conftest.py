@@ -15,7 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 from hypothesis import settings
 
+from tests import warm
 from zstore.store import StoreOptions, TensorStore
+from zstore.testing import ranks
 from zstore.testing.faults import FaultyFiles
 
 pytest.register_assert_rewrite("zstore.testing.contract")
@@ -23,6 +25,29 @@ pytest.register_assert_rewrite("zstore.testing.contract")
 # No deadline: a busy machine is no bug.
 settings.register_profile("zstore", deadline=None)
 settings.load_profile("zstore")
+
+# What many ranks import, too: seconds in each of them that reads a model of transformers.
+ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--new-processes",
+        action="store_true",
+        help="run the tests that start Python processes, and start them as a user does, not by a fork of one with all loaded",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--new-processes"):
+        os.environ[warm.NEW_PROCESSES] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--new-processes"):
+        chosen = [item for item in items if getattr(getattr(item, "module", None), "warm", None) is warm]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.engine_runs import whole
 from zstore.tools import cli
 
@@ -110,7 +111,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
-def wait_for_save(process: subprocess.Popen[str], folder: Path, seconds_more: float) -> None:
+def wait_for_save(process: warm.Popen, folder: Path, seconds_more: float) -> None:
     """Return `seconds_more` after a save under way in `folder` is seen."""
     deadline = time.monotonic() + 60
     while not (folder.is_dir() and any(".tmp-" in path.name for path in folder.iterdir())):
@@ -153,7 +154,7 @@ def test_ctrl_c_in_a_save_harms_neither_checkpoint_nor_engine(tier: str, tmp_pat
     nvme.mkdir()
     rng = random.Random(3)
     words = [sys.executable, "-c", INTERRUPTED, str(folder), str(nvme), tier, str(count)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    with warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for _ in range(count):
@@ -172,11 +173,11 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
     words = ["--config", tmp_path / "ds.json", "--model", "gpt-tiny", "--seq-len", 32, "--save", save]
     command = [sys.executable, "-m", "zstore", "train", *map(str, words), "--steps", "1000", "--save-every", "1"]
     command += ["--nproc", str(nproc)]
-    with subprocess.Popen(
+    with warm.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
     ) as process:
         while not (save / "latest").exists():
-            assert process.poll() is None
+            assert not warm.ends_within(process, 0.01)
         wait_for_save(process, save, 0.01)
         # As a terminal does it: to the launcher and all ranks.
         os.killpg(process.pid, signal.SIGINT)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.engine_runs import make_config, start, step, unchanged
 from zstore import incident
 from zstore.checkpoint import tags
@@ -188,7 +189,7 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", LOOP, str(failing), what],
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,

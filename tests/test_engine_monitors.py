@@ -7,7 +7,6 @@ import json
 import math
 import os
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.engine_models import batch
 from tests.engine_runs import make_config, start, step
 from zstore.engine.monitors import CsvMonitor, Monitors
@@ -236,7 +236,7 @@ def test_wandb_offline(who: str, tmp_path: Path) -> None:
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), *sys.path]))}
     command = [sys.executable, "-c", WANDB_RUN, who]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = warm.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     named = " mine  None" if who == "own" else "t p g True"

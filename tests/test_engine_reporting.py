@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, step
 from zstore.engine.garbage import CollectorPause
@@ -97,7 +97,7 @@ print("tensorboard" in sys.modules, "wandb" in sys.modules)
 def test_a_plain_script_sees_its_progress() -> None:
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    done = warm.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     lines = [line.split(": ")[1] for line in done.stderr.splitlines() if " zstore INFO: step" in line]
     assert lines == ["step 2", "step 2", "step 4", "step 4"]
     assert done.stdout.split() == ["False", "False"]  # no monitor was asked for
@@ -282,5 +282,5 @@ def test_a_forked_child_has_its_collector(tmp_path: Path) -> None:
     )
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    done = warm.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "False"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.engine_runs import start, step
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 from zstore.dist import World
@@ -73,7 +74,7 @@ class Rank:
         if world_size > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
             environment |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-c", SCRIPT, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

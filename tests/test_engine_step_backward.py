@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from tests.test_engine_step_modes import (
@@ -251,7 +251,7 @@ raise ValueError("before step()")
 
 
 def test_the_interpreter_ends_with_engines_left_open(nvme: Path) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.stdout, done.returncode) == ("the end\n", 1), done.stderr

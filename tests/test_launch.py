@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.test_train import config_file, options, rows
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 from zstore.errors import ZstoreError
@@ -29,13 +30,18 @@ def text(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
+def training(command: list[str], tmp_path: Path, text: Path, *more: object, anew: bool = False) -> Iterator[warm.Popen]:
     """A run of very many steps that saves often; the block begins when it has saved."""
     words = ["train", "--config", config_file(tmp_path), "--data", text, "--model", "gpt-tiny", "--seq-len", 16]
     words += ["--steps", 10**6, "--save", tmp_path / "run", "--save-every", 10, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen(
-        [*command, *map(str, words)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    with warm.Popen(
+        [*command, *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        anew=anew,
     ) as process:
         try:
             assert process.stderr is not None
@@ -58,7 +64,7 @@ def saved_step(tmp_path: Path) -> int:
         return reader.record.step
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finish(process: warm.Popen) -> tuple[int, str]:
     assert process.stderr is not None
     rest = process.stderr.read()
     return process.wait(60), rest
@@ -68,12 +74,13 @@ ZSTORE = [sys.executable, "-m", "zstore"]
 
 
 @pytest.mark.parametrize(
-    ("more", "number"), [((), signal.SIGTERM), (("--nproc", 2), signal.SIGTERM), (("--nproc", 2), signal.SIGUSR1)]
+    ("more", "number", "anew"),
+    [((), signal.SIGTERM, False), (("--nproc", 2), signal.SIGTERM, True), (("--nproc", 2), signal.SIGUSR1, False)],
 )
 def test_a_signal_saves_and_ends_with_75(
-    tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals
+    tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals, anew: bool
 ) -> None:
-    with training(ZSTORE, tmp_path, text, *more, "--metrics", tmp_path / "m.jsonl") as process:
+    with training(ZSTORE, tmp_path, text, *more, "--metrics", tmp_path / "m.jsonl", anew=anew) as process:
         process.send_signal(number)
         code, rest = finish(process)
     assert code == 75, rest

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -71,18 +71,19 @@ class Output:
         return [line.removeprefix(words).strip() for line in self.lines[rank] if line.startswith(words)]
 
 
-def run(script: str, *words: str, world_size: int = 1) -> Output:
+def run(script: str, *words: str, world_size: int = 1, anew: bool = False) -> Output:
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with tempfile.TemporaryDirectory() as logs:
         launcher = (*LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, *(launcher if world_size > 1 else ()), str(SCRIPTS / f"{script}.py"), *words],
             capture_output=True,
             text=True,
             check=False,
             timeout=120,
             env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"},
+            anew=anew,
         )
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == 0, "".join(printed) + done.stderr
@@ -111,9 +112,8 @@ def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size:
     words = ["--deepspeed", "--deepspeed_config"]
     zero: tuple[Any, Any] = (True, disk(tmp_path, stage=3)) if world_size == 1 else (disk(tmp_path, stage=2), False)
     folder = tmp_path / "ckpt"
-    whole = run(
-        "getting_started", *words, write_config(tmp_path, zero[0]), "--save_dir", str(folder), world_size=world_size
-    )
+    first = [*words, write_config(tmp_path, zero[0]), "--save_dir", str(folder)]
+    whole = run("getting_started", *first, world_size=world_size, anew=world_size == 2)
     losses = whole.losses()
     assert whole.steps() == list(range(12))
     assert mean(losses[-3:]) < 0.8 * mean(losses[:3])

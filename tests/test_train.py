@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from tests import warm
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, UsageError
 from zstore.tools.consolidate import consolidate_command
@@ -58,7 +59,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def zstore(*words: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zstore", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+    return warm.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, text: Path) -> None:
@@ -90,10 +91,10 @@ def test_a_killed_run_goes_on_at_its_last_finished_step(tmp_path: Path, text: Pa
     config = config_file(tmp_path, **zero, zstore={"durability": "step"})
     words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
     words += ["--save", tmp_path / "run", "--metrics", tmp_path / "killed.jsonl"]
-    with subprocess.Popen([sys.executable, "-m", "zstore", "train", *map(str, words)]) as process:
+    with warm.Popen([sys.executable, "-m", "zstore", "train", *map(str, words)]) as process:
         deadline = time.monotonic() + 100
         while not (path := tmp_path / "killed.jsonl").exists() or path.read_text().count("\n") < 3:
-            assert process.poll() is None
+            assert not warm.ends_within(process, 0.01)
             assert time.monotonic() < deadline
         process.kill()
     finished = path.read_text().count("\n")
@@ -229,7 +230,7 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> 
         "--keep",
         2,
     ]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "step 3: save stall" in line:

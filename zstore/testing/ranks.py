@@ -17,11 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
 from zstore.errors import RankError
+
+PRELOADED = ["torch.distributed", "zstore.engine", "zstore.testing.ranks", "torch._dynamo"]
+"""What is loaded before ranks are forked. torch's optimizers load the last one as they are made, which takes longest of
+all; a test suite adds what its ranks import."""
 
 _Ranks = list[tuple[BaseProcess, Connection]]
 """Each rank's process, and the end of the pipe on which it sends its result."""
@@ -88,13 +93,18 @@ def kill_ranks(
         return [rank in ended for rank in range(world_size)]
 
 
+def loaded_context() -> ForkServerContext:
+    """Return where processes are forked from one that has torch and the engine loaded, and, where it has not started
+    yet, `PRELOADED`: a start takes a tenth of a second, not three."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 @contextmanager
 def _started(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> Iterator[tuple[_Ranks, Path]]:
     """Start the processes for the length of a `with` block."""
-    context = multiprocessing.get_context("forkserver")
-    # Ranks are forked from a process that has everything loaded: a start takes a tenth of a second, not three.
-    # torch's optimizers load the last one as they are made, which takes longest of all.
-    context.set_forkserver_preload(["torch.distributed", "zstore.engine", "zstore.testing.ranks", "torch._dynamo"])
+    context = loaded_context()
     module = sys.modules[fn.__module__]
     place = _Place(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
@@ -190,6 +200,8 @@ def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any
     warnings.simplefilter("error")
     fn = _load(place)
     torch_dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    # One that ended at once would break the connections that another is still making.
+    torch_dist.barrier()
     value = fn(rank, *args)
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
