@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,21 @@ def test_exchange(world_size: int) -> None:
         }
         assert all(busy_s >= stalled_s > 0 for busy_s, stalled_s in result["times"])
         assert not result["alone"]
+
+
+@pytest.mark.parametrize("named", [None, "cpu:gloo", "gloo"])
+def test_the_backend_is_that_of_the_device_that_computes(named: str | None, tmp_path: Path) -> None:
+    """A group that was started without naming one has a backend for each kind of device."""
+    where = {"init_method": f"file://{tmp_path}/ranks", "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group(named, **where)
+    try:
+        world = World.current()
+    finally:
+        torch.distributed.destroy_process_group()
+    if named is not None or not torch.cuda.is_available():
+        assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
+    else:
+        assert (world.backend, world.device) == ("nccl", torch.device("cuda", 0))
 
 
 def _one_fails(rank: int) -> list[str]:

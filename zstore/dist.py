@@ -107,7 +107,7 @@ class World:
     local_world_size: int = 1
     """Number of ranks on this machine."""
     backend: str | None = None
-    """Backend of torch.distributed ("gloo", "nccl"); None alone."""
+    """Backend of the collectives on `device` ("gloo", "nccl"); None alone."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where tensors must lie for the backend's collectives."""
     group: torch_dist.ProcessGroup | None = None
@@ -141,7 +141,7 @@ class World:
             return World(
                 local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu")
             )
-        backend = torch_dist.get_backend()
+        backend = _backend(cuda)
         world_size = torch_dist.get_world_size()
         return World(
             rank=torch_dist.get_rank(),
@@ -149,7 +149,7 @@ class World:
             local_rank=local_rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             backend=backend,
-            device=torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu"),
+            device=torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu"),
         )
 
     def second(self) -> World:
@@ -232,7 +232,7 @@ class World:
 
     def _cut(self) -> None:
         """End every collective that this rank waits in, or that others wait in for this rank."""
-        if self.backend is not None and "nccl" in self.backend:
+        if self.backend == "nccl":
             torch_dist.distributed_c10d._abort_process_group()
         self.connections.cut()
         for give_up in self.when_broken:
@@ -287,7 +287,8 @@ class World:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
-            whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+            # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
+            whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
                 torch_dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self.group)
@@ -354,6 +355,16 @@ class World:
                 out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
             )
         return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+
+def _backend(cuda: bool) -> str:
+    """Return the backend of the default group on the device that computes: a group may have one for each kind of device, as
+    one that was started without naming any has."""
+    names = torch_dist.get_backend_config().split(",")
+    by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
+    found = by_device.get("cuda") if cuda else None
+    # NCCL has tensors of the device alone; whatever else there is has those of the host.
+    return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())
 
 
 def _store() -> Store:
