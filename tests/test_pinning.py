@@ -9,8 +9,10 @@ import pytest
 
 from tests.engine_runs import make_config, start
 from zstore import pinning
+from zstore.arrays import ArraySpec
 from zstore.engine import wiring
 from zstore.engine.lanes import HostLane
+from zstore.partition import make_grid
 from zstore.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
@@ -53,6 +55,30 @@ def test_slabs_are_registered_until_the_end() -> None:
     assert slabs.pinned_bytes == 0
     slabs.close()
     assert slabs.messages == []
+
+
+def test_a_slab_is_registered_as_long_as_a_view_of_it_lives() -> None:
+    runtime = Runtime()
+    slabs = PinnedSlabs(runtime)
+    kept = slabs.make(MIB)
+    view = slabs.make(2 * MIB)[MIB:].view("float32")[:5]
+    assert slabs.pinned_bytes == 3 * MIB
+    del view
+    assert runtime.registered == {kept.ctypes.data: MIB}
+    assert slabs.pinned_bytes == MIB
+    slabs.close()
+    assert runtime.registered == {}
+
+
+def test_state_that_is_removed_is_registered_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(pinning, "_cuda_runtime", lambda: runtime)
+    spec = ArraySpec(name="model/a", shape=(8 * MIB,), dtype="float32")
+    with TensorStore(StoreOptions(pin_state=True)) as store:
+        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="host")
+        assert sum(runtime.registered.values()) >= spec.nbytes
+        store.remove("model/a")
+        assert runtime.registered == {}
 
 
 @pytest.mark.parametrize("runtime", [Runtime(2 * MIB), Runtime(raises=True)])

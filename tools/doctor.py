@@ -21,6 +21,7 @@ from rich.table import Table
 from zstore._version import __version__
 from zstore.buffers import HUGE_PAGE_BYTES, make_slab
 from zstore.hostmemory import read_host_memory
+from zstore.pinning import clear_cuda_error
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
@@ -188,6 +189,7 @@ def _can_pin() -> bool:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = slab.ctypes.data
     if int(runtime.cudaHostRegister(address, slab.size, 0)) != 0:
+        clear_cuda_error()
         return False
     return int(runtime.cudaHostUnregister(address)) == 0
 

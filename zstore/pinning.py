@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from typing import Any
+
+import numpy as np
 
 from .buffers import Bytes, make_slab
 
 
 class PinnedSlabs:
-    """Makes slabs and registers them until `close()`. Where that cannot be, slabs are ordinary, and `messages` has why,
-    once."""
+    """Makes slabs and registers them until they are freed, or `close()`. Where that cannot be, slabs are ordinary, and
+    `messages` has why, once."""
 
     def __init__(self, runtime: Any = None) -> None:
         self._runtime = _cuda_runtime() if runtime is None else runtime
-        self._registered: list[int] = []
-        self._lock = threading.Lock()
+        self._registered: dict[int, int] = {}
+        """Bytes of each slab, by address."""
+        self._lock = threading.RLock()  # a slab may be freed wherever Python likes, in here too
         self._failed = False
         self.pinned_bytes = 0
         """Bytes registered now."""
@@ -35,11 +40,22 @@ class PinnedSlabs:
                 self._give_up(str(error))
                 return slab
             if code:
+                clear_cuda_error()
                 self._give_up(f"cudaHostRegister of {slab.nbytes} bytes gave error {code}")
                 return slab
-            self._registered.append(slab.ctypes.data)
+            self._registered[slab.ctypes.data] = slab.nbytes
             self.pinned_bytes += slab.nbytes
+            # Before its memory is: whatever lies at this address next would be taken for what was registered.
+            weakref.finalize(_owner(slab), self._release, slab.ctypes.data).atexit = False
         return slab
+
+    def _release(self, address: int) -> None:
+        """Take the registration of a slab back, once."""
+        with self._lock:
+            nbytes = self._registered.pop(address, None)
+            if nbytes is not None:
+                self._runtime.cudaHostUnregister(address)
+                self.pinned_bytes -= nbytes
 
     def _give_up(self, reason: str) -> None:
         self._failed = True
@@ -48,10 +64,22 @@ class PinnedSlabs:
     def close(self) -> None:
         """Take all registrations back. Nothing may be copying to or from the slabs any more."""
         with self._lock:
-            for address in self._registered:
-                self._runtime.cudaHostUnregister(address)
-            self._registered.clear()
-            self.pinned_bytes = 0
+            for address in list(self._registered):
+                self._release(address)
+
+
+def _owner(slab: Bytes) -> Bytes:
+    """Return the array that lives as long as any view of the slab does."""
+    return slab.base if isinstance(slab.base, np.ndarray) else slab
+
+
+def clear_cuda_error() -> None:
+    """Let CUDA forget an error that this thread's last call returned, which the next kernel's launch would raise as its own."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def _cuda_runtime() -> Any:
