@@ -218,7 +218,9 @@ class Fetcher:
 
     def _send_header(self, fetch: Fetch) -> Work:
         device = self._world.device
-        mine = torch.tensor([fetch.number, fetch.error is not None], dtype=torch.int32, device=device)
+        # Filled there: a copy from host memory would wait for all that the device was asked to do before.
+        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=device)
+        mine[1:].fill_(fetch.error is not None)
         fetch.header = torch.empty(2 * self._world.world_size, dtype=torch.int32, device=device)
         fetch.keep.append(mine)
         return self._world.start_all_gather(fetch.header, mine, kind="control")

@@ -17,13 +17,15 @@ from torch import nn
 
 import zstore
 from tests.engine_models import make_net
+from tests.reference import sum_of_squares_by_halves
 from zstore.dist import World
+from zstore.engine import norm
 from zstore.engine.client_state import join, split
 from zstore.engine.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
 from zstore.engine.config import BatchSizes
 from zstore.engine.hooks import tensors_in
 from zstore.engine.loader import TrainingLoader
-from zstore.engine.norm import norm_of_sums, scale_factor, sum_of_squares
+from zstore.engine.norm import norm_of_sums, scale_factor, sum_of_squares, sums_by_halves
 from zstore.engine.parameters import ParameterRecord, make_record, named_parameters
 from zstore.engine.record import plain, restored
 from zstore.engine.rng import derive_rng_state, load_rng_state, rng_state
@@ -161,6 +163,22 @@ def test_the_norm_shows_what_is_not_finite() -> None:
     assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
     assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
     assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
+
+
+def test_sums_by_halves_are_the_same_bits_beside_whatever_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device that is not the host takes them; each shard alone is the truth."""
+    monkeypatch.setattr(norm, "_DEVICE_TILE_ROWS", 4)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, 4096, 0, 4097, 9 * 4096 + 5, 2 * 4096, 1]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float32]
+    shards = [torch.randn(n, generator=generator).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    expected = [sum_of_squares_by_halves(values) for values in shards]
+    assert sums_by_halves(shards) == expected
+    assert [sums_by_halves([values])[0] for values in shards] == expected
+    assert expected == pytest.approx([sum_of_squares(values) for values in shards], rel=1e-6)
+    assert sums_by_halves([]) == []
+    assert math.isnan(sums_by_halves([torch.tensor([1.0, math.nan])])[0])
+    assert math.isinf(sums_by_halves([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
 
 
 def test_the_scale_factor() -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from zstore.errors import BudgetError, StorageError, UsageError
 from zstore.store import StoreOptions, TensorStore
-from zstore.stream import MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 from zstore.testing.stores import create, other_than
+from zstore.tiers.device import DEVICE_TILE_NUMEL
+from zstore.tiers.memory import MEMORY_TILE_NUMEL
 
 TIERS = ("device", "host", "disk")
 
@@ -92,6 +93,15 @@ def test_tiles_in_memory_span_many_chunks(store: TensorStore) -> None:
     assert all(first % grid.chunk_numel == 0 for first, _ in tiles)
     assert max(stop - first for first, stop in tiles) <= MEMORY_TILE_NUMEL
     assert tiles[-1][1] == 4_000_000
+
+
+def test_tiles_of_a_device_beside_the_host_are_larger() -> None:
+    with TensorStore(StoreOptions(device="meta")) as store:  # a device of torch's without any memory
+        create(store, "device", (40_000, 1000), name="model/w")
+        create(store, "host", (4000, 1000), name="model/v")
+        tiles = [tile.stop - tile.first for tile in store.stream([["model/w"]], "read")]
+        assert 3 * DEVICE_TILE_NUMEL // 4 < max(tiles) <= DEVICE_TILE_NUMEL
+        assert max(tile.stop - tile.first for tile in store.stream([["model/v"]], "read")) <= MEMORY_TILE_NUMEL
 
 
 def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: TensorStore) -> None:

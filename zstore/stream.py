@@ -36,8 +36,6 @@ __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _LEAST_SPANS_IN_POOL = 3
-MEMORY_TILE_NUMEL = 512 * 1024
-"""Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +196,8 @@ class Stream:
         if not self._in_memory:
             on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
         if not on_disk:
-            return max(1, MEMORY_TILE_NUMEL // max(self._shards[group[0]].grid.chunk_numel, 1))
+            least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
+            return max(1, least // max(self._shards[group[0]].grid.chunk_numel, 1))
         chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
         return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 

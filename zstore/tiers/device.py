@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import torch
 
 
+DEVICE_TILE_NUMEL = 16 * 1024 * 1024
+"""Elements of a tile of memory that is not the host's: so many that its work takes longer than asking for it."""
+
+
 class DeviceTier(MemoryTier):
     """Shards as 1-D torch tensors on `device`."""
 
@@ -20,6 +24,8 @@ class DeviceTier(MemoryTier):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self._device = device
+        if not device.startswith("cpu"):
+            self.tile_numel = DEVICE_TILE_NUMEL
         self.used_bytes = 0
 
     def _allocate(self, local: LocalShard) -> View:

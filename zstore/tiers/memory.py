@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 
+MEMORY_TILE_NUMEL = 512 * 1024
+"""Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
+
+
 class MemoryTier(Tier):
     """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released."""
+
+    tile_numel = MEMORY_TILE_NUMEL
+    """Elements of a tile, about."""
 
     def __init__(self) -> None:
         self._shards: dict[str, LocalShard] = {}
