@@ -19,13 +19,16 @@ _DAY_S = 86400
 _COLUMNS = ("device", "host", "pinned", "disk")
 
 
-def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
-    """Return what is printed once at the start: a table of kinds by resting places, then what a step moves.
+def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bool = True) -> str:
+    """Return what is printed once at the start: a table of kinds by resting places, the host budget, what a step moves.
 
-    `plan` is one rank's; `local_ranks` ranks share the machine's drive.
+    With `notes` also what the table leaves out, the room that files take, and what steps mean for the drive's life. `plan`
+    is one rank's; `local_ranks` ranks share the machine's drive.
     """
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
-    lines = [f"where the training state rests{whose}:", *_table(plan), *_beside(plan), *_drive(plan, local_ranks)]
+    lines = [f"where the training state rests{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks)]
+    if notes:
+        lines += [*_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
 
 
@@ -93,35 +96,40 @@ def _cell(held: Held, column: str) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 
+def _budget(plan: Plan) -> list[str]:
+    if plan.settings.budget_bytes is None:
+        return []
+    more = f"; with {format_bytes(plan.budget_full_bytes)} nothing would be on disk" if plan.file_bytes else ""
+    return [
+        f"  host budget: {format_bytes(plan.budget_used_bytes)} of {format_bytes(plan.settings.budget_bytes)} used{more}"
+    ]
+
+
+def _traffic(plan: Plan, local_ranks: int) -> list[str]:
+    if not plan.file_bytes:
+        return []
+    moved = plan.traffic_total
+    sharers = f" ({local_ranks} ranks together)" if local_ranks > 1 else ""
+    read, written = (format_bytes(nbytes * local_ranks) for nbytes in (moved.read, moved.written))
+    return [f"  each step reads {read} from disk and writes {written}{sharers}"]
+
+
 def _beside(plan: Plan) -> list[str]:
-    lines: list[str] = []
-    settings = plan.settings
-    if settings.budget_bytes is not None:
-        more = f"; nothing would be on disk with {format_bytes(plan.budget_full_bytes)}" if plan.file_bytes else ""
-        lines.append(
-            f"  host budget: {format_bytes(plan.budget_used_bytes)} of {format_bytes(settings.budget_bytes)} used{more}"
-        )
-    where = "the host's memory, beside the budget" if settings.device_is_host else "the device's memory"
+    where = "the host's memory, on top of the budget" if plan.settings.device_is_host else "the device's memory"
     gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
-    lines.append(f"  not in this table: {gathered}gradients on their way and activations, in {where}")
-    return lines
+    return [f"  not in this table: {gathered}gradients in transit and activations, in {where}"]
 
 
 def _drive(plan: Plan, local_ranks: int) -> list[str]:
     if not plan.file_bytes:
         return []
-    moved = plan.traffic_total
-    written = moved.written * local_ranks
-    sharers = f" by {local_ranks} ranks" if local_ranks > 1 else ""
-    again = "as much again while a checkpoint keeps the version before"
-    lines = [
-        f"  a step reads {format_bytes(moved.read * local_ranks)} from disk and writes {format_bytes(written)}{sharers}",
-        f"  the files take {format_bytes(plan.file_bytes * local_ranks)}, and {again}",
-    ]
+    written = plan.traffic_total.written * local_ranks
+    size = format_bytes(plan.file_bytes * local_ranks)
+    lines = [f"  the files take {size} with padding, and as much again while a checkpoint keeps the version before"]
     if written:
         steps = DRIVE_LIFE_TBW * 10**12 / written
         lines.append(
-            f"  a drive that is warranted for {DRIVE_LIFE_TBW} TB written (an assumption: see yours) takes "
+            f"  a drive with a warranty for {DRIVE_LIFE_TBW} TB written (an assumption: check yours) lasts for "
             f"{_count(steps)} such steps: {_duration(steps)} at one step a second, without checkpoints"
         )
     return lines

@@ -76,7 +76,8 @@ def plan_run(
         raise UsageError("no plan was made")
     _check_host(plan, world, memory or read_host_memory())
     if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
-        _log.info("%s", describe(plan, world_size=world.world_size, local_ranks=world.local_world_size))
+        sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
+        _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state))
     return plan
 
 

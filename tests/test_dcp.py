@@ -471,7 +471,7 @@ def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path)
 
 @alone
 def test_a_load_that_cannot_be_says_why_and_leaves_no_thread(tmp_path: Path) -> None:
-    with pytest.raises(BaseException, match="is not there, or is no folder"):
+    with pytest.raises(BaseException, match="does not exist or is not a folder"):
         load_alone({"w": torch.zeros(3)}, tmp_path / "none/a")
     save_alone({"w": torch.zeros(3)}, tmp_path / "a")
     for state, words in (({"v": torch.zeros(3)}, r"Missing key.*v"), ({"w": torch.zeros(4)}, "Size mismatch")):

@@ -232,10 +232,14 @@ def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: P
     assert {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()} == before
 
 
-def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dump_state", [False, True])
+def test_the_plan_is_printed_once_and_its_notes_with_dump_state_alone(
+    dump_state: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="zstore"):
-        run(make_config(str(tmp_path)), steps=1)
+        run(make_config(str(tmp_path)) | {"dump_state": dump_state}, steps=1)
     printed = [record.message for record in caplog.records if "where the training state rests" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
-    assert "TB written" in printed[0]
+    for note in ("TB written", "with padding", "not in this table"):
+        assert (note in printed[0]) == dump_state

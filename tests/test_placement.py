@@ -15,6 +15,7 @@ from zstore.engine.placement import FP32, Need, Placement, PlacementSettings, Pl
 from zstore.engine.placement_report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
 from zstore.partition import make_grid
+from zstore.sizes import format_bytes
 from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
 
 MB = 2**20
@@ -256,7 +257,26 @@ def test_the_description_names_every_place_and_the_drives_life() -> None:
     written = plan.traffic_total.written * 2
     assert f"{round(600e12 / written / 31_536_000)}" in text
     assert "600 TB written (an assumption" in text
+    assert "with padding" in text
     assert "disk" not in describe(make_plan(EIGHT, asked())).splitlines()[1]
+
+
+def test_without_notes_the_description_is_the_table_the_budget_and_what_a_step_moves() -> None:
+    plan = make_plan(EIGHT, asked(optimizer="nvme", budget_bytes=12 * MB, buffer_bytes=4 * MB))
+    with_notes = describe(plan).splitlines()
+    text = describe(plan, notes=False).splitlines()
+    assert text == with_notes[: len(text)]
+    assert len(with_notes) == len(text) + 3
+    assert [line.split()[0] for line in text[2:]] == [
+        "parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers", "total", "host", "each",
+    ]  # fmt: skip
+    assert text[-2].startswith("  host budget: ")
+    moved = plan.traffic_total
+    assert (
+        text[-1] == f"  each step reads {format_bytes(moved.read)} from disk and writes {format_bytes(moved.written)}"
+    )
+    for word in ("padding", "warranty", "TB written", "not in this table"):
+        assert word not in "\n".join(text)
 
 
 # -- properties ---------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def test_a_tag_that_is_there_is_not_replaced_unasked(remote: Remote, world: Worl
 def test_a_users_folder_is_never_touched(remote: Remote, world: World) -> None:
     remote.fs.put(f"{TAG}/thesis.txt", b"mine")
     for message in remote.fail(world, overwrite=True):
-        assert "is no checkpoint of zstore" in message
+        assert "is not a checkpoint of zstore" in message
     assert list(remote.fs.objects()) == [f"{TAG}/thesis.txt"]
 
 

@@ -14,6 +14,7 @@ from tests.engine_models import make_net
 from tests.engine_runs import make_config, start
 from zstore.checkpoint import open_checkpoint
 from zstore.errors import CheckpointMismatchError
+from zstore.sizes import format_count
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.opening import Common
@@ -49,8 +50,8 @@ def test_what_is_chosen_is_written(
     save_arrays(tmp_path / "ckpt", WEIGHTS | ADAM)
     assert written(tmp_path / "ckpt", tmp_path / "out", which) == names
     plan, *_ = capsys.readouterr().err.splitlines()
-    assert plan.startswith(f"plan: {len(names)} tensors as fp32")
-    assert f"{len(WEIGHTS) - len(names)} left out" in plan
+    assert plan.startswith(f"plan: {format_count(len(names), 'tensor')} as fp32")
+    assert f"leaving out {len(WEIGHTS) - len(names)}: " in plan
 
 
 def test_a_pattern_without_a_match_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_a_pattern_without_a_match_is_an_error_and_nothing_is_written(tmp_path: 
     for which in (Which(include=("h.0.weight",)), Which(exclude=("norm.weight",))):
         with pytest.raises(CheckpointMismatchError, match="matches none of the 5 names; near it are"):
             consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", 10**9, "error", which=which)
-    with pytest.raises(CheckpointMismatchError, match="none is left to write"):
+    with pytest.raises(CheckpointMismatchError, match="has 5 weights, and the options leave out all of them"):
         consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", 10**9, "error", which=Which(exclude=("*",)))
     assert not (tmp_path / "out").exists()
 

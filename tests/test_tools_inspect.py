@@ -70,7 +70,7 @@ def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_table_names_tags_and_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_command(saved) == 0
     printed = capsys.readouterr().out
-    for text in ("step-00000001", "[best] <-", "2 rank(s)", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
+    for text in ("step-00000001", "[best] <-", "2 ranks", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
         assert text in printed
     assert inspect_command(saved / "step-00000001") == 0
     assert "[best]" not in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_on
     assert "%5Bbest%5D: " in capsys.readouterr().out
     assert verify_command(copied / "%5Bbest%5D") == 1
     assert inspect_command(copied) == 0
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_what_is_no_checkpoint_is_named(folder: Path, capsys: pytest.CaptureFixt
     record.write_text("{}")
     assert ls_command(folder) == 0
     printed = capsys.readouterr()
-    assert "%5Bbest%5D is no checkpoint" in printed.err
+    assert "%5Bbest%5D is not a checkpoint" in printed.err
     assert "step-00000001" in printed.out
 
 

@@ -96,8 +96,11 @@ def test_what_was_read_for_what_was_asked_is_told(
         return verify_command(url, common) if command == "verify" else inspect_command(url, common, stats=True)
 
     assert call(Common()) == (command == "diff --values")
-    line = re.search(r"read for .* asked, [\d.]+ times that, in (\d+) requests", capsys.readouterr().err)
+    text = capsys.readouterr().err
+    line = re.search(r"read [\d.]+ [kM]B.* in (\d+) requests", text)
     assert line
+    # Of a verification everything is needed.
+    assert ("needed, since chunks are read whole" in text) == (command != "verify")
     call(JSON)
     found = told(capsys)
     # Of both checkpoints together.
@@ -143,7 +146,7 @@ def test_other_softwares_checkpoints_behind_urls_are_refused_by_name(
     ):
         with pytest.raises(CheckpointMismatchError, match=text):
             call()
-    with pytest.raises(UsageError, match=f"removes checkpoints of zstore: .* looks like one of {maker}"):
+    with pytest.raises(UsageError, match=f"removes only checkpoints of zstore: .* looks like one of {maker}"):
         prune_command(theirs, Keep())
 
 

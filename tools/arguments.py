@@ -83,39 +83,47 @@ def parse_memory(text: str | int) -> int:
 Location = Annotated[
     str,
     typer.Argument(
-        metavar="CKPT", help="A checkpoint's folder or URL, or the folder above it (then the newest one); others' too."
+        metavar="CKPT",
+        help="A folder of checkpoints (the newest is meant, or --tag), one checkpoint's own folder, or CKPT:TAG; a URL works "
+        "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open as they are.",
     ),
 ]
 """Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Tag = Annotated[
+    str | None,
+    typer.Option(
+        "--tag", help="Which checkpoint of the folder, as `zstore ls` lists them; default: the newest.", metavar="TAG"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Memory = Annotated[
     int | None,
     typer.Option(
         "--memory",
-        help="Most memory to take beside the interpreter's own.",
+        help="Limit of the memory used, on top of what Python and its modules take.",
         metavar="SIZE",
         parser=parse_memory,
         show_default=f"{DEFAULT_MEMORY_BYTES // 2**20}MiB",
     ),
 ]
-"""None where it is not said; see `Common`."""
+"""None where it is not given; see `Common`."""
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="For a URL's file system, as key=value, JSON values included; may be repeated.",
+        help="Option for the file system of a URL, as key=value (the value may be JSON); may be repeated.",
         metavar="K=V",
     ),
 ]
 
 
 def common(json: bool, memory: int | None, storage_option: list[str] | None) -> Common:
-    """Return the options that every command on checkpoints has; `typer.BadParameter` for what is no `key=value`."""
+    """Return the options that every command on checkpoints has; `typer.BadParameter` for what is not `key=value`."""
     return Common(json=json, memory_bytes=memory, storage_options=storage_options(storage_option))
 
 
 def storage_options(words: list[str] | None) -> dict[str, Any]:
-    """Return what `--storage-option` says; `typer.BadParameter` for what is no `key=value`."""
+    """Return what `--storage-option` says; `typer.BadParameter` for what is not `key=value`."""
     from zstore.remote import parse_options
 
     try:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zstore.checkpoint import ArraySource, CheckpointReader, new_folder
+from zstore.checkpoint.names import tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
-from zstore.sizes import format_bytes
+from zstore.remote import is_url, shown
+from zstore.sizes import format_bytes, format_count
+from zstore.sources import split_location
 from zstore.weights import (
     DTYPES,
     FileLayout,
@@ -33,8 +36,10 @@ OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clam
 
 @dataclass(frozen=True, kw_only=True)
 class Which:
-    """Which weights are written."""
+    """Which checkpoint of a folder, and which of its weights, are written."""
 
+    tag: str | None = None
+    """None: the newest."""
     include: Sequence[str] = ()
     """Patterns of names; none: all."""
     exclude: Sequence[str] = ()
@@ -50,7 +55,9 @@ class Which:
         if self.without_frozen:
             chosen -= frozen_weights(source)
         if not chosen:
-            raise CheckpointMismatchError(f"of the {len(weights)} weights of {source.location} none is left to write")
+            raise CheckpointMismatchError(
+                f"{source.location} has {len(weights)} weights, and the options leave out all of them"
+            )
         return (
             [weight for weight in weights if weight.name in chosen],
             [weight.name for weight in weights if weight.name not in chosen],
@@ -58,6 +65,8 @@ class Which:
 
 
 ALL = Which()
+_MOST_NAMED = 3
+"""Weights that the plan names of those left out."""
 
 
 def consolidate_command(
@@ -70,7 +79,8 @@ def consolidate_command(
     which: Which = ALL,
     common: Common = DEFAULTS,
 ) -> int:
-    """Write the weights of `ckpt` into the new folder `out` (default: `ckpt`-`dtype` beside it); return the exit code.
+    """Write the weights of `ckpt` into the new folder `out` (default: `ckpt`-`dtype` beside it, of a tag `ckpt/tag-dtype`);
+    return the exit code.
 
     `dtype` is one of `DTYPES`, `max_shard_size` the bytes of the largest file. Raises CheckpointError, with the tensors
     named and nothing published, for values that `dtype` cannot hold (unless `overflow` says "inf" or "clamp");
@@ -79,8 +89,8 @@ def consolidate_command(
     mode = OVERFLOWS.get(overflow)
     if dtype not in DTYPES or mode is None:
         raise UsageError(f"expected a type of {', '.join(DTYPES)} and {', '.join(OVERFLOWS)}, got {dtype}, {overflow}")
-    target = out or _beside(os.fspath(ckpt), f"-{dtype}")
-    with open_location(ckpt, common) as source:
+    target = out or _beside(ckpt, which.tag, f"-{dtype}")
+    with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype]))
         files = plan_files(weights, max_shard_size)
         with Progress(
@@ -90,7 +100,7 @@ def consolidate_command(
             with new_folder(source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=mode, advance=progress.advance)
                 if lost and mode == "error":
-                    advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to go on"
+                    advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
                 copied = _copy_companions(source, folder)
             progress.say(_done_text(files, lost, mode, target) + (f", with {copied}" if copied else ""))
@@ -112,19 +122,28 @@ def consolidate_command(
 def _plan_text(files: Sequence[FileLayout], left_out: Sequence[str], dtype: str, target: Path) -> str:
     size = format_bytes(sum(file.file_bytes for file in files))
     num_tensors = sum(len(file.weights) for file in files)
-    text = f"plan: {num_tensors} tensors as {dtype}, {size} in {len(files)} file(s), to {target}"
-    return f"{text}; {len(left_out)} left out, as {', '.join(left_out[:3])}" if left_out else text
+    text = f"plan: {format_count(num_tensors, 'tensor')} as {dtype}, {size} in {format_count(len(files), 'file')}, to {target}"
+    if not left_out:
+        return text
+    more = ", ..." if len(left_out) > _MOST_NAMED else ""
+    return f"{text}; leaving out {len(left_out)}: {', '.join(left_out[:_MOST_NAMED])}{more}"
 
 
 def _done_text(files: Sequence[FileLayout], lost: Sequence[Lost], mode: str, target: Path) -> str:
-    text = f"wrote {format_bytes(sum(file.file_bytes for file in files))} in {len(files)} file(s) to {target}"
-    return f"{text}, {sum(each.count for each in lost)} values that do not fit as {mode}" if lost else text
+    text = f"wrote {format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')} to {target}"
+    changed = {"inf": "became infinite", "clamp": "were clamped to the largest value"}.get(mode, mode)
+    return f"{text}; {sum(each.count for each in lost)} values did not fit and {changed}" if lost else text
 
 
-def _beside(ckpt: str, suffix: str) -> Path:
-    if "://" in ckpt:
-        raise UsageError(f"name the folder to write: `zstore consolidate {ckpt} OUT`; nothing lies beside a URL")
-    path = Path(os.path.abspath(ckpt))
+def _beside(ckpt: str | os.PathLike[str], tag: str | None, suffix: str) -> Path:
+    place, named = split_location(ckpt, tag)
+    if is_url(place):
+        raise UsageError(
+            f"name the folder to write: `zstore consolidate {shown(os.fspath(ckpt))} OUT`, since the source is a URL"
+        )
+    path = Path(os.path.abspath(place))
+    if named is not None:
+        path = path / tag_folder(named)
     return path.with_name(path.name + suffix)
 
 

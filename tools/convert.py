@@ -14,7 +14,7 @@ from typing import Any
 
 from zstore.checkpoint import ArraySource, CheckpointReader, new_folder, reshard_checkpoint, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.sizes import format_bytes
+from zstore.sizes import format_bytes, format_count
 from zstore.weights import DTYPES, lost_text, plan_files, write_weights
 
 from .companions import copy_companions
@@ -29,6 +29,8 @@ TARGETS = ("zstore", "dcp", "torch", "safetensors")
 class ConvertOptions:
     """What `zstore convert` is asked for beside source and target."""
 
+    tag: str | None = None
+    """Which checkpoint of a folder; None: the newest."""
     to: str = "zstore"
     world_size: int | None = None
     """Ranks that zstore's arrays are laid out for; None: as many as the source has."""
@@ -42,8 +44,8 @@ class ConvertOptions:
             raise UsageError(f"--to {self.to}: expected one of {', '.join(TARGETS)}")
         if self.dtype is not None and (self.dtype not in DTYPES or self.to in ("zstore", "dcp")):
             raise UsageError(
-                f"--dtype {self.dtype} with --to {self.to}: expected {', '.join(DTYPES)} with --to torch or safetensors; "
-                "a whole checkpoint keeps its types"
+                f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "
+                "safetensors; a whole checkpoint keeps its types"
             )
         if self.world_size is not None and self.to != "zstore":
             raise UsageError(f"--world-size with --to {self.to}: only zstore's own checkpoints are laid out for ranks")
@@ -56,14 +58,16 @@ def convert_command(
 
     Returns the exit code. Raises CheckpointExistsError where it is there already; nothing half written has its name.
     """
-    with open_location(src, common) as source:
+    with open_location(src, common, options.tag) as source:
         names = list(source.arrays)
         if options.to in ("torch", "safetensors"):
             names = [weight.array for weight in list_stored_weights(source, None)]
         total = sum(source.arrays[name].spec.nbytes for name in names)
         with Progress(f"convert {source.location}", total) as progress:
             job = _Job(source, out, options, progress)
-            progress.say(f"plan: {len(names)} tensors of {format_bytes(total)}, from {source.kind} into {job.plan()}")
+            progress.say(
+                f"plan: {format_count(len(names), 'tensor')}, {format_bytes(total)}, from {source.kind} to {job.plan()}"
+            )
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
             report = job.run() | reading(progress, source)
@@ -86,7 +90,7 @@ class _Job:
         """Return what is written, in words."""
         to = self._options.to
         if to == "zstore":
-            return f"the checkpoint {self._source.tag!r} in {self._out}, for {self._world_size} rank(s)"
+            return f"the checkpoint {self._source.tag!r} in {self._out}, for {format_count(self._world_size, 'rank')}"
         if self._out.exists() or self._out.is_symlink():
             raise CheckpointExistsError(f"{self._out} exists: remove it, or name another place to write")
         if to == "dcp":
@@ -136,7 +140,9 @@ class _Job:
             advance = self._progress.advance
             self._refuse(write_weights(self._source, layouts, folder, overflow="error", advance=advance))
             copied = self._copy_companions(folder)
-        self._progress.say(f"wrote {len(layouts)} file(s) to {self._out}" + (f", with {copied}" if copied else ""))
+        self._progress.say(
+            f"wrote {format_count(len(layouts), 'file')} to {self._out}" + (f", with {copied}" if copied else "")
+        )
         return {"path": str(self._out), "files": [layout.name for layout in layouts]}
 
     @property

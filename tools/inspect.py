@@ -13,10 +13,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, list_tags
+from zstore.checkpoint import (
+    ArraySource,
+    CheckpointReader,
+    Refusal,
+    StoredArray,
+    TagInfo,
+    count_files,
+    list_tags,
+)
 from zstore.remote import shown
-from zstore.sizes import format_bytes
-from zstore.sources import folder_of
+from zstore.sizes import format_bytes, format_count
+from zstore.sources import folder_of, split_location
 from zstore.weights import natural_key
 
 from .array_stats import ArrayStats, collect_stats
@@ -30,13 +38,15 @@ _STATS = ("min", "max", "mean", "norm", "NaN", "inf")
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
-def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, stats: bool = False) -> int:
-    """Print tags and, of the newest or named checkpoint, step, world size and arrays; return the exit code.
+def inspect_command(
+    ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, tag: str | None = None, stats: bool = False
+) -> int:
+    """Print tags and, of the newest checkpoint or `tag`, step, world size and arrays; return the exit code.
 
     With `stats` every array is read, and what its values are like is told too. With `json`, one JSON object (see
     `describe`), and what was read.
     """
-    with Progress(f"inspect {shown(os.fspath(ckpt))}") as progress, open_location(ckpt, common) as source:
+    with Progress(f"inspect {shown(os.fspath(ckpt))}") as progress, open_location(ckpt, common, tag) as source:
         infos, refusals = _neighbours(ckpt, source, common)
         found = _read_stats(source, progress) if stats else {}
         if not stats:
@@ -51,7 +61,7 @@ def inspect_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, 
     _print_summary(console, source)
     console.print(_arrays_table(source, found))
     for refusal in refusals:
-        print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
+        print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
     return 0
 
 
@@ -63,10 +73,12 @@ def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats
 def _neighbours(
     ckpt: str | os.PathLike[str], source: ArraySource, common: Common
 ) -> tuple[list[TagInfo], list[Refusal]]:
-    """Return the checkpoints in the folder, and what looks like one and is none; nothing of other software's."""
+    """Return the checkpoints in the folder, and what looks like one and is not; nothing of other software's."""
     if not isinstance(source, CheckpointReader):
         return [], []
-    found = list_tags(folder_of(ckpt, common.storage_options))
+    folder = folder_of(split_location(ckpt)[0], common.storage_options)
+    # `DIR/TAG` may name a tag whose folder is called otherwise.
+    found = list_tags(source.folder if folder.is_local and not folder.path.exists() else folder)
     return list(found.tags), list(found.refusals)
 
 
@@ -136,19 +148,15 @@ def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
 
 
 def _describe_files(source: ArraySource) -> dict[str, int | None]:
-    """Return how many files of how many bytes there are; null where other software laid them out."""
-    if not source.record.id:
-        return {"num_shard_files": None, "num_files": None, "file_bytes": None}
-    shards = sum(array.grid.num_shards for array in source.arrays.values())
-    folders = {""}
-    for array in source.arrays.values():
-        parts = array.folder.split("/")
-        folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    """Return how many files of how many bytes there are (see [Note: sizes]); null where other software laid them out."""
+    if not isinstance(source, CheckpointReader):
+        return {"num_shard_files": None, "file_bytes": None, "num_files": None, "size_bytes": None}
+    num_files, size_bytes = count_files(source.folder)
     return {
-        "num_shard_files": shards,
-        # A zarr.json for each level and one for the root, a manifest a rank, the record.
-        "num_files": shards + len(folders) + source.record.world_size + 1,
+        "num_shard_files": sum(array.grid.num_shards for array in source.arrays.values()),
         "file_bytes": sum(array.file_bytes for array in source.arrays.values()),
+        "num_files": num_files,
+        "size_bytes": size_bytes,
     }
 
 
@@ -159,7 +167,7 @@ def _time(committed_ns: int) -> str | None:
 
 
 def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> None:
-    table = Table(title=f"{len(infos)} checkpoint(s)", title_justify="left")
+    table = Table(title=format_count(len(infos), "checkpoint"), title_justify="left")
     for column in ("tag", "step", "world size", "committed"):
         table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
     for info in infos:
@@ -172,22 +180,20 @@ def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> 
 def _print_summary(console: Console, source: ArraySource) -> None:
     facts = describe(source, [], [], {})["checkpoint"]
     trained = facts["training_world_size"]
-    resharded = f" (resharded, trained on {trained})" if trained != facts["world_size"] else ""
+    resharded = f" (trained on {trained})" if trained != facts["world_size"] else ""
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
-    files = (
-        f", {facts['num_shard_files']} shard files of {format_bytes(facts['file_bytes'])} (arrays x ranks that hold rows), "
-        f"{facts['num_files']} files in all{_archive(source, facts)}"
-        if facts["num_files"] is not None
-        else ""
-    )
-    console.print(
-        printable(
-            f"{facts['path']}: {whose}step {facts['step']}, {facts['world_size']} rank(s){resharded}, "
-            f"{facts['num_arrays']} arrays of {format_bytes(facts['array_bytes'])}{files}"
-        ),
-        markup=False,
-        soft_wrap=True,
-    )
+    lines = [
+        f"{facts['path']}: {whose}step {facts['step']}, {format_count(facts['world_size'], 'rank')}{resharded}, "
+        + format_count(facts["num_arrays"], "array"),
+        f"  array data   {format_bytes(facts['array_bytes'])}",
+    ]
+    if facts["num_files"] is not None:
+        shards, files = format_count(facts["num_shard_files"], "file"), format_count(facts["num_files"], "file")
+        also = f", with checksums and padding{_archive(source, facts)}"
+        lines.append(f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{also}")
+        lines.append(f"  on disk      {format_bytes(facts['size_bytes'])} in {files}, metadata included")
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
@@ -202,7 +208,7 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
     table.add_column("array", overflow="fold")
     table.add_column("shape", overflow="fold")
     table.add_column("type")
-    for column in ("bytes", "shards", *(_STATS if stats else ())):
+    for column in ("array data", "shards", *(_STATS if stats else ())):
         table.add_column(column, justify="right", no_wrap=column in _STATS)
     if stats:
         table.add_column("histogram", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`zstore ls`: the checkpoints of a folder, and what each takes on the drive. Reads records and file sizes; no torch."""
+"""`zstore ls`: the checkpoints of a folder, and what each takes on disk. Reads records and file sizes; no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_tags
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_tags, size_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.sizes import format_bytes
 from zstore.sources import folder_of
@@ -23,7 +23,7 @@ from .printable import printable
 from .progress import Progress
 from .tables import cell, make_console
 
-_Files = dict[tuple[int, int] | str, tuple[int, int, int]]
+_COLUMNS_OF_ONE = {"world_size": "world size", "array_bytes": "array data"}
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
 
 
@@ -38,11 +38,11 @@ class Entry:
     committed_ns: int
     age_s: float
     size_bytes: int
-    """Of all its files."""
+    """Its size on disk: the bytes of all its files."""
     shared_bytes: int
-    """Of files that other checkpoints of the folder have too."""
+    """Bytes of those files that other checkpoints of the folder have too."""
     freed_bytes: int
-    """What removing it would free: of files that have no other name anywhere."""
+    """Bytes that removing it alone frees: of files that no other checkpoint or run links."""
     newest: bool
 
 
@@ -75,9 +75,9 @@ def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int
     if entries or one is not None:
         make_console().print(_table(entries) if one is None else _table_of_one(one))
     for refusal in found.refusals:
-        print(printable(f"{refusal.location} is no checkpoint: {refusal.reason}"), file=sys.stderr)
+        print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
     if listed and not entries:
-        raise CheckpointNotFoundError(f"{place} holds no committed checkpoint")
+        raise CheckpointNotFoundError(f"{place} has no committed checkpoint")
     return 0
 
 
@@ -92,7 +92,7 @@ def _list(place: Folder, infos: Sequence[TagInfo], progress: Progress, common: C
 
 def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
     """Return an entry for each checkpoint of one folder, in their order."""
-    found = [_files_below(info.folder) for info in infos]
+    found = [stored_files(info.folder) for info in infos]
     holders = Counter(key for files in found for key in files)
     newest = max((info.record.committed_ns for info in infos), default=0)
     return [
@@ -103,27 +103,13 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
             world_size=info.record.world_size,
             committed_ns=info.record.committed_ns,
             age_s=max(0.0, (now_ns - info.record.committed_ns) / 1e9),
-            size_bytes=sum(size for size, _, _ in files.values()),
-            shared_bytes=sum(size for key, (size, _, _) in files.items() if holders[key] > 1),
-            freed_bytes=sum(size for size, num_links, num_here in files.values() if num_links == num_here),
+            size_bytes=size_bytes(files),
+            shared_bytes=sum(file.num_bytes for key, file in files.items() if holders[key] > 1),
+            freed_bytes=sum(file.num_bytes for file in files.values() if file.is_freed),
             newest=info.record.committed_ns == newest,
         )
         for info, files in zip(infos, found, strict=True)
     ]
-
-
-def _files_below(folder: Folder) -> _Files:
-    """Return each file's bytes, number of names and number of names below `folder`, by device and inode; behind a URL, where
-    a file has one name, all are one."""
-    if not folder.is_local:
-        return {folder.location: (sum(size or 0 for size in folder.sizes("").values()), 1, 1)}
-    files: _Files = {}
-    for parent, _, names in os.walk(folder.path):
-        for name in names:
-            status = os.lstat(os.path.join(parent, name))
-            key = (status.st_dev, status.st_ino)
-            files[key] = (status.st_size, status.st_nlink, files.get(key, (0, 0, 0))[2] + 1)
-    return files
 
 
 def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str, Any]:
@@ -142,7 +128,7 @@ def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str,
 def _table_of_one(document: Mapping[str, Any]) -> Table:
     table = Table()
     for column in document:
-        table.add_column(column.replace("_", " "), overflow="fold")
+        table.add_column(_COLUMNS_OF_ONE.get(column, column), overflow="fold")
     shown = {**document, "array_bytes": format_bytes(document["array_bytes"])}
     table.add_row(*(cell(str(value)) for value in shown.values()))
     return table
@@ -150,7 +136,7 @@ def _table_of_one(document: Mapping[str, Any]) -> Table:
 
 def _table(entries: Sequence[Entry]) -> Table:
     table = Table()
-    for column in ("tag", "step", "world size", "size", "shared", "freed if removed", "age", ""):
+    for column in ("tag", "step", "world size", "on disk", "shared", "freed if removed", "age", ""):
         table.add_column(column, justify="left" if column in ("tag", "") else "right", overflow="fold")
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))

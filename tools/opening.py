@@ -7,12 +7,14 @@ import json as json_module
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import CheckpointExistsError
+from zstore.errors import CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource, CheckpointReader, Reading
+    from zstore.shardio import IoResources
 
     from .progress import Progress
 
@@ -70,20 +72,45 @@ DEFAULTS = Common()
 def open_location(
     location: str | os.PathLike[str], common: Common = DEFAULTS, tag: str | None = None
 ) -> Iterator[ArraySource]:
-    """Open whatever `location` means for the length of a `with` block; see `zstore.sources.open_source`."""
+    """Open what `location` and `tag` mean for the length of a `with` block.
+
+    `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR:TAG`
+    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.sources.open_source` for the rest.
+    """
     from zstore.checkpoint.source import NUM_THREADS
     from zstore.remote import is_url
     from zstore.shardio import open_resources
-    from zstore.sources import open_source
+    from zstore.sources import split_location
 
+    place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
-    num_threads = _REMOTE_THREADS if is_url(location) else NUM_THREADS
+    num_threads = _REMOTE_THREADS if is_url(place) else NUM_THREADS
     with (
         open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
-        open_source(location, tag, resources=resources, storage_options=common.storage_options) as source,
+        _open(place, tag, resources, common) as source,
     ):
         _check_memory(source, common)
         yield source
+
+
+def _open(place: str, tag: str | None, resources: IoResources, common: Common) -> ArraySource:
+    """Open a checkpoint; the error for a path that is not there names the tags that its folder has."""
+    from zstore.checkpoint import tags, tags_text
+    from zstore.remote import is_url
+    from zstore.sources import open_source
+
+    try:
+        return open_source(place, tag, resources=resources, storage_options=common.storage_options)
+    except CheckpointNotFoundError as error:
+        path = Path(place)
+        if is_url(place) or path.exists() or not path.parent.is_dir():
+            raise
+        infos = tags(path.parent)
+        if found := next((info for info in infos if path.name == info.tag), None):
+            return open_source(found.path, resources=resources)
+        if not infos:
+            raise
+        raise CheckpointNotFoundError(f"{place} does not exist; {path.parent} has {tags_text(infos)}") from error
 
 
 def _check_memory(source: ArraySource, common: Common) -> None:

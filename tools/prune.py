@@ -1,4 +1,4 @@
-"""`zstore prune`: removes the checkpoints of a folder that no rule keeps, and says what that frees. No torch."""
+"""`zstore prune`: removes the checkpoints of a folder that no rule keeps, and prints what that frees. No torch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from .progress import Progress
 def prune_command(
     folder: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False, common: Common = DEFAULTS
 ) -> int:
-    """Print what stays and what goes of the checkpoints in `folder`, and the bytes that are freed; then remove what goes.
+    """Print which checkpoints in `folder` are kept and removed, and the bytes that are freed; then remove them.
 
     `folder` may be a URL. With `dry_run` nothing is removed. With `json`, the plan goes to stderr, and one object is
-    printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with `tag`, `step`, `bytes` and `reasons` to stay (none: it
-    goes), `removed`, `messages`, and `Progress.summary` of what was removed. Returns the exit code, 1 where something could
-    not be removed. Raises CheckpointNotFoundError where nothing is there, or no checkpoint has the metric to go by,
-    UsageError for other software's, BudgetError where a limit of memory does not hold the list.
+    printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with `tag`, `step`, `size_bytes` and `reasons` to keep it (none:
+    it is removed), `removed`, `messages`, and `Progress.summary` of what was removed. Returns the exit code, 1 where
+    something could not be removed. Raises CheckpointNotFoundError where nothing is there, or no checkpoint has the metric to
+    go by, UsageError for other software's, BudgetError where a limit of memory does not hold the list.
     """
     place = folder_of(folder, common.storage_options)
     fates = _weigh(place, keep, common)
     doomed = [fate for fate in fates if not fate.reasons]
-    freed_bytes = _freed_bytes(place, doomed)
+    freed_bytes = bytes_freed(fate.info.folder for fate in doomed)
     for line in _lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
-    with Progress(f"prune {place}", sum(fate.file_bytes for fate in doomed)) as progress:
-        sizes = {fate.info.location: fate.file_bytes for fate in doomed}
+    with Progress(f"prune {place}", sum(fate.size_bytes for fate in doomed)) as progress:
+        sizes = {fate.info.location: fate.size_bytes for fate in doomed}
 
         def gone(info: TagInfo) -> None:
             removed.append(info.tag)
@@ -71,19 +71,13 @@ def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
     except CheckpointNotFoundError:
         if (maker := maker_of(place)) is not None:
             raise UsageError(
-                f"zstore prune removes checkpoints of zstore: {place} looks like one of {maker}, where you remove yourself "
-                "what is not needed"
+                f"zstore prune removes only checkpoints of zstore: {place} looks like one of {maker}; remove it with `rm` if "
+                "it is not needed"
             ) from None
         raise
     read_bytes = records_bytes(place, [fate.info for fate in fates])
     require_listing_memory(common, place.location, num_files=0, records_bytes=read_bytes)
     return fates
-
-
-def _freed_bytes(place: Folder, doomed: Sequence[Fate]) -> int:
-    if place.is_local:
-        return bytes_freed([fate.info.path for fate in doomed])
-    return sum(fate.file_bytes for fate in doomed)
 
 
 def _remove(place: Folder, doomed: Sequence[Fate], gone: Callable[[TagInfo], None]) -> list[str]:
@@ -99,7 +93,7 @@ def _describe(fate: Fate) -> dict[str, Any]:
         "tag": fate.info.tag,
         "path": fate.info.location,
         "step": record.step,
-        "bytes": fate.file_bytes,
+        "size_bytes": fate.size_bytes,
         "reasons": list(fate.reasons),
     }
 
@@ -108,14 +102,13 @@ def _lines(fates: list[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
     """Return the plan: what is removed and freed, and a line for each checkpoint, the oldest first."""
     width = max(len(fate.info.tag) for fate in fates)
     doomed = [fate for fate in fates if not fate.reasons]
-    total = sum(fate.file_bytes for fate in doomed)
-    what = (
-        f"{'would remove' if dry_run else 'removes'} {len(doomed)} of {len(fates)} checkpoints of {format_bytes(total)}"
-    )
-    lines = [f"plan: {what}, which frees {format_bytes(freed_bytes)}: files that others link stay"]
+    total = format_bytes(sum(fate.size_bytes for fate in doomed))
+    what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
+    if doomed:
+        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run link stay"
+    lines = [what]
     for fate in fates:
-        word = f"stays ({', '.join(fate.reasons)})" if fate.reasons else "goes"
-        lines.append(
-            f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {format_bytes(fate.file_bytes):>10}  {word}"
-        )
+        word = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"
+        size = format_bytes(fate.size_bytes)
+        lines.append(f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {size:>10} on disk  {word}")
     return lines

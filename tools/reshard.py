@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint
+from zstore.checkpoint import ArraySource, CheckpointReader, count_files, open_checkpoint, reshard_checkpoint
 from zstore.errors import UsageError
 from zstore.remote import is_url, shown, upload_checkpoint
-from zstore.sizes import format_bytes
+from zstore.sizes import format_bytes, format_count
 
 from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
 from .progress import Progress
@@ -24,12 +24,13 @@ def reshard_command(
     out: Path | None,
     world_size: int | None = None,
     *,
+    tag: str | None = None,
     codec: str = "none",
     to: str | None = None,
     common: Common = DEFAULTS,
 ) -> int:
-    """Write the checkpoint `ckpt` laid out for `world_size` ranks (default: as many as it has) into the folder `out`, its
-    chunks compressed with `codec`; return the exit code.
+    """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
+    has) into the folder `out`, its chunks compressed with `codec`; return the exit code.
 
     With `to` it is then uploaded to the folder of checkpoints at that URL; without `out` it lies in a temporary folder
     meanwhile, and where neither layout nor codec is asked for a checkpoint on this machine is uploaded as it is. The tag
@@ -37,11 +38,11 @@ def reshard_command(
     written, and with `to` also `url` and `upload`. Raises CheckpointExistsError where `out` or `to` has it already.
     """
     if to is None and out is None:
-        raise UsageError("name the folder to write as OUT, or with --to the URL to upload to")
+        raise UsageError("give the folder to write as OUT, or a URL to upload to with --to")
     if to is not None and not is_url(to):
-        raise UsageError(f"--to {to}: expected a URL, as s3://bucket/run; a folder is named as OUT")
+        raise UsageError(f"--to {to}: expected a URL like s3://bucket/run; give a local folder as OUT")
     with _folder(out) as folder:
-        with open_location(ckpt, common) as source:
+        with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
             job = _Job(source, ranks, codec, folder, out, to)
             path = job.as_it_is() if (world_size, codec) == (None, "none") else None
@@ -93,15 +94,15 @@ class _Job:
 
     def plan(self, path: Path | None) -> list[str]:
         """Return what is done, in words: with the checkpoint in `path` as it is, or written anew."""
-        what = f"plan: {len(self.source.arrays)} arrays of {format_bytes(self.total_bytes)}"
+        what = f"plan: {format_count(len(self.source.arrays), 'array')}, {format_bytes(self.total_bytes)} of array data"
         if path is not None:
-            return [f"{what}, as they are in {path}, to {shown(str(self.to))}"]
+            return [f"{what}, uploaded unchanged from {path} to {shown(str(self.to))}"]
         how = "" if self.codec == "none" else f", compressed with {self.codec}"
         where = "a temporary folder" if self.out is None else str(self.out)
         then = "" if self.to is None else f", and from there to {shown(self.to)}"
         notes = [f"not carried over: {note}" for note in self.source.notes]
         return [
-            f"{what}, from {self.source.record.world_size} to {self.ranks} rank(s){how}, into {where}{then}",
+            f"{what}, from {self.source.record.world_size} to {format_count(self.ranks, 'rank')}{how}, into {where}{then}",
             *notes,
         ]
 
@@ -115,13 +116,14 @@ class _Job:
                 path = reshard_checkpoint(source, self.folder, self.ranks, progress.advance, codec=self.codec)
             read = reading(progress, source)
             file_bytes = _file_bytes(path)
+            num_files, size_bytes = count_files(path)
             ratio = self.total_bytes / file_bytes if file_bytes else 1.0
             progress.say(
-                f"wrote {path if self.out is not None else source.tag} for {self.ranks} rank(s), from "
-                f"{source.record.world_size}, in {format_bytes(file_bytes)}"
-                + ("" if self.codec == "none" else f" (compressed {ratio:.2f} times)")
+                f"wrote {path if self.out is not None else source.tag} for {format_count(self.ranks, 'rank')}: "
+                f"{format_bytes(size_bytes)} on disk in {format_count(num_files, 'file')}"
+                + ("" if self.codec == "none" else f", the array data compressed {ratio:.2f} times")
             )
-        return path, {"file_bytes": file_bytes, **read, **progress.summary()}
+        return path, {"file_bytes": file_bytes, "size_bytes": size_bytes, **read, **progress.summary()}
 
 
 def _file_bytes(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 from zstore.remote import is_url
-from zstore.sources import open_source
+from zstore.sources import open_source, split_location
 
 
 def resume_source(
@@ -33,17 +33,13 @@ def resume_source(
             return None
         snapshot = _snapshot(steps, save, storage_options)
         return snapshot if snapshot is not None or not _has_checkpoint(save, storage_options) else (save, None)
-    folder, colon, tag = resume.rpartition(":")
-    if is_url(resume):
-        if is_url(folder) and "/" not in tag:
-            return folder, tag
-        return _snapshot(steps, resume, storage_options) or (resume, None)
-    if Path(resume).is_dir():
-        return _snapshot(steps, resume, storage_options) or (resume, None)
-    if colon and Path(folder).is_dir():
+    folder, tag = split_location(resume)
+    if tag is not None:
         return folder, tag
+    if is_url(resume) or Path(resume).is_dir():
+        return _snapshot(steps, resume, storage_options) or (resume, None)
     raise CheckpointNotFoundError(
-        f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, found no such folder"
+        f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, but there is no such folder"
     )
 
 

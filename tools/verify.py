@@ -9,37 +9,42 @@ from typing import Any
 
 from zstore.checkpoint import Fault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError
-from zstore.sources import folder_of
+from zstore.sizes import format_bytes, format_count
+from zstore.sources import folder_of, split_location
 
-from .opening import DEFAULTS, Common, open_location, own_reader, print_json, told
+from .opening import DEFAULTS, Common, open_location, own_reader, print_json
 from .printable import printable
 from .progress import Progress
 
 
-def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
+def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, tag: str | None = None) -> int:
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 where there is one.
 
-    In a folder of checkpoints the newest committed one is checked, and those whose record is not valid are faults too.
+    In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
+    too.
     With `json`, one object: `path`, `faults`, what was read for what (see `Reading`), and `Progress.summary`.
     """
     faults: list[Fault] = []
+    place, named = split_location(ckpt, tag)
     with contextlib.suppress(CheckpointNotFoundError):
-        refusals = refused(folder_of(ckpt, common.storage_options))
+        refusals = refused(folder_of(place, common.storage_options)) if named is None else []
         faults += [Fault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
     transfer: dict[str, Any] = {}
     try:
-        with open_location(ckpt, common) as source:
+        with open_location(place, common, named) as source:
             reader = own_reader(source, "verify")
             total = sum(array.file_bytes for array in reader.arrays.values())
             with Progress(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
-                # All values were asked for; of a folder the check reads the files past its reader.
+                # All data was asked for; of a folder the check reads the files past its reader.
                 done = replace(reader.reading(), asked_bytes=sum(array.spec.nbytes for array in reader.arrays.values()))
                 if reader.folder.is_local:
                     done = replace(done, read_bytes=progress.done_bytes)
-                transfer = dict(told(progress, [done]))
+                if done.requests:
+                    progress.say(f"read {format_bytes(done.read_bytes)} in {format_count(done.requests, 'request')}")
+                transfer = asdict(done)
                 if not faults:
-                    progress.say(f"whole: every chunk of {len(reader.arrays)} arrays has its checksum")
+                    progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
             transfer |= progress.summary()
     except CorruptionError as error:
         faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from .checkpoint import ArraySource, open_checkpoint, tag_text
 from .checkpoint.folder import Folder, LocalFolder
-from .errors import CheckpointMismatchError, CheckpointNotFoundError
+from .errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from .remote import is_url, open_folder
 from .shardio import IoResources
 
@@ -48,6 +48,27 @@ def open_source(
         if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
         raise
+
+
+def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
+    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
+
+    A local folder that is there is meant as it is, colons included. Raises UsageError where there are two tags.
+    """
+    text = os.fspath(location)
+    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
+    if is_url(text):
+        # The last one alone: others belong to the URL.
+        places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
+    elif Path(text).is_dir():
+        places = []
+    else:
+        places = [(folder, name) for folder, name in places if name and Path(folder).is_dir()]
+    if not places:
+        return text, tag
+    if tag is not None:
+        raise UsageError(f"{text} names the tag {places[0][1]!r}, and --tag names {tag!r}: name one of them")
+    return places[0]
 
 
 def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:

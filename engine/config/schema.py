@@ -130,7 +130,8 @@ class Settings(Section):
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, and where every array rests."""
+    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes beside the
+    table of where state rests: padding, room on the drive, the drive's life."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()

@@ -2,11 +2,11 @@
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, known, publish, gather, commit,
 handle, write; folder, catalog, source, read, ahead, verify,
-reshard, keep, retention.
+reshard, usage, keep, retention.
 """
 
 from .ahead import ReadAhead
-from .catalog import Catalog, Refusal, TagInfo, list_tags
+from .catalog import Catalog, Refusal, TagInfo, list_tags, tags_text
 from .commit import new_folder, temporary_folder
 from .folder import Folder, LocalFolder, Traffic
 from .format import Manifest, Record, ShardEntry
@@ -17,8 +17,9 @@ from .names import new_save_id, step_tag, tag_text
 from .read import CheckpointReader, Reading, open_checkpoint, refused, tags
 from .request import SaveRequest, SaveSummary
 from .reshard import reshard_checkpoint
-from .retention import Fate, bytes_freed, prune, retire, weigh
+from .retention import Fate, prune, retire, weigh
 from .source import ArraySource, StoredArray
+from .usage import StoredFile, bytes_freed, count_files, size_bytes, stored_files
 from .verify import Fault, verify_checkpoint
 from .write import save_checkpoint
 
@@ -42,9 +43,11 @@ __all__ = [
     "SaveSummary",
     "ShardEntry",
     "StoredArray",
+    "StoredFile",
     "TagInfo",
     "Traffic",
     "bytes_freed",
+    "count_files",
     "list_tags",
     "new_folder",
     "new_save_id",
@@ -54,9 +57,12 @@ __all__ = [
     "reshard_checkpoint",
     "retire",
     "save_checkpoint",
+    "size_bytes",
     "step_tag",
+    "stored_files",
     "tag_text",
     "tags",
+    "tags_text",
     "temporary_folder",
     "verify_checkpoint",
     "weigh",

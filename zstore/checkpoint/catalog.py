@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from .folder import Entries, Folder, Place, folder_at
 from .format import MAX_RECORD_BYTES, Record
 from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
+_MOST_LISTED = 10
+"""Tags that a message names."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
     ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
@@ -46,7 +49,7 @@ class TagInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A folder that looks like a checkpoint and is none."""
+    """A folder that looks like a checkpoint and is not."""
 
     folder: Folder
     reason: str
@@ -124,7 +127,7 @@ def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{folder} is not there, or is no folder: expected a checkpoint") from error
+        raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
 
 
 def _reason(error: Exception) -> str:
@@ -173,13 +176,15 @@ def resolve(place: Place, tag: str | None = None) -> TagInfo:
     own = parse_own_name(folder.name)
     if own is not None and own[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
-            f"{folder} is what a save has under way, or left when it was killed: it was never committed; "
+            f"{folder} belongs to a save that is under way, or was killed: it was never committed; "
             f"name {folder.parent.within(own[0])} or {folder.parent}"
         )
     if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
             return info
-        raise CheckpointNotFoundError(f"{folder} holds the checkpoint {info.tag!r}, not {tag!r}")
+        raise CheckpointNotFoundError(
+            f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
+        )
     if tag is not None and (named := find_tag(folder, tag)) is not None:
         return named
     try:
@@ -208,15 +213,21 @@ def _tag_at(folder: Folder) -> TagInfo | None:
         return None
 
 
+def tags_text(infos: Sequence[TagInfo]) -> str:
+    """Return the names of the newest of `infos`, the oldest first, for a message."""
+    names = [repr(info.tag) for info in infos]
+    more = f" and {len(names) - _MOST_LISTED} older" if len(names) > _MOST_LISTED else ""
+    return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MOST_LISTED:])}{more}"
+
+
 def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
-    what = "no committed checkpoint" if tag is None else f"no committed checkpoint {tag!r}"
-    text = f"{folder} holds {what}"
+    what = "no committed checkpoint" if tag is None else f"no committed checkpoint with the tag {tag!r}"
+    text = f"{folder} has {what}"
     entries = _entries(folder)
     if catalog.tags:
-        names = [repr(info.tag) for info in catalog.tags]
-        text += f"; it has {', '.join(names[-10:])}" + (f" and {len(names) - 10} older" if len(names) > 10 else "")
+        text += f"; it has {tags_text(catalog.tags)}"
     elif METADATA_FILE in entries.files:
-        text += f": there is a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or the file was lost"
+        text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:
         text += f"; {refusal.folder.name} was refused: {refusal.reason}"
     foreign = sorted({maker for name, maker in _FOREIGN.items() if name in entries.files})
@@ -233,7 +244,7 @@ def check_tag_is_free(place: Place, tag: str, *, overwrite: bool) -> None:
         if overwrite:
             return
         raise CheckpointExistsError(
-            f"{target} is there and its record is not valid ({error}): save under another tag, or pass overwrite=True"
+            f"{target} exists, but its record is not valid ({error}): save under another tag, or pass overwrite=True"
         ) from error
     if existing is not None and not overwrite:
         raise CheckpointExistsError(
@@ -241,7 +252,7 @@ def check_tag_is_free(place: Place, tag: str, *, overwrite: bool) -> None:
             "pass overwrite=True to replace it"
         )
     if existing is None and _is_there(folder, name):
-        raise CheckpointError(f"{target} is there and is no checkpoint of zstore: move it away, or use another tag")
+        raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")
 
 
 def _is_there(folder: Folder, name: str) -> bool:

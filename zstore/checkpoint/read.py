@@ -17,7 +17,7 @@ from ..errors import CorruptionError
 from ..io import Priority
 from ..packedio import open_shard_file
 from ..shardio import IoResources, ShardReader
-from ..sizes import format_bytes
+from ..sizes import format_bytes, format_count
 from .catalog import Refusal, TagInfo, list_tags, resolve, scan
 from .folder import Folder, Place, folder_at
 from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
@@ -59,9 +59,21 @@ class Reading:
 
     def text(self) -> str:
         """Return a line for people."""
-        ratio = f", {self.read_bytes / self.asked_bytes:.3f} times that" if self.asked_bytes else ""
-        text = f"{format_bytes(self.read_bytes)} read for {format_bytes(self.asked_bytes)} asked{ratio}"
-        return f"{text}, in {self.requests} requests" if self.requests else text
+        text = f"read {format_bytes(self.read_bytes)}"
+        if self.asked_bytes:
+            text += f" for {format_bytes(self.asked_bytes)} of array data"
+        if self.requests:
+            text += f" in {format_count(self.requests, 'request')}"
+        if not self.asked_bytes:
+            return text
+        ratio = self.read_bytes / self.asked_bytes
+        percent = round(100 * abs(ratio - 1))
+        if not percent:
+            return text
+        if ratio < 1:
+            return f"{text}: {percent} % less, since chunks are compressed"
+        why = "chunks are read whole, with their checksums and padding" + (", and metadata" if self.requests else "")
+        return f"{text}: {f'{ratio:.1f} times what is' if ratio >= 2 else f'{percent} % more than'} needed, since {why}"
 
 
 class CheckpointReader(ArraySource):

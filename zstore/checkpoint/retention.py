@@ -1,18 +1,18 @@
-"""Removing the checkpoints that the rules do not keep, and what that frees."""
+"""Removing the checkpoints that the rules do not keep."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointNotFoundError
 from ..files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
-from .folder import Folder, Place
+from .folder import Place
 from .keep import Keep, metric_of
+from .usage import size_bytes, stored_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Fate:
     info: TagInfo
     reasons: tuple[str, ...]
     """Why it stays; none: it goes."""
-    file_bytes: int
-    """Bytes on disk of all its files, those that are linked elsewhere too."""
+    size_bytes: int
+    """Its size on disk: the bytes of all its files, those that other checkpoints share too. See [Note: sizes]."""
 
 
 def weigh(folder: Place, keep: Keep) -> list[Fate]:
@@ -33,31 +33,16 @@ def weigh(folder: Place, keep: Keep) -> list[Fate]:
     """
     tags = scan(folder).tags
     if not tags:
-        raise CheckpointNotFoundError(f"{folder} holds no committed checkpoint")
+        raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
     if keep.metric is not None and all(metric_of(info.record.state, keep.metric) is None for info in tags):
         raise CheckpointNotFoundError(
             f"no checkpoint in {folder} has the metric {keep.metric!r}: give the name under which it was passed to "
             "save_checkpoint(metrics=...), or of a number in its client_state"
         )
     return [
-        Fate(info=info, reasons=tuple(reasons), file_bytes=_file_bytes(info.folder))
+        Fate(info=info, reasons=tuple(reasons), size_bytes=size_bytes(stored_files(info.folder)))
         for info, reasons in zip(tags, keep.reasons(tags), strict=True)
     ]
-
-
-def _file_bytes(folder: Folder) -> int:
-    if not folder.is_local:
-        return sum(size or 0 for size in folder.sizes("").values())
-    return sum(file.num_bytes for file in _files_below(folder.path))
-
-
-def bytes_freed(folders: Sequence[Path]) -> int:
-    """Return the bytes on disk that removing all of `folders` frees: a file that has another name elsewhere stays."""
-    found: dict[tuple[int, int], _File] = {}
-    for folder in folders:
-        for file in _files_below(folder):
-            found.setdefault(file.inode, file).names_seen += 1
-    return sum(file.num_bytes for file in found.values() if file.names_seen >= file.num_names)
 
 
 def prune(files: Files, fates: Sequence[Fate], removed: Callable[[Fate], None] = lambda fate: None) -> list[str]:
@@ -85,26 +70,4 @@ def superfluous(infos: Sequence[TagInfo], *, keep: Keep, run: str) -> list[TagIn
 def retire(files: Files, folder: Path, *, keep: Keep, run: str) -> list[str]:
     """Remove the checkpoints in `folder` that run `run` saved and that the rules do not keep, as `prune` does."""
     doomed = superfluous(scan(folder).tags, keep=keep, run=run)
-    return prune(files, [Fate(info=info, reasons=(), file_bytes=0) for info in doomed])
-
-
-@dataclass
-class _File:
-    """A file, and how many of its names were seen."""
-
-    inode: tuple[int, int]
-    num_names: int
-    num_bytes: int
-    names_seen: int = field(default=0)
-
-
-def _files_below(folder: Path) -> Iterator[_File]:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = os.lstat(os.path.join(root, name))
-            except FileNotFoundError:  # somebody else removes it
-                continue
-            # What it takes on the disk; not every system tells.
-            num_bytes = getattr(found, "st_blocks", -(-found.st_size // 512)) * 512
-            yield _File((found.st_dev, found.st_ino), found.st_nlink, num_bytes)
+    return prune(files, [Fate(info=info, reasons=(), size_bytes=0) for info in doomed])

@@ -64,7 +64,9 @@ def find(location: Path, tag: str | None) -> Folder | None:
     if wanted not in tags:
         named = "" if tag is not None else ", which `latest` names"
         there = ", ".join(map(repr, tags[-_MOST_LISTED:]))
-        raise CheckpointNotFoundError(f"{location} holds no checkpoint {wanted!r}{named}; it has {there} of DeepSpeed")
+        raise CheckpointNotFoundError(
+            f"{location} has no checkpoint with the tag {wanted!r}{named}; it has the DeepSpeed tags {there}"
+        )
     return _files(location / wanted)
 
 
