@@ -25,6 +25,7 @@ from .logs import show_messages
 from .lr_schedules import named_schedule
 from .monitors import open_monitors
 from .optimizer import ZeroOptimizer, optimizer_from_config
+from .rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .schedules import Schedule
 from .wiring import wire
 
@@ -64,11 +65,13 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     loaded = load_config(_config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
+    rates = find_rates(loaded, world)
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
             hidden_size=_hidden_size(model),
-            device_supports_bf16=world.device.type == "cpu" or torch.cuda.is_bf16_supported(),
+            device_supports_bf16=rates is not None and "bf16" in rates.native,
+            device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
             client_scheduler=lr_scheduler is not None,
         )
@@ -76,6 +79,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if world.rank == 0:
         for notice in resolved.notices():
             _log.warning("config: %s: %s", notice.key, notice.message)
+        if rates is not None:
+            _say_precision(loaded, resolved, rates)
     with _watched(world, resolved.silent_s):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
@@ -88,6 +93,15 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             monitors.close()
             raise
         return engine, facade, loader, schedule.scheduler
+
+
+def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:
+    """Say what "auto" came to, or warn of a demanded type that this device is slow in."""
+    choice, warning = tell_choice(loaded, resolved.precision, rates), warn_of_slow(loaded, rates)
+    if choice is not None:
+        _log.info("%s", choice)
+    if warning is not None:
+        _log.warning("%s", warning)
 
 
 @contextmanager

@@ -87,22 +87,26 @@ def test_what_cannot_be_resolved_is_named_all_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fp16", "bf16", "has_bf16", "precision"),
+    ("fp16", "bf16", "native", "precision"),
     [
-        (None, None, True, "fp32"),
-        (True, None, True, "fp16"),
-        (None, True, False, "bf16"),
-        ("auto", "auto", True, "bf16"),
-        ("auto", "auto", False, "fp16"),
-        (True, "auto", True, "fp16"),
-        ("auto", True, True, "bf16"),
-        ("auto", False, True, "fp16"),
-        (False, "auto", False, "fp32"),
+        (None, None, "bf16 fp16", "fp32"),
+        (True, None, "", "fp16"),
+        (None, True, "", "bf16"),
+        ("auto", "auto", "bf16 fp16", "bf16"),
+        ("auto", "auto", "fp16", "fp16"),
+        ("auto", "auto", "", "fp32"),
+        (True, "auto", "bf16 fp16", "fp16"),
+        ("auto", True, "bf16 fp16", "bf16"),
+        ("auto", False, "bf16 fp16", "fp16"),
+        ("auto", None, "bf16", "fp32"),
+        (False, "auto", "", "fp32"),
+        (None, "auto", "bf16", "bf16"),
     ],
 )
-def test_precision(fp16: object, bf16: object, has_bf16: bool, precision: str) -> None:
+def test_precision(fp16: object, bf16: object, native: str, precision: str) -> None:
     config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
-    assert resolved(config, device_supports_bf16=has_bf16).precision == precision
+    supported = {"device_supports_bf16": "bf16" in native, "device_supports_fp16": "fp16" in native}
+    assert resolved(config, **supported).precision == precision
 
 
 def test_loss_scaling() -> None:

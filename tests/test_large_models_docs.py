@@ -29,7 +29,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool]:
         exec(example, names)
     engine = names["engine"]
     weight = engine.get_full_parameter("layers.7.weight")
-    engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean())
+    engine.backward(engine(torch.ones(2, 512, dtype=engine.module.layers[0].weight.dtype)).float().square().mean())
     engine.step()
     torch.manual_seed(0)
     built = torch.equal(weight, names["Wide"]().layers[7].weight)

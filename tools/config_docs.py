@@ -28,8 +28,14 @@ What becomes of a key that is set:
 
 A key is not reported where it asks for what happens anyway (its default), nor in a section that is switched off.
 
-`"auto"` is filled in by `initialize`: sizes of buckets from the model's hidden size, bf16 where the device has it, the
-rest from what the caller gives. What cannot be filled in is an error that names the keys.
+`"auto"` is filled in by `initialize`: sizes of buckets from the model's hidden size, bf16 and fp16 from what the device
+computes natively, the rest from what the caller gives. What cannot be filled in is an error that names the keys.
+
+For `"auto"` in `bf16` or `fp16` the device's rates of matrix products are measured, once in a process and within some 50 ms;
+rank 0's count. A 16-bit type is native where it reaches a third of fp32's rate (on a GPU that has instructions for it). With
+both `"auto"` bf16 is taken before fp16; where neither is native, the run is in fp32. One line at the start says what was
+taken and the rates. A config that demands a 16-bit type over 4 times slower than fp32 is obeyed, with a warning.
+`zstore doctor` shows the rates. Masters are fp32 in any case, and a checkpoint of one precision loads in any other.
 
 Batch sizes: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`. Any two
 give the third; one of the first two alone takes accumulation as 1.

@@ -20,6 +20,8 @@ class ResolveContext:
     hidden_size: int | None = None
     """Width of the model, for the sizes of buckets."""
     device_supports_bf16: bool = False
+    """Whether the device computes in bf16 natively, for "auto"."""
+    device_supports_fp16: bool = False
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
     client_scheduler: bool = False
@@ -131,6 +133,17 @@ def _answers(context: ResolveContext) -> dict[str, Any]:
     return given | params | buckets | {"zero_optimization.stage3_param_persistence_threshold": width and 10 * width}
 
 
+def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
+    """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before
+    fp16; none of them where the config demands the other."""
+    bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
+    if bf16 == "auto":
+        bf16 = context.device_supports_bf16 and fp16 is not True
+    if fp16 == "auto":
+        fp16 = context.device_supports_fp16 and not bf16
+    return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
+
+
 def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Settings, list[str]]:
     """Return `settings` with each "auto" and the batch sizes filled in, and what could not be filled in."""
     if context.client_optimizer:
@@ -145,9 +158,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
         values.update(zip(BATCH_KEYS, numbers, strict=True))
     except ValueError as error:
         problems.append(str(error))
-    bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
-    bf16 = fp16 is not True and context.device_supports_bf16 if bf16 == "auto" else bf16
-    values |= {"bf16.enabled": bf16, "fp16.enabled": not bf16 if fp16 == "auto" else fp16}
+    values |= _precision(settings, context)
     if settings.zstore.split_master and not values["bf16.enabled"]:
         problems.append(
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "

@@ -44,7 +44,7 @@ class Fp16Section(Section):
     switch = "enabled"
 
     enabled: AutoBool = built(False)
-    """Train in fp16. "auto": where bf16 is off."""
+    """Train in fp16. "auto": where the device computes fp16 natively and bf16 is off."""
     loss_scale: Real = built(0.0)
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[int, PlainValidator(Whole(maximum=127))] = built(16)
@@ -71,7 +71,7 @@ class Bf16Section(Section):
     switch = "enabled"
 
     enabled: AutoBool = built(False)
-    """Train in bf16. "auto": where the device has it and fp16 is not on."""
+    """Train in bf16. "auto": where the device computes bf16 natively and fp16 is not on."""
     immediate_grad_update: Bool = no_effect(False, "gradients are always taken as they come")
     """Accumulate a gradient as soon as it exists."""
     check_grad_overflow: Bool = built(False)
