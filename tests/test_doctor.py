@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from zstore.engine.rates import measure_rates
 from zstore.errors import ConfigError
 from zstore.tools import doctor
 from zstore.tools.doctor import Report, doctor_command, examine
@@ -92,6 +95,9 @@ def test_json_is_the_report(
     printed = capsys.readouterr()
     assert json.loads(printed.out).keys() == asdict(report).keys()
     assert json.loads(printed.out)["versions"]["torch"] == report.versions["torch"]
+    rates = measure_rates(torch.device("cpu"))
+    assert json.loads(printed.out)["devices"][0]["matmul_flops"] == rates.flops
+    assert json.loads(printed.out)["devices"][0]["native"] == sorted(rates.native)
 
 
 def test_the_table_names_all_parts(
@@ -114,11 +120,11 @@ def test_the_table_names_all_parts(
     ):
         assert word in out
     assert "GB/s" in out
+    assert re.search(r"matrix products +GFLOP/s a core: fp32 [\d.]+, bf16 [\d.]+, fp16 [\d.]+ *$", out, re.MULTILINE)
 
 
 @pytest.mark.cuda
 def test_a_gpu_is_listed_and_pins_our_buffers(report: Report) -> None:
-    torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     gpus = [device for device in report.devices if device.kind == "cuda"]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import zstore
 from tests.test_cli import run
 from zstore.engine.config import load_config
+from zstore.engine.rates import MatmulRates, measure_rates
 from zstore.errors import ConfigError, UsageError
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
@@ -22,7 +23,14 @@ from zstore.tools.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 from zstore.tools.plan import PlanOptions, make_job, plan_command
 from zstore.tools.plan_choices import Job, Outcome, all_choices, ladder, plan_of
 from zstore.tools.plan_estimate import activation_bytes, step_seconds
-from zstore.tools.plan_machine import Machine, Rates, host_memory_bytes, measured_rates
+from zstore.tools.plan_machine import (
+    Machine,
+    Rates,
+    device_flops,
+    find_precision,
+    host_memory_bytes,
+    measured_rates,
+)
 from zstore.tools.plan_model import shape_of_model, shape_of_numbers
 
 GB = 10**9
@@ -344,3 +352,41 @@ def test_defaults_are_this_machines() -> None:
     job = make_job(PlanOptions(model="gpt-tiny", gpus=0))
     assert job.machine.memory_bytes == host_memory_bytes() > 10**8
     assert job.model.num_parameters == sum(p.numel() for p in Gpt(SHIPPED["gpt-tiny"]).parameters())
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_what_the_engine_takes_here_and_the_config_says_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = measure_rates(torch.device("cpu"))
+    job = make_job(PlanOptions(model="gpt-tiny", gpus=0))
+    assert job.precision == ("bf16" if "bf16" in rates.native else "fp32")
+    assert job.machine.rates.flops == rates.flops[job.precision] * torch.get_num_threads()
+    rung = first_that_fits(job)
+    assert rung is not None
+    assert rung.config["bf16"] == {"enabled": "auto"}
+    assert rung.seconds.compute == pytest.approx(
+        6 * job.model.num_parameters * job.seq_length / job.machine.rates.flops
+    )
+    with zstore.initialize(model=build_model("gpt-tiny", SEQ), config=rung.config)[0] as engine:
+        assert engine.training_state.config.precision == job.precision
+    assert plan_command(PlanOptions(model="gpt-tiny", gpus=0), json=False) == 0
+    assert f'"auto" takes {job.precision}, since this CPU' in capsys.readouterr().err
+
+
+def test_a_slow_cpu_is_planned_in_fp32_and_a_demanded_type_gets_a_note() -> None:
+    slow = MatmulRates(kind="cpu", flops={"fp32": 20e9, "bf16": 0.4e9, "fp16": 0.5e9})
+    assert find_precision("auto", slow).name == "fp32"
+    demanded = find_precision("bf16", slow)
+    assert (demanded.name, demanded.is_auto) == ("bf16", False)
+    assert demanded.note is not None
+    assert "50 times slower than in fp32" in demanded.note
+    old_gpu = MatmulRates(kind="cuda", flops={"fp32": 8e12, "bf16": 7e12, "fp16": 25e12}, emulated=("bf16",))
+    assert find_precision("auto", old_gpu).name == "fp16"
+    assert device_flops(old_gpu, "fp16") == 25e12
+
+
+def test_auto_for_gpus_that_are_not_here_is_bf16() -> None:
+    job = make_job(PlanOptions(model="gpt-tiny", gpus=2, gpu_memory=GB))
+    assert (job.precision, job.machine.rates.flops) == ("bf16", None)
+    assert ladder(job)[0].config["bf16"] == {"enabled": True}

@@ -21,6 +21,15 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
+class Precision(StrEnum):
+    """Types that a model is trained in."""
+
+    AUTO = "auto"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 class Overflow(StrEnum):
     """What becomes of values that fp16 cannot hold."""
 

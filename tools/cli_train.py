@@ -9,7 +9,7 @@ import typer
 
 from zstore.errors import UsageError
 
-from .arguments import Dtype, Json, StorageOption, finish, parse_number, parse_size
+from .arguments import Json, Precision, StorageOption, finish, parse_number, parse_size
 
 
 def train(  # noqa: PLR0913 - one parameter per option
@@ -119,7 +119,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
     disk: Annotated[int | None, typer.Option(help="Room on the drive.", metavar="SIZE", parser=parse_size)] = None,
     micro_batch: Annotated[int, typer.Option(help="Samples of one rank and step.", min=1, metavar="N")] = 1,
     seq_length: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 1024,
-    precision: Annotated[Dtype, typer.Option(help="Type of parameters and gradients.")] = Dtype.BF16,
+    precision: Annotated[
+        Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
+    ] = Precision.AUTO,
     disk_read: Annotated[
         int | None, typer.Option(help="Bytes a second from the drive, as 3GB.", metavar="SIZE", parser=parse_size)
     ] = None,

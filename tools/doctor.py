@@ -10,8 +10,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class Device:
     """Cores this process may use; None on an accelerator."""
     pinning: bool | None
     """Whether host memory can be registered for it; None on the CPU, which needs none."""
+    matmul_flops: Mapping[str, float] | None = None
+    """Precision -> operations a second in matrix products, of one core of a CPU, of a whole GPU; None without torch."""
+    matmul_text: str | None = None
+    """The same in words."""
+    native: tuple[str, ...] = ()
+    """The 16-bit precisions that it computes natively: what "auto" in a config chooses from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
     folder = probe_folder(path)
     drive = measure_drive(path, rate_bytes) if folder.writable else None
     memory = _examine_memory()
-    devices = (_cpu(memory), *_accelerators())
+    devices = tuple(_with_rates(device, index) for index, device in enumerate((_cpu(memory), *_accelerators()), -1))
     return Report(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         versions={
@@ -181,6 +187,18 @@ def _accelerators() -> Iterator[Device]:
         )
 
 
+def _with_rates(device: Device, index: int) -> Device:
+    """Return `device`, the CPU or CUDA device number `index`, with its rates of matrix products."""
+    if importlib.util.find_spec("torch") is None:
+        return device
+    import torch
+
+    from zstore.engine.rates import measure_rates
+
+    rates = measure_rates(torch.device("cuda", index) if device.kind == "cuda" else torch.device("cpu"))
+    return replace(device, matmul_flops=rates.flops, matmul_text=rates.text(), native=tuple(sorted(rates.native)))
+
+
 def _can_pin() -> bool:
     """Whether a slab can be registered with CUDA, as the buffer pool does."""
     import torch
@@ -213,6 +231,12 @@ def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ..
             f"no huge pages (mode {memory.transparent_huge_pages}): direct I/O runs at about half the rate; "
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
+    for device in devices:
+        if device.matmul_flops is not None and not device.native:
+            yield (
+                f"no fast bf16 or fp16 on this {device.kind.upper()}: train in fp32, which "
+                '"bf16": {"enabled": "auto"} takes here'
+            )
     if any(device.pinning is False for device in devices):
         yield "host memory cannot be pinned: raise the locked-memory limit (ulimit -l unlimited)"
 
@@ -242,6 +266,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     for device in report.devices:
         extra = f", {device.num_cores} cores" if device.num_cores else f", pinning: {_yes(device.pinning)}"
         yield device.kind, f"{device.name}, {format_bytes(device.memory_bytes)}{extra}"
+        if device.matmul_text is not None:
+            yield "matrix products", device.matmul_text
     memory = report.memory
     yield "memory", f"{_size(memory.total_bytes)}, {_size(memory.available_bytes)} available"
     if memory.limit_bytes is not None:

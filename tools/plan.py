@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +17,16 @@ from zstore.errors import UsageError
 from zstore.sizes import format_bytes
 
 from .plan_choices import HEADROOM_PERCENT, Job, Outcome, all_choices, ladder
-from .plan_machine import Machine, Rates, host_memory_bytes, measured_rates, own_gpus
+from .plan_machine import (
+    Machine,
+    Rates,
+    device_flops,
+    find_precision,
+    host_memory_bytes,
+    measured_rates,
+    own_gpus,
+    own_rates,
+)
 from .plan_model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 
 _PLAIN_COLUMNS = 200
@@ -39,7 +48,7 @@ class PlanOptions:
     disk: int | None = None
     micro_batch: int = 1
     seq_length: int = 1024
-    precision: str = "bf16"
+    precision: str = "auto"
     disk_read: int | None = None
     disk_write: int | None = None
     flops: int | None = None
@@ -75,9 +84,11 @@ def plan_command(options: PlanOptions, json: bool) -> int:
 def make_job(options: PlanOptions) -> Job:
     """Return what is to be planned. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
     size."""
-    model = _model(options)
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
+    own = own_rates(gpus, options.gpu_memory)
+    precision = find_precision(options.precision, own)
+    model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
     memory = options.memory or host_memory_bytes()
     if gpus and gpu_bytes is None:
@@ -85,8 +96,10 @@ def make_job(options: PlanOptions) -> Job:
     rates = Rates(disk_read=options.disk_read, disk_write=options.disk_write, flops=options.flops)
     disk = options.disk
     if options.measure is not None:
-        rates, free_bytes = measured_rates(options.measure, rates, options.precision, model.hidden)
+        rates, free_bytes = measured_rates(options.measure, rates, precision.name, model.hidden)
         disk = disk or free_bytes
+    if rates.flops is None and own is not None:
+        rates = replace(rates, flops=device_flops(own, precision.name))
     machine = Machine(
         gpus=gpus,
         gpu_bytes=gpu_bytes if gpus and gpu_bytes else memory,
@@ -100,28 +113,38 @@ def make_job(options: PlanOptions) -> Job:
         machine=machine,
         micro_batch=options.micro_batch,
         seq_length=options.seq_length,
-        precision=options.precision,
+        precision=precision.name,
         nvme_path=nvme,
+        precision_is_auto=precision.is_auto,
+        precision_note=precision.note,
     )
 
 
-def _model(options: PlanOptions) -> ModelShape:
+def _model(options: PlanOptions, precision: str) -> ModelShape:
     if options.model is not None:
-        return shape_of_model(options.model, options.precision, options.seq_length)
+        return shape_of_model(options.model, precision, options.seq_length)
     if options.params is None or options.hidden is None or options.layers is None:
         raise UsageError("name a model: --model M, or --params, --hidden and --layers together")
     vocab = options.vocab or DEFAULT_VOCAB
-    return shape_of_numbers(options.params, options.hidden, options.layers, vocab, options.precision)
+    return shape_of_numbers(options.params, options.hidden, options.layers, vocab, precision)
 
 
 def _notes(job: Job, first: Outcome | None) -> list[str]:
     counted = "bytes of state are what the engine counts; activations and what is in transit are estimates"
     notes = [f"{counted}; {HEADROOM_PERCENT} % of every memory is left free"]
+    if job.precision_note is not None:
+        notes.append(job.precision_note)
     if job.machine.disk_bytes is None:
         notes.append("no --disk was given: what has to be on disk is taken to fit there")
-    if None in (job.machine.rates.flops, job.machine.rates.disk_read, job.machine.rates.disk_write):
-        notes.append("for seconds a step give --flops, --disk-read and --disk-write, or --measure FOLDER")
-    else:
+    rates = job.machine.rates
+    missing = [
+        f"--{name.replace('_', '-')}" for name in ("flops", "disk_read", "disk_write") if getattr(rates, name) is None
+    ]
+    if missing:
+        notes.append(
+            f"seconds of steps that follow from {' and '.join(missing)} are missing: give them, or --measure FOLDER"
+        )
+    if rates.flops is not None:
         notes.append("seconds leave out collectives, copies to and from the device, and the update's own computation")
     notes.append(
         f"a model is built before it is sharded: without zstore.Init() that takes "

@@ -38,6 +38,10 @@ class Job:
     """Tokens in a sample."""
     precision: str
     nvme_path: PurePosixPath
+    precision_is_auto: bool = False
+    """Whether the configs say "auto", which is `precision` on this machine."""
+    precision_note: str | None = None
+    """What there is to say about it."""
 
     @property
     def itemsize(self) -> int:
@@ -172,7 +176,9 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "gradient_clipping": 1.0,
     }
-    if job.precision != "fp32":
+    if job.precision_is_auto:
+        config["fp16" if job.precision == "fp16" else "bf16"] = {"enabled": "auto"}
+    elif job.precision != "fp32":
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
     if budget_bytes is not None:
@@ -184,7 +190,12 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
     machine = job.machine
     resolved: Config = load_config(config).resolve(
-        ResolveContext(world_size=machine.num_ranks, hidden_size=job.model.hidden, device_supports_bf16=True)
+        ResolveContext(
+            world_size=machine.num_ranks,
+            hidden_size=job.model.hidden,
+            device_supports_bf16=job.precision == "bf16",
+            device_supports_fp16=job.precision == "fp16",
+        )
     )
     budget = resolved.host_budget_bytes
     share = budget // machine.num_ranks if isinstance(budget, int) else None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.engine.tensors import PRECISIONS
 from zstore.errors import ConfigError
 from zstore.hostmemory import read_host_memory
@@ -63,6 +65,50 @@ def own_gpus() -> tuple[int, int | None]:
     """Return how many CUDA devices there are, and the bytes of the smallest (None: there is none)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return count, min((torch.cuda.get_device_properties(i).total_memory for i in range(count)), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The type that parameters and gradients are planned in."""
+
+    name: str
+    """"fp32", "bf16" or "fp16"."""
+    is_auto: bool
+    """This machine's answer to "auto", so that the config may leave it open."""
+    note: str | None
+    """Why, or what is slow about it."""
+
+
+def own_rates(gpus: int, gpu_memory: int | None) -> MatmulRates | None:
+    """Return the rates of the devices that are planned for; None where those are not in this machine."""
+    if gpus == 0:
+        return measure_rates(torch.device("cpu"))
+    if gpu_memory is None and torch.cuda.is_available():
+        return measure_rates(torch.device("cuda", 0))
+    return None
+
+
+def find_precision(asked: str, rates: MatmulRates | None) -> Precision:
+    """Return the precision for what was asked ("auto" or a name), on devices of these rates; None: not known, where
+    "auto" is bf16."""
+    if asked != "auto":
+        config = load_config({"train_batch_size": 1} | ({} if asked == "fp32" else {asked: {"enabled": True}}))
+        return Precision(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
+    if rates is None:
+        return Precision(
+            name="bf16", is_auto=False, note="--precision auto is bf16 for GPUs that are not in this machine"
+        )
+    config = load_config({"train_batch_size": 1, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
+    bf16, fp16 = ("bf16" in rates.native, "fp16" in rates.native)
+    context = ResolveContext(world_size=1, device_supports_bf16=bf16, device_supports_fp16=fp16)
+    name = config.resolve(context).precision
+    return Precision(name=name, is_auto=True, note=tell_choice(config, name, rates))
+
+
+def device_flops(rates: MatmulRates, precision: str) -> float | None:
+    """Return what one whole device reaches in matrix products: of a CPU, all cores that torch uses."""
+    flops = rates.flops.get(precision)
+    return flops and flops * (torch.get_num_threads() if rates.kind == "cpu" else 1)
 
 
 def measured_rates(
