@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TextIO
-
-from rich import progress as rich_progress
-from rich.console import Console
+from typing import TYPE_CHECKING, Self, TextIO
 
 from zstore.sizes import format_bytes
 
 from .printable import printable
 
+if TYPE_CHECKING:
+    from rich import progress as rich_progress
+
 PLAIN_LINE_S = 30.0
 """Seconds between plain lines: a log of an hour stays readable."""
+_FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
+"""Variables by which rich takes any stream for a terminal."""
 
 
 class Progress:
@@ -42,8 +45,7 @@ class Progress:
         self._lock = threading.Lock()
         self._started_s = self._last_line_s = clock()
         self._stopped_s: float | None = None
-        console = Console(file=self._stream)
-        self._bar = _make_bar(console) if console.is_terminal else None
+        self._bar = _make_bar(self._stream)
         self._task: rich_progress.TaskID | None = None
 
     def __enter__(self) -> Self:
@@ -109,20 +111,28 @@ class Progress:
         return f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
 
 
-class _Rate(rich_progress.ProgressColumn):
-    """Bytes a second since the start, in GB/s."""
+def _make_bar(stream: TextIO) -> rich_progress.Progress | None:
+    """Return a bar on `stream`; None where that is no terminal, and rich need not be loaded."""
+    if not stream.isatty() and not any(name in os.environ for name in _FORCING):
+        return None
+    from rich import progress
+    from rich.console import Console
 
-    def render(self, task: rich_progress.Task) -> str:
-        return f"{task.completed / task.elapsed / 1e9:.2f} GB/s" if task.elapsed else ""
+    class Rate(progress.ProgressColumn):
+        """Bytes a second since the start, in GB/s."""
 
+        def render(self, task: progress.Task) -> str:
+            return f"{task.completed / task.elapsed / 1e9:.2f} GB/s" if task.elapsed else ""
 
-def _make_bar(console: Console) -> rich_progress.Progress:
-    return rich_progress.Progress(
-        rich_progress.TextColumn("{task.description}", markup=False),
-        rich_progress.BarColumn(),
-        rich_progress.TaskProgressColumn(),
-        rich_progress.DownloadColumn(),
-        _Rate(),
-        rich_progress.TimeRemainingColumn(),
+    console = Console(file=stream)
+    if not console.is_terminal:
+        return None
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.DownloadColumn(),
+        Rate(),
+        progress.TimeRemainingColumn(),
         console=console,
     )

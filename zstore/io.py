@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
 import itertools
@@ -68,6 +67,8 @@ class Ticket(Generic[T]):
 
     def __await__(self) -> Generator[object, None, T]:
         if not self._future.done():
+            import asyncio  # loaded by who awaits; what only waits starts sooner without
+
             loop = asyncio.get_running_loop()
             ended = asyncio.Event()
 
