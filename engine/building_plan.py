@@ -33,7 +33,7 @@ def plan_building(config: Config | None, world: World) -> BuildPlan | None:
         return BuildPlan("host", _THRESHOLD_NUMEL) if world.world_size > 1 else None
     zero = config.settings.zero_optimization
     state = _TIERS[config.offload_optimizer.device]
-    own = _TIERS[config.offload_param.device] if config.stage == 3 else "device"
+    own = _TIERS[config.offload_param.device]
     if own == state == "device" and (config.stage < 3 or world.world_size == 1):
         return None
     # Where the fp32 values will rest, which need no copy then.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from zstore.dist import World
 from zstore.errors import ConfigError, UsageError
 
-from .config import Config, ResolveContext, load_config
+from .config import Config, ResolveContext, load_config, read_answers
 from .distributed import init_distributed
 from .durability import require_shared_folder
 from .engine import Engine
@@ -45,10 +45,15 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     collate_fn: Collate | None = None,
     config: Any = None,
     config_params: Any = None,
+    *,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
-    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. The model is changed in
+    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` answers its keys that
+    say "auto", and batch sizes that it leaves out, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as the config
+    is; an answer to what the config says itself is not needed, and not used. What nobody answers follows from the model
+    (sizes of buckets) or is the key's default, which one line tells. The model is changed in
     place: moved to its device, cast, at stage 3 sharded; rank 0's values count. `optimizer` is an element-wise torch
     optimizer over the model's parameters, made before; without it the config names one. `lr_scheduler` is a
     scheduler, or a function that makes one from the returned optimizer; the engine steps it. Loader and scheduler are
@@ -63,6 +68,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     require_no_init("initialize()")
     show_messages()
     loaded = load_config(_config_source(args, config, config_params))
+    answers = read_answers(auto)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     rates = find_rates(loaded, world)
@@ -74,11 +80,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
             client_scheduler=lr_scheduler is not None,
+            answers=answers,
         )
     )
     if world.rank == 0:
         for notice in resolved.notices():
-            _log.warning("config: %s: %s", notice.key, notice.message)
+            _log.warning("%s: %s", resolved.source, notice)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
     with _watched(world, resolved.silent_s):
@@ -151,7 +158,9 @@ def _optimizer(
             raise UsageError(f"initialize(optimizer=...): expected a torch optimizer, got {type(client).__name__}")
         return ZeroOptimizer(client)
     if config.optimizer is None:
-        raise ConfigError('there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...')
+        raise ConfigError(
+            f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...'
+        )
     return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
 
 

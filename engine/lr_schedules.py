@@ -373,4 +373,9 @@ def named_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
 
     Raises ConfigError for lists that do not suit the groups.
     """
-    return _BY_NAME[config.type](optimizer, **config.params)
+    arguments = dict(config.params)
+    position = int(arguments.pop("last_batch_iteration", -1))
+    schedule = _BY_NAME[config.type](optimizer, **arguments)
+    if position >= 0:
+        schedule.load_state_dict({"last_batch_iteration": position})
+    return schedule

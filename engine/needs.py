@@ -16,7 +16,7 @@ from zstore.store import StoreOptions
 
 from .config import Config
 from .parameters import ParameterRecord, named_parameters
-from .placement import Need, OffloadTier, PlacementSettings
+from .placement import Need, PlacementSettings
 from .prefetch import PrefetchLimits, count_fetches
 from .sharding import Persistence, Sharding
 from .spill import spill_pool_bytes
@@ -83,7 +83,7 @@ def find_needs(
     """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
     parameters that each unit gathers, in the order in which units run."""
     sharding = Sharding.of_stage(config.stage, world_size)
-    rests_apart = sharding.parameters or _parameter_tier(config) != "none"
+    rests_apart = sharding.parameters or config.offload_param.device != "none"
     persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
     needs: list[Need] = []
     for one in shapes:
@@ -129,13 +129,10 @@ def prefetch_limits(config: Config) -> PrefetchLimits:
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
     """Return what a resolved config asks for; `budget_bytes` is one rank's share of the machine's budget."""
     zero = config.settings.zero_optimization
-    pins_state = any(
-        section.pin_memory and section.device != "none" for section in (zero.offload_optimizer, zero.offload_param)
-    )
     return PlacementSettings(
         optimizer=config.offload_optimizer.device,
         ratio=zero.offload_optimizer.ratio,
-        parameters=_parameter_tier(config),
+        parameters=config.offload_param.device,
         max_in_cpu_numel=zero.offload_param.max_in_cpu,
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes(config, budget_bytes),
@@ -144,7 +141,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         accumulation_steps=config.batch.accumulation_steps,
         device_is_host=device_is_host,
         pins_buffers=not device_is_host,
-        pins_state=pins_state and not device_is_host,
+        pins_state=config.pin_memory and not device_is_host,
     )
 
 
@@ -152,7 +149,7 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
     options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
     pools = [options.pool_bytes]
-    if _parameter_tier(config) != "none":
+    if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
     if budget_bytes is not None and config.offload_optimizer.device == "nvme":
         pools.append(spill_pool_bytes(budget_bytes))
@@ -163,7 +160,3 @@ def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
     """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
     count, numel = config.parameter_buffers
     return count * min(numel * PRECISIONS[config.precision].itemsize, options.span_bytes)
-
-
-def _parameter_tier(config: Config) -> OffloadTier:
-    return config.offload_param.device if config.stage == 3 else "none"

@@ -57,7 +57,7 @@ def wire(
     loader: TrainingLoader | None,
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place."""
-    offloads_parameters = config.stage == 3 and config.offload_param.device != "none"
+    offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)

@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint import Keep
-from zstore.engine.config import BatchSizes, Config, IoConfig, LossScaling, OptimizerConfig, ResolveContext, load_config
+from zstore.engine.config import (
+    BatchSizes,
+    Config,
+    IoConfig,
+    LossScaling,
+    OptimizerConfig,
+    ResolveContext,
+    load_config,
+    read_answers,
+)
+from zstore.engine.config.keys import known_keys, rule_of
 from zstore.engine.config.resolve import open_keys, solve_batch
+from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError, UsageError
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
@@ -15,12 +27,15 @@ CALLER = ResolveContext(
     world_size=2,
     hidden_size=64,
     device_supports_bf16=True,
-    lr=2e-4,
-    betas=(0.8, 0.9),
-    eps=1e-6,
-    weight_decay=0.1,
-    warmup_num_steps=7,
-    micro_batch_size=3,
+    answers={
+        "optimizer.params.lr": 2e-4,
+        "optimizer.params.betas": (0.8, 0.9),
+        "optimizer.params.eps": 1e-6,
+        "optimizer.params.weight_decay": 0.1,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_num_steps": 7,
+        "train_micro_batch_size_per_gpu": 3,
+    },
 )
 SMALL = st.integers(1, 40)
 
@@ -57,6 +72,7 @@ def test_the_largest_config_in_full() -> None:
         "warmup_max_lr": 2e-4,
         "warmup_num_steps": 7,
         "warmup_type": "log",
+        "last_batch_iteration": -1,
     }
     assert (config.stage, config.gradient_clipping, config.steps_per_print) == (3, 1.0, 100)
     assert (config.offload_optimizer.device, config.offload_optimizer.nvme_paths) == ("nvme", (Path("/local_nvme"),))
@@ -72,18 +88,141 @@ def test_sizes_from_the_hidden_size() -> None:
     assert [getattr(config.settings.zero_optimization, name) for name in names] == [10_000, 10_000, 9_000, 1_000]
 
 
-def test_what_cannot_be_resolved_is_named_all_at_once() -> None:
-    config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json")
-    zero = {"zero_optimization": {"reduce_bucket_size": "auto"}}
+def test_what_has_no_default_is_named_all_at_once_with_how_to_answer() -> None:
+    path = CONFIGS[0].parent / "zero3_nvme_everything.json"
     with pytest.raises(ConfigError) as caught:
-        config.resolve(ResolveContext(world_size=2))
-    for key in ("optimizer.params.lr", "betas", "eps", "weight_decay", "warmup_num_steps", "no batch size is given"):
-        assert str(caught.value).count(key) >= 1, key
-    assert str(caught.value).startswith(f"{config.source}: 7 problems")
-    with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bucket_size: .*the model tells no hidden size"):
-        resolved(zero)
-    with pytest.raises(ConfigError, match=r"gradient_clipping: .*the caller gives no value"):
-        resolved({"gradient_clipping": "auto"})
+        load_config(path).resolve(ResolveContext(world_size=2))
+    assert str(caught.value).startswith(f"{path}: no batch size is given: ")
+    assert 'initialize(..., auto={"train_micro_batch_size_per_gpu": 1})' in str(caught.value)
+    decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(decay).resolve(ResolveContext(world_size=2))
+    assert str(caught.value).startswith("config: 2 problems:")
+    assert 'total_num_steps: "auto" has no default; write a number, or pass' in str(caught.value)
+    assert 'initialize(..., auto={"scheduler.params.total_num_steps": ...})' in str(caught.value)
+
+
+def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
+    path = CONFIGS[0].parent / "zero3_nvme_everything.json"
+    answers = read_answers({"train_batch_size": 4})
+    config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
+    assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
+    assert config.optimizer == OptimizerConfig(
+        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
+    )
+    assert config.scheduler is not None
+    params = config.scheduler.params
+    assert (params["warmup_min_lr"], params["warmup_max_lr"], params["warmup_num_steps"]) == (0.0, 1e-3, 1000)
+    (line,) = [str(notice) for notice in config.notices() if notice.key == '"auto"']
+    assert (
+        "optimizer.params.lr = 0.001, optimizer.params.betas = [0.9, 0.999], optimizer.params.eps = 1e-08, "
+        "optimizer.params.weight_decay = 0.0, scheduler.params.warmup_min_lr = 0.0, "
+        "scheduler.params.warmup_num_steps = 1000. "
+    ) in line
+    assert 'initialize(..., auto={"optimizer.params.lr": ...})' in line
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping = 0.0"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "reduce_bucket_size = 500000000"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": "auto"}}},
+            "weight_decay = 0.01",
+        ),
+    ],
+)
+def test_defaults_are_those_of_the_key(config: dict[str, Any], expected: str) -> None:
+    (line,) = [notice.message for notice in resolved(config).notices() if notice.key == '"auto"']
+    assert expected in line
+
+
+def test_buckets_without_a_hidden_size_have_the_sizes_of_keys_that_are_not_set() -> None:
+    names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
+    names.append("stage3_param_persistence_threshold")
+    auto = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")})
+    plain = resolved({"zero_optimization": {"stage": 3}})
+    assert auto.settings.zero_optimization == plain.settings.zero_optimization
+    assert [notice.key for notice in auto.notices()] == ['"auto"']
+
+
+def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
+    nested = {
+        "optimizer": {"params": {"lr": 1, "betas": [0.5, 0.6], "eps": None}},
+        "bfloat16": {"enabled": True},
+        "zero_optimization.prefetch_bucket_size": 1e6,
+        "scheduler.params": {"total_num_steps": 5},
+    }
+    assert read_answers(nested) == {
+        "optimizer.params.lr": 1.0,
+        "optimizer.params.betas": (0.5, 0.6),
+        "bf16.enabled": True,
+        "zero_optimization.stage3_prefetch_bucket_size": 1_000_000,
+        "scheduler.params.total_num_steps": 5,
+    }
+    assert read_answers(None) == {}
+
+
+def test_every_key_that_may_be_auto_can_be_answered() -> None:
+    values: list[Any] = [1, True, [0.5, 0.5]]
+    keys = {path for path, field in known_keys(Settings) if (rule := rule_of(field)) is not None and rule.auto}
+    assert len(keys) > 15
+    for key in keys:
+        accepted = []
+        for value in values:
+            with contextlib.suppress(ConfigError):
+                accepted.append(read_answers({key: value}))
+        assert accepted, key
+        assert list(accepted[0]) == [key]
+
+
+@pytest.mark.parametrize(
+    ("auto", "message"),
+    [
+        ({"optimizer.params.lrr": 1}, r"optimizer\.params\.lrr: unknown key; did you mean optimizer\.params\.lr\?"),
+        ({"optimizer": {"params": {"lrr": 1}}}, r"optimizer\.params\.lrr: unknown key; did you mean"),
+        ({"seed": 1}, r'seed: a config cannot leave this key "auto"'),
+        ({"zstore.host_budget_bytes": 1}, r"zstore\.host_budget_bytes: a config cannot leave"),
+        ({"optimizer.params.lr": "fast"}, r'optimizer\.params\.lr: expected a number of at least 0, got "fast"'),
+        ({"bf16.enabled": "auto"}, r'bf16\.enabled: expected true or false, got "auto"'),
+        ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1, got 0"),
+        ({"optimizer": 3}, r"optimizer: expected an object with keys of that section, got 3"),
+        ({3: 4}, r"3: unknown key"),
+        (
+            {"optimizer.params.lr": 1, "optimizer": {"params": {"lr": 2}}},
+            r"optimizer\.params\.lr: it is given twice, as 1\.0 and as 2\.0",
+        ),
+        ([1], r"expected a dict of config keys and values, got list"),
+    ],
+)
+def test_bad_answers(auto: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^initialize\(auto=\.\.\.\): " + message):
+        read_answers(auto)
+
+
+def test_bad_answers_are_told_together() -> None:
+    with pytest.raises(ConfigError, match="3 problems") as caught:
+        read_answers({"seed": 1, "nope": 2, "optimizer.params.eps": "x"})
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
+    answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
+    config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
+    assert config.optimizer is not None
+    assert (config.optimizer.lr, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+
+
+def test_answers_that_contradict_are_refused() -> None:
+    auto = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    with pytest.raises(ConfigError, match=r"^config: fp16\.enabled and bf16\.enabled: both are true"):
+        resolved(auto, answers={"fp16.enabled": True, "bf16.enabled": True})
+    assert resolved(auto, answers={"fp16.enabled": True}).precision == "fp16"
+    assert resolved(auto, answers={"fp16.enabled": False, "bf16.enabled": False}).precision == "fp32"
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    with pytest.raises(ConfigError, match="train_batch_size 5 is not a multiple of"):
+        resolved(sizes, answers={"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
 
 
 @pytest.mark.parametrize(
@@ -265,6 +404,7 @@ def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
 def test_batch_keys_that_are_auto_or_all_absent_are_the_callers(
     config: dict[str, Any], expected: tuple[int, int, int]
 ) -> None:
-    context = ResolveContext(world_size=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    answers = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    context = ResolveContext(world_size=2, answers=answers)
     sizes = load_config(config).resolve(context).batch
     assert (sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == expected

@@ -22,14 +22,16 @@ What becomes of a key that is set:
 | status | meaning |
 |---|---|
 | acts | it does what it says |
-| not yet | it will act in a later version; until then it is reported once, by name, with what happens instead |
-| no effect | nothing is left to do for it, or leaving it out harms nothing; it is reported likewise, with the reason |
+| not built | what it asks for is not done, and training does not depend on it; it is reported once, with what happens instead |
+| no effect | nothing of what it asks for is lost: it happens anyway, or there is nothing to do it to; it is reported likewise |
 | refused | training without it would not be what the config asks for: an error |
 
 A key is not reported where it asks for what happens anyway (its default), nor in a section that is switched off.
 
-`"auto"` is filled in by `initialize`: sizes of buckets from the model's hidden size, bf16 and fp16 from what the device
-computes natively, the rest from what the caller gives. What cannot be filled in is an error that names the keys.
+`"auto"` is filled in by `initialize`: by what the caller answers, as `initialize(..., auto={"optimizer.params.lr": 1e-4})`;
+else by what follows from the model (sizes of buckets from its hidden size) and from other keys; else by the key's default
+below, and one line tells the keys and values. Batch sizes and `total_num_steps` have no default: without an answer they
+are an error that names them. `zstore train` answers what its options say.
 
 For `"auto"` in `bf16` or `fp16` the device's rates of matrix products are measured, once in a process and within some 50 ms;
 rank 0's count. A 16-bit type is native where it reaches a third of fp32's rate (on a GPU that has instructions for it). With

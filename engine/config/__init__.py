@@ -5,6 +5,7 @@ fills in "auto" and the batch sizes; the engine reads the properties of what tha
 `zero`.
 """
 
+from .answers import read_answers
 from .arguments import add_config_arguments
 from .config import (
     Config,
@@ -14,6 +15,7 @@ from .config import (
     OptimizerConfig,
     SchedulerConfig,
     load_config,
+    read_config,
 )
 from .parse import Notice
 from .resolve import BatchSizes, ResolveContext
@@ -30,4 +32,6 @@ __all__ = [
     "SchedulerConfig",
     "add_config_arguments",
     "load_config",
+    "read_answers",
+    "read_config",
 ]

@@ -11,12 +11,14 @@ from zstore.checkpoint.keep import Keep
 from zstore.errors import ConfigError, UsageError
 from zstore.runfolder import RUN_FOLDER
 
+from .answers import problem_text
 from .jsonc import load_jsonc
 from .keys import Status, about
 from .parse import Notice, parse
-from .resolve import BatchSizes, ResolveContext, resolve_settings
+from .resolve import BatchSizes, ResolveContext, default_weight_decay, resolve_settings
 from .scheduler import ScheduleName
 from .schema import Settings
+from .values import show
 from .zero import OffloadOptimizerSection, OffloadParamSection
 
 
@@ -108,15 +110,17 @@ class Config:
 
         Raises ConfigError that names all keys that cannot be, or contradict at this world size.
         """
-        settings, problems = resolve_settings(self.settings, context)
-        if problems:
-            raise _error(self.source, problems)
+        resolution = resolve_settings(self.settings, context)
+        if resolution.problems:
+            raise ConfigError(problem_text(self.source, resolution.problems))
         notices = list(self.reported)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
-        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        if resolution.defaults:
+            notices.append(_defaults_notice(resolution.defaults))
+        resolved = replace(self, settings=resolution.settings, reported=tuple(notices), resolved=True)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
@@ -199,7 +203,7 @@ class Config:
         if section is None:
             return None
         params, decoupled = section.params, section.type == "AdamW" or section.params.adam_w_mode
-        decay = 0.01 if params.torch_adam and decoupled else 0.0
+        decay = default_weight_decay(section)
         return OptimizerConfig(
             type=section.type,
             lr=self._plain(params.lr),
@@ -234,14 +238,14 @@ class Config:
     @property
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state rests."""
-        section = self.settings.zero_optimization.offload_optimizer
-        return _offload(section)
+        return _offload(self.settings.zero_optimization.offload_optimizer)
 
     @property
     def offload_param(self) -> OffloadConfig:
-        """Where parameters rest between their uses (stage 3)."""
-        section = self.settings.zero_optimization.offload_param
-        return _offload(section)
+        """Where parameters rest between their uses: below stage 3 on the device, whatever the section says."""
+        if self.stage < 3:
+            return OffloadConfig(device="none", nvme_paths=())
+        return _offload(self.settings.zero_optimization.offload_param)
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
@@ -259,8 +263,9 @@ class Config:
     def pin_memory(self) -> bool:
         """Whether state in host memory is registered with the device's driver."""
         zero = self.settings.zero_optimization
-        return any(
-            section.device != "none" and section.pin_memory for section in (zero.offload_optimizer, zero.offload_param)
+        optimizer, parameters = zero.offload_optimizer.pin_memory, zero.offload_param.pin_memory
+        return (self.offload_optimizer.device != "none" and optimizer) or (
+            self.offload_param.device != "none" and parameters
         )
 
     @property
@@ -398,22 +403,42 @@ def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadC
     return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or () if used else ())
 
 
-def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
+    """Say in one line what was taken for each "auto" that nobody answered."""
+    taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
+    first = next(iter(defaults))
+    return Notice(
+        key='"auto"',
+        message=f"nobody answered, so these defaults are used: {taken}. For other values write them into the config, or pass "
+        f'initialize(..., auto={{"{first}": ...}})',
+    )
+
+
+def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:
     """Return the config in `source`, a dict (copied, never changed) or the path of a JSON file with comments.
 
+    Messages name a file by its path, and a dict by `name`. What was loaded already is returned as it is.
     Raises ConfigError that names every problem found.
     """
+    if isinstance(source, Config):
+        return source
     if isinstance(source, Mapping):
-        name, raw = "config", copy.deepcopy(dict(source))
+        raw = copy.deepcopy(dict(source))
     elif isinstance(source, str | os.PathLike):
         name = os.fspath(source)
-        raw = load_jsonc(_read(name), name)
+        raw = read_config(source)
     else:
         raise ConfigError(f"expected a config as dict or as the path of a JSON file, got {type(source).__name__}")
     settings, problems, notices = parse(raw)
     if problems:
-        raise _error(name, [problem.message for problem in problems])
+        raise ConfigError(problem_text(name, [problem.message for problem in problems]))
     return Config(settings=settings, source=name, reported=tuple(notices), resolved=False)
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the object in a JSON file with comments. Raises ConfigError where there is none."""
+    name = os.fspath(path)
+    return load_jsonc(_read(name), name)
 
 
 def _read(path: str) -> str:
@@ -428,10 +453,3 @@ def _read(path: str) -> str:
         raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()})") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
-
-
-def _error(source: str, problems: list[str]) -> ConfigError:
-    if len(problems) == 1:
-        return ConfigError(f"{source}: {problems[0]}")
-    listed = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"{source}: {len(problems)} problems in the config:{listed}")

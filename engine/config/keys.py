@@ -16,10 +16,11 @@ class Status(Enum):
 
     BUILT = "acts"
     """It does what it says."""
-    NOT_YET = "not yet"
-    """It will act in a later version; until then it is reported."""
+    NOT_BUILT = "not built"
+    """What it asks for is not done, and the result of training does not depend on it; what is lost, and what serves
+    instead, is reported."""
     NO_EFFECT = "no effect"
-    """Nothing is left to do for it in this design, or leaving it out harms nothing; it is reported."""
+    """Nothing of what it asks for is lost: it happens anyway, or there is nothing to do it to; it is reported."""
     REFUSED = "refused"
     """Training without it would not be what the config asks for: an error."""
 
@@ -33,13 +34,13 @@ def built(default: Any) -> Any:
     return _key(default, Status.BUILT)
 
 
-def not_yet(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
-    """A key of a later version. `why` says what happens until then; the default and `quiet` ask for just that."""
-    return _key(default, Status.NOT_YET, why, quiet)
+def not_built(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+    """A key of something that is not there. `why` says what happens in its place, and what to use."""
+    return _key(default, Status.NOT_BUILT, why, quiet)
 
 
 def no_effect(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
-    """A key that never acts, because of `why`."""
+    """A key that never acts, and need not, because of `why`."""
     return _key(default, Status.NO_EFFECT, why, quiet)
 
 

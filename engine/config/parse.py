@@ -1,7 +1,7 @@
 """From what was written to `Settings`: every problem is found and named by its key, and every key that does not act."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,17 @@ from .schema import Settings
 from .values import Anything, is_off, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
+
+_CLOSE = 0.72
+"""How close a key of the same section must be to be guessed, as difflib counts."""
+_CLOSE_ELSEWHERE = 0.85
+"""How close a key of another section must be."""
+_MOST_HOMES = 2
+"""Sections that are named as the home of a key: one like "enabled" has too many to mean any."""
+_MOST_KEYS = 8
+"""Keys of a section that are listed."""
+_TELLING = 5
+"""Letters without which a part of a name says little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +88,7 @@ def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
     if error["type"] == "extra_forbidden":
         others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
         here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
-        return Problem(keys=(key,), message=f"{key}: unknown key{here}{_nearest(section, path)}")
+        return Problem(keys=(key,), message=f"{key}: unknown key{here}{nearest_key(section, path)}")
     if error["type"] == "missing":
         rule = rule_of(section.model_fields[path[-1]])
         return Problem(keys=(key,), message=f"{key}: the key is missing; expected {rule}")
@@ -85,27 +96,41 @@ def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
     return Problem(keys=(key,), message=f"{key}: {message}" if key else message)
 
 
-def _nearest(section: type[Section], path: tuple[str, ...]) -> str:
-    """Return the end of a sentence that names the known key nearest to an unknown one."""
+def nearest_key(section: type[Section], path: Sequence[str]) -> str:
+    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is
+    meant, where one is really close, else the keys of the section that act, where they are few."""
     prefix = "".join(f"{part}." for part in path[:-1])
+    name = path[-1]
+    homes = list(dict.fromkeys(key for key in _EVERY_KEY if key.rpartition(".")[2] == name and key != prefix + name))
+    if 0 < len(homes) <= _MOST_HOMES:
+        return f"; it belongs {' or '.join(_home(key) for key in homes)}"
     here = [*section.model_fields, *section.renames]
-    elsewhere = [key for key in _EVERY_KEY if key.rpartition(".")[2] == path[-1] and key != prefix + path[-1]]
-    if elsewhere:
-        return f"; it belongs {_home(elsewhere[0])}"
-    close = difflib.get_close_matches(path[-1], here, n=1)
+    close = _with_words_of(name, section) or difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
-    far = difflib.get_close_matches(path[-1], [key.rpartition(".")[2] for key in _EVERY_KEY], n=1)
+    names = {key.rpartition(".")[2]: key for key in reversed(_EVERY_KEY)}
+    far = difflib.get_close_matches(name, names.keys() - {name}, n=1, cutoff=_CLOSE_ELSEWHERE)
     if far:
-        return f"; did you mean {next(key for key in _EVERY_KEY if key.rpartition('.')[2] == far[0])}?"
-    nearest = difflib.get_close_matches(path[-1], here, n=1, cutoff=0.0)
-    return f"; the nearest known key is {prefix}{nearest[0]}"
+        return f"; did you mean {names[far[0]]}?"
+    keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
+    return f"; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
+
+
+def _with_words_of(name: str, section: type[Section]) -> list[str]:
+    """Return the one key of `section` that has all words of `name`; nothing where several do, or where that says
+    little."""
+    words = set(name.lower().split("_"))
+    spellings = {
+        spelled: section.renames.get(spelled, spelled) for spelled in (*section.model_fields, *section.renames)
+    }
+    found = {key for spelled, key in spellings.items() if words <= set(spelled.split("_"))}
+    return list(found) if len(found) == 1 and len(name) >= _TELLING else []
 
 
 def _home(key: str) -> str:
     """Return where a key stands, for a sentence."""
     section = key.rpartition(".")[0]
-    return f"into {section}" if section else "to the top of the config"
+    return f"in {section}" if section else "at the top of the config"
 
 
 def _spelled(raw: Any, section: type[Section], name: str) -> str:
@@ -160,9 +185,8 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
         off_switch = name == section.switch and section.is_off
         if status is Status.REFUSED and asks:
             problems.append(Problem(keys=(key,), message=f"{key}: {show(value)} is not supported: {why}"))
-        elif status in (Status.NOT_YET, Status.NO_EFFECT) and asks and not off_switch:
-            when = "not built yet: " if status is Status.NOT_YET else "no effect: "
-            notices.append(Notice(key=key, message=when + why))
+        elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
+            notices.append(Notice(key=key, message=f"{status.value}: {why}"))
     return problems, notices + ([] if prefix else list(_idle(section)))
 
 
@@ -181,6 +205,12 @@ def _idle(settings: Section) -> Iterator[Notice]:
         key = "zero_optimization.stage3_param_persistence_threshold"
         yield Notice(
             key=key, message=f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}"
+        )
+    if zero.stage != 3 and zero.offload_param.device != "none":
+        yield Notice(
+            key="zero_optimization.offload_param",
+            message="not built: parameters are offloaded at stage 3 only. At stage "
+            f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
@@ -202,17 +232,15 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
         yield _clash(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         key = f"zero_optimization.{name}"
-        if offload.device == "nvme" and offload.nvme_path is None:
+        ignored = offload is zero.offload_param and zero.stage != 3
+        if offload.device == "nvme" and offload.nvme_path is None and not ignored:
             message = 'the device is "nvme"; give the absolute path of a folder on the drive'
             yield _clash((f"{key}.nvme_path", f"{key}.device"), message)
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
         yield _clash(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
-    if zero.offload_param.device != "none" and zero.stage != 3:
-        message = f'"{zero.offload_param.device}" needs stage 3; got stage {zero.stage}'
-        yield _clash(("zero_optimization.offload_param.device", "zero_optimization.stage"), message)
     own = settings.zstore
-    nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
+    nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
         yield _clash(("zstore.durability", "zstore.durability_path"), message)

@@ -1,11 +1,14 @@
 """What "auto" stands for, and batch sizes. Pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from pydantic.fields import FieldInfo
 
 from .keys import Section, rule_of
 from .schema import Settings
+from .sections import OptimizerSection
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -26,19 +29,8 @@ class ResolveContext:
     """Whether an optimizer was passed: then the config's section is not read."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
-    lr: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    warmup_min_lr: float | None = None
-    warmup_max_lr: float | None = None
-    warmup_num_steps: int | None = None
-    total_num_steps: int | None = None
-    """Optimizer steps of the whole run, for schedules that end with it."""
-    gradient_clipping: float | None = None
-    train_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    """What "auto" stands for, by dotted key, as `read_answers` returns it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +54,8 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
         if micro is None:
             raise ValueError(
                 'no batch size is given: add "train_micro_batch_size_per_gpu": 1 (samples of one forward on one rank), '
-                f'or "train_batch_size": {world_size * (accumulation or 1)} (samples of one step over all ranks)'
+                f'or "train_batch_size": {world_size * (accumulation or 1)} (samples of one step over all ranks), or pass '
+                'initialize(..., auto={"train_micro_batch_size_per_gpu": 1})'
             )
         accumulation = accumulation or 1
         train = micro * accumulation * world_size
@@ -99,7 +92,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
     written = [getattr(settings, key) for key in BATCH_KEYS]
-    caller = [context.train_batch_size, context.micro_batch_size, context.gradient_accumulation_steps]
+    caller = [context.answers.get(key) for key in BATCH_KEYS]
     if written[0] is None and written[1] is None and written[2] in (None, "auto"):
         written = ["auto", "auto", "auto"]
     train, micro, accumulation = (theirs if own == "auto" else own for own, theirs in zip(written, caller, strict=True))
@@ -108,29 +101,24 @@ def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
 
 def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths that still say "auto" and must not when the engine reads them."""
-    for name, field in type(section).model_fields.items():
+    for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        rule = rule_of(field)
+        rule = rule_of(info)
         if isinstance(value, Section):
             yield from open_keys(value, f"{prefix}{name}.")
         elif value == "auto" and rule is not None and rule.auto:
             yield prefix + name
 
 
-def _answers(context: ResolveContext) -> dict[str, Any]:
-    """Return what each key that may be "auto" stands for; None where the caller does not say."""
-    width = context.hidden_size
-    given = {
-        "gradient_clipping": context.gradient_clipping,
-        "scheduler.params.warmup_min_lr": context.warmup_min_lr or 0.0,
-        _WARMUP_MAX: context.lr if context.warmup_max_lr is None else context.warmup_max_lr,
-        "scheduler.params.warmup_num_steps": context.warmup_num_steps,
-        "scheduler.params.total_num_steps": context.total_num_steps,
-    }
-    params = {f"optimizer.params.{name}": getattr(context, name) for name in ("lr", "betas", "eps", "weight_decay")}
-    sizes = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_prefetch_bucket_size": 90}
-    buckets = {f"zero_optimization.{name}": width and width * width * share // 100 for name, share in sizes.items()}
-    return given | params | buckets | {"zero_optimization.stage3_param_persistence_threshold": width and 10 * width}
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """Settings without "auto", or what is in the way."""
+
+    settings: Settings
+    problems: tuple[str, ...]
+    """What cannot be filled in, or contradicts. With any, the settings mean nothing."""
+    defaults: Mapping[str, Any]
+    """Keys that nobody answered, and the defaults that were taken."""
 
 
 def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
@@ -144,8 +132,14 @@ def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
 
 
-def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Settings, list[str]]:
-    """Return `settings` with each "auto" and the batch sizes filled in, and what could not be filled in."""
+_PRECISION_KEYS = ("bf16.enabled", "fp16.enabled")
+_BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_prefetch_bucket_size": 90}
+"""Sizes of buckets, in hundredths of the hidden size squared."""
+
+
+def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
+    """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
+    from the model and from other keys, else by the key's default."""
     if context.client_optimizer:
         settings = settings.model_copy(update={"optimizer": None})
     if context.client_scheduler:
@@ -158,23 +152,70 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
         values.update(zip(BATCH_KEYS, numbers, strict=True))
     except ValueError as error:
         problems.append(str(error))
+    settings = _answered(settings, context.answers)
     values |= _precision(settings, context)
+    if values["bf16.enabled"] and values["fp16.enabled"]:
+        problems.append(
+            'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; answer one with false'
+        )
     if settings.zstore.split_master and not values["bf16.enabled"]:
         problems.append(
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'
         )
-    answers = _answers(context)
-    if settings.optimizer is not None and settings.optimizer.params.lr != "auto" and context.warmup_max_lr is None:
-        answers[_WARMUP_MAX] = settings.optimizer.params.lr
+    derived, defaults, missing = _fill(settings, context.hidden_size)
+    problems += missing
+    return Resolution(
+        settings=_replaced(settings, values | derived | defaults), problems=tuple(problems), defaults=defaults
+    )
+
+
+def _answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
+    """Return `settings` with the answers to what is "auto" in them; batch sizes are solved elsewhere."""
+    asked = [key for key in open_keys(settings) if key not in BATCH_KEYS]
+    return _replaced(settings, {key: answers[key] for key in asked if key in answers})
+
+
+def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return values for what is still "auto": those that follow from the model and from other keys, and defaults; and a
+    line about each key that has neither."""
+    derived: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    missing: list[str] = []
+    sizes: dict[str, int] = {}
+    if hidden_size is not None:
+        sizes = {f"zero_optimization.{key}": hidden_size**2 * share // 100 for key, share in _BUCKETS.items()}
+        sizes["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden_size
+    optimizer = settings.optimizer
     for key in open_keys(settings):
-        if key in BATCH_KEYS or key in values:
-            continue
-        if answers[key] is None and not (key == _WARMUP_MAX and context.client_optimizer):
-            source = "the model tells no hidden size" if key.startswith("zero_") else "the caller gives no value"
-            problems.append(f'{key}: "auto" cannot be resolved, since {source}; write a number')
-        values[key] = answers[key]
-    return _replaced(settings, values), problems
+        if key in sizes:
+            derived[key] = sizes[key]
+        elif key == _WARMUP_MAX:
+            # With an optimizer of the caller's own: each group's.
+            derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
+        elif key == "optimizer.params.weight_decay" and optimizer is not None:
+            defaults[key] = default_weight_decay(optimizer)
+        elif key not in (*BATCH_KEYS, *_PRECISION_KEYS):
+            info = _field(settings, key)
+            if info.is_required():
+                missing.append(
+                    f'{key}: "auto" has no default; write a number, or pass initialize(..., auto={{"{key}": ...}})'
+                )
+            else:
+                defaults[key] = info.default
+    return derived, defaults, missing
+
+
+def default_weight_decay(section: OptimizerSection) -> float:
+    """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's where that was asked for."""
+    params = section.params
+    return 0.01 if params.torch_adam and (section.type == "AdamW" or params.adam_w_mode) else 0.0
+
+
+def _field(section: Section, path: str) -> FieldInfo:
+    """Return the field of the key at `path` in `section`."""
+    name, _, rest = path.partition(".")
+    return _field(getattr(section, name), rest) if rest else type(section).model_fields[name]
 
 
 def _replaced(section: S, values: Mapping[str, Any]) -> S:

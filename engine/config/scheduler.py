@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from .keys import Section, built, no_effect
+from .keys import Section, built
 from .values import (
     Auto,
     AutoPositive,
@@ -32,8 +32,6 @@ Stairs = Annotated[int, PlainValidator(Whole(minimum=-1))]
 MaybeStairs = Annotated[int | None, PlainValidator(Whole(minimum=-1))]
 MaybeCount = Annotated[int | None, PlainValidator(Whole())]
 
-_RESUMED = "a resumed run takes its position from the checkpoint"
-
 
 class SchedulerParams(Section):
     """Arguments of a schedule."""
@@ -50,8 +48,8 @@ class WarmupLRParams(SchedulerParams):
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller gives."""
     warmup_type: WarmupType = built("log")
     """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = no_effect(-1, _RESUMED)
-    """Step to go on from."""
+    last_batch_iteration: Position = built(-1)
+    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -76,8 +74,8 @@ class WarmupCosineLRParams(SchedulerParams):
     """Part of the group's lr at the end, and from there on."""
     warmup_type: WarmupType = built("log")
     """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = no_effect(-1, _RESUMED)
-    """Step to go on from."""
+    last_batch_iteration: Position = built(-1)
+    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class OneCycleParams(SchedulerParams):
@@ -108,8 +106,8 @@ class OneCycleParams(SchedulerParams):
     """Momentum at the end of the cycle."""
     decay_mom_rate: Real = built(0.0)
     """After the cycle momentum is cycle_max_mom x (1 + decay_mom_rate x intervals of decay_step_size)."""
-    last_batch_iteration: Position = no_effect(-1, _RESUMED)
-    """Step to go on from."""
+    last_batch_iteration: Position = built(-1)
+    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class LRRangeTestParams(SchedulerParams):
@@ -123,8 +121,8 @@ class LRRangeTestParams(SchedulerParams):
     """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
     lr_range_test_staircase: Bool = built(False)
     """Count whole intervals only."""
-    last_batch_iteration: Position = no_effect(-1, _RESUMED)
-    """Step to go on from."""
+    last_batch_iteration: Position = built(-1)
+    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 SCHEDULES: Mapping[str, type[SchedulerParams]] = {
@@ -136,7 +134,7 @@ SCHEDULES: Mapping[str, type[SchedulerParams]] = {
 }
 _NAMES = OneOf(
     options=tuple(SCHEDULES),
-    hint=", or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
+    hint="; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
 )
 
 

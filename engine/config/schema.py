@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import PlainValidator
 
 from .keeping import MaybeKeep
-from .keys import Section, built, no_effect, refused
+from .keys import Section, built, no_effect, not_built, refused
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
@@ -46,8 +46,11 @@ from .values import (
 )
 from .zero import ZeroSection
 
-_NO_MONITOR = "this monitor is not offered; use tensorboard, wandb or csv_monitor"
-_MEAN = "gradients are averaged in one fixed way, the one whose bits are tested"
+_NO_MONITOR = "no metrics go there; use tensorboard, wandb or csv_monitor"
+_MEAN = (
+    "gradients are averaged in one fixed way, the one whose bits are tested; against overflow in fp16 lower "
+    "fp16.initial_scale_power, or train in bf16"
+)
 
 
 class ZstoreSection(Section):
@@ -135,13 +138,15 @@ class Settings(Section):
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()
-    comet: Unread = no_effect(None, _NO_MONITOR)
+    comet: Unread = not_built(None, _NO_MONITOR)
     """Metrics for Comet."""
-    trackio: Unread = no_effect(None, _NO_MONITOR)
+    trackio: Unread = not_built(None, _NO_MONITOR)
     """Metrics for Trackio."""
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
-    log_level: Unread = no_effect(None, "use Python's logging")
+    log_level: Unread = not_built(
+        None, 'messages keep their levels; write logging.getLogger("zstore").setLevel(...) into the script'
+    )
     """How much is logged."""
     disable_python_gc: Bool = built(False)
     """Hold Python's collector of reference cycles still until the engine is closed: it stops all ranks when one
@@ -153,9 +158,9 @@ class Settings(Section):
     """Type in which gradients are reduced."""
     seq_parallel_comm_data_type: DataType = no_effect(None, "there is no sequence parallelism", quiet=("none",))
     """Type of sequence-parallel traffic."""
-    prescale_gradients: Bool = no_effect(False, _MEAN)
+    prescale_gradients: Bool = not_built(False, _MEAN)
     """Divide gradients before they are reduced."""
-    gradient_predivide_factor: Real = no_effect(1.0, _MEAN)
+    gradient_predivide_factor: Real = not_built(1.0, _MEAN)
     """Part of the division that comes before the reduction."""
     gradient_allreduce_op: Annotated[str, PlainValidator(OneOf(options=("mean", "sum")))] = refused(
         "mean", "gradients are averaged over train_batch_size; multiply the loss instead"
@@ -163,7 +168,9 @@ class Settings(Section):
     """Average or sum gradients over the ranks."""
     managed_gradient_accumulation: Bool = refused(True, "step() is called after each micro-batch and acts on the last")
     """Count micro-batches in the engine."""
-    sparse_gradients: Bool = no_effect(False, "gradients are dense")
+    sparse_gradients: Bool = not_built(
+        False, "gradients of embeddings travel whole; build them with sparse=False, a sparse gradient is an error"
+    )
     """Reduce sparse gradients of embeddings as such."""
     disable_allgather: Bool = no_effect(False, "updated shards are always all-gathered")
     """Broadcast updated shards."""
@@ -174,17 +181,26 @@ class Settings(Section):
     """Allow optimizers that were not tested."""
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
     """Insist on DeepSpeed's CPU Adam for offloaded state."""
-    graph_harvesting: Bool = no_effect(False, "no graph is captured")
+    graph_harvesting: Bool = not_built(
+        False, 'no CUDA graph is captured; call torch.compile(mode="reduce-overhead") on the model\'s blocks'
+    )
     """Capture CUDA graphs."""
     use_data_before_expert_parallelism: Bool = no_effect(False, "there is no expert parallelism")
     """Order of process groups."""
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
-    timers: Unread = no_effect(None, "engine.statistics() has the times")
+    timers: Unread = not_built(
+        None, "no line tells the throughput; engine.statistics() has times and bytes, wall_clock_breakdown adds a line"
+    )
     """How time is taken."""
-    nebula: Unread = no_effect(None, "saving does not stall training, without another service")
+    nebula: Unread = not_built(
+        None,
+        "checkpoints go to the folder or URL of save_checkpoint() alone; with wait=False they do not hold up training",
+    )
     """Another checkpoint service."""
-    datastates_ckpt: Unread = no_effect(None, "saving does not stall training, without another library")
+    datastates_ckpt: Unread = not_built(
+        None, "checkpoints are written by zstore alone; save_checkpoint(wait=False) does not hold up training"
+    )
     """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()

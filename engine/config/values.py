@@ -131,7 +131,11 @@ class OneOf(Rule):
             same_kind = isinstance(value, bool) == isinstance(option, bool)
             if same_kind and key == (option.lower() if isinstance(option, str) else option):
                 return option
-        raise ValueError(f"choose one of {', '.join(map(show, self.options))}{self.hint}; got {show(value)}")
+        raise ValueError(f"choose one of {', '.join(map(show, self.options))}; got {show(value)}{self._advice(value)}")
+
+    def _advice(self, value: object) -> str:
+        """Return the end of the message about `value`, which is not among the options."""
+        return self.hint
 
     def _expected(self) -> str:
         return "one of " + ", ".join(map(show, self.options))

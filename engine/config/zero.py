@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator
 
-from .keys import Section, built, no_effect, refused
+from .keys import Section, built, no_effect, not_built, refused
 from .values import (
     AbsolutePaths,
     AutoCount,
@@ -24,10 +24,13 @@ from .values import (
 Stage = Annotated[int, PlainValidator(OneOf(options=(0, 1, 2, 3)))]
 Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(OneOf(options=("none", "cpu", "nvme")))]
 
-_EXACT = "what is sent is never quantized: stages and tiers give the same bits"
+_EXACT = (
+    "nothing is quantized on its way, so that stages and tiers give the same bits; it takes the bytes of the full type"
+)
 _ONE_WAY = "there is one way to gather, flat and by unit"
-_ALL_RANKS = "parameters are sharded over all ranks"
-_PARAMETERS = "parameters stay on the device in this version"
+_ALL_RANKS = (
+    "parameters are sharded over all ranks, and gathered from all: the least memory, and more traffic between nodes"
+)
 _PIPELINE = "an update always reads ahead and writes behind, as far as its buffers go"
 
 
@@ -56,16 +59,19 @@ class OffloadOptimizerSection(Section):
     """Read the next tile while one is updated."""
     pipeline_write: Bool = no_effect(False, _PIPELINE)
     """Write the last tile while one is updated."""
-    super_offload: Bool = no_effect(False, "there is one update kernel, and no second for superchips")
+    super_offload: Bool = not_built(
+        False, "the update of offloaded state is the same on every machine, torch's fused kernel on the CPU"
+    )
     """A CPU update for machines whose host and device share a fast link."""
     convert_grad_on_cpu: Bool = no_effect(True, "gradients stay in 16 bits until the update casts them, tile by tile")
     """Where gradients are cast to fp32."""
-    cpuadam_cores_perc: Fraction = no_effect(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
+    cpuadam_cores_perc: Fraction = not_built(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
     """Share of the cores for the update of `super_offload`."""
 
 
 class OffloadParamSection(Section):
-    """Where parameters rest between their uses. Stage 3 only."""
+    """Where parameters rest between their uses, at stage 3. Below it the section is reported, and parameters stay on the
+    device."""
 
     switch = "device"
 
@@ -156,7 +162,9 @@ class ZeroSection(Section):
     parameters."""
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Checkpoints that load at another world size."""
-    load_from_fp32_weights: Bool = no_effect(True, "a checkpoint holds the fp32 weights, and they are what is loaded")
+    load_from_fp32_weights: Bool = not_built(
+        True, "masters are loaded from the fp32 weights, always: 16-bit ones would lose what training has gained"
+    )
     """Load fp32 master weights, not the 16-bit ones."""
     use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
     """Reduce the buckets of several ranks together."""
@@ -168,23 +176,27 @@ class ZeroSection(Section):
     """Treat modules with few parameters per descendant as one."""
     stage3_use_all_reduce_for_fetch_params: Bool = no_effect(False, _ONE_WAY)
     """Gather by all-reduce."""
-    stage3_allgather_sequential: Bool = no_effect(False, _ONE_WAY)
+    stage3_allgather_sequential: Bool = not_built(
+        False, "a unit is gathered as a whole; against peaks of memory lower stage3_max_live_parameters"
+    )
     """Gather parameters one at a time."""
     stage3_partition_stream_chunk_size: Count = no_effect(0, "parameters are cut by rows, whatever their size")
     """Elements of the pieces in which large parameters are sharded."""
-    zero_hpz_partition_size: Count = no_effect(1, _ALL_RANKS)
+    zero_hpz_partition_size: Count = not_built(1, _ALL_RANKS)
     """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = no_effect(False, _EXACT)
+    zero_quantized_weights: Bool = not_built(False, _EXACT)
     """Gather weights in 8 bits (ZeRO++ qwZ)."""
-    zero_quantized_nontrainable_weights: Bool = no_effect(False, _EXACT)
+    zero_quantized_nontrainable_weights: Bool = not_built(
+        False, "frozen weights keep the type that the model computes in, and take that memory"
+    )
     """Keep frozen weights in 8 bits."""
-    zero_quantized_gradients: Bool = no_effect(False, _EXACT)
+    zero_quantized_gradients: Bool = not_built(False, _EXACT)
     """Reduce gradients in 4 bits (ZeRO++ qgZ)."""
-    zeropp_loco_param: Unread = no_effect(None, _EXACT)
+    zeropp_loco_param: Unread = not_built(None, _EXACT)
     """Error feedback of quantized gradients."""
-    mics_shard_size: Annotated[int, PlainValidator(Whole(minimum=-1))] = no_effect(-1, _ALL_RANKS)
+    mics_shard_size: Annotated[int, PlainValidator(Whole(minimum=-1))] = not_built(-1, _ALL_RANKS)
     """Ranks that share one copy of the parameters (MiCS)."""
-    mics_hierarchical_params_gather: Bool = no_effect(False, _ALL_RANKS)
+    mics_hierarchical_params_gather: Bool = not_built(False, _ALL_RANKS)
     """Gather within and then between nodes (MiCS)."""
     memory_efficient_linear: Bool = no_effect(True, "linear layers are torch's own")
     """Replace linear layers by ones that save less for backward."""
@@ -192,8 +204,8 @@ class ZeroSection(Section):
     """Patch `Module.apply` to gather parameters."""
     pipeline_loading_checkpoint: Bool = no_effect(False, "each rank reads only the rows that it owns")
     """Load checkpoints one rank after another."""
-    log_trace_cache_warnings: Bool = no_effect(
-        False, "engine.statistics().units.orders counts the orders of modules that were recorded"
+    log_trace_cache_warnings: Bool = not_built(
+        False, "nothing is logged; engine.statistics().units.orders counts the orders of modules that were recorded"
     )
     """Warn where the order of modules changes."""
     enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
@@ -202,10 +214,16 @@ class ZeroSection(Section):
     """An older stage 1."""
     save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "Muon is not offered")
     """Keep Muon's momentum off the drive."""
-    leaf_module: Unread = no_effect(None, "units are found from the model's own structure")
+    leaf_module: Unread = not_built(
+        None,
+        "modules cannot be named; a block of the outermost ModuleList is gathered as a whole, experts and all, as long as "
+        "stage3_max_live_parameters has room for it",
+    )
     """Modules that are gathered as a whole."""
-    cpu_offload_use_pin_memory: Bool = no_effect(False, "write pin_memory in offload_optimizer")
-    """Old form of `pin_memory`."""
+    cpu_offload_use_pin_memory: Bool = no_effect(
+        False, "without cpu_offload there is nothing to pin; beside an offload section, write pin_memory into that"
+    )
+    """Old form of `pin_memory`, taken with `cpu_offload` and `cpu_offload_param`."""
     zenflow: Unread = refused(None, "updates that are late by design would change the result; remove the key")
     """Update the most important gradients first, the others later."""
 
@@ -217,7 +235,11 @@ class ZeroSection(Section):
         if not isinstance(data, Mapping):
             return data
         known: dict[Any, Any] = dict(data)
+        pin_memory, taken = known.get("cpu_offload_use_pin_memory"), False
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             if known.pop(old, None) and known.get(new) is None:
-                known[new] = {"device": "cpu"}
+                known[new] = {"device": "cpu", "pin_memory": pin_memory}
+                taken = True
+        if taken:
+            known.pop("cpu_offload_use_pin_memory", None)
         return known
