@@ -84,8 +84,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         )
     )
     if world.rank == 0:
-        for notice in resolved.notices():
-            _log.warning("%s: %s", resolved.source, notice)
+        for line in resolved.report():
+            _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
     with _watched(world, resolved.silent_s):

@@ -154,7 +154,7 @@ def test_a_rank_that_fails_is_named() -> None:
 def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zstore.tools.launch._END_WELL_S", 0.2)
     code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
-    with pytest.raises(ZstoreError, match="rank 0, 1"):
+    with pytest.raises(ZstoreError, match="ranks 0, 1;"):
         launch([*PYTHON, code], 2)
 
 

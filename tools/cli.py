@@ -6,18 +6,16 @@ command imports its module when it is run, so that `zstore inspect` starts witho
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from typing import Annotated
 
 import typer
 
 from zstore._version import __version__
-from zstore.errors import UsageError, ZstoreError
+from zstore.errors import ZstoreError
 
 from . import cli_checkpoints, cli_train
-from .printable import printable
+from .rank_errors import exit_code, say
 
 app = typer.Typer(
     name="zstore",
@@ -36,11 +34,8 @@ def main() -> None:
     try:
         app()
     except (ZstoreError, OSError) as error:
-        if os.environ.get("ZSTORE_TRACEBACK") == "1":
-            traceback.print_exc()
-        else:
-            print(printable(f"zstore: {error}"), file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        say(error)
+        sys.exit(exit_code(error))
 
 
 def _print_version(wanted: bool) -> None:

@@ -56,6 +56,14 @@ def train(  # noqa: PLR0913 - one parameter per option
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the configuration's.", metavar="X")
     ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples of one forward on one rank, in place of the configuration's (where that leaves it open: 1).",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
     storage_option: StorageOption = None,
 ) -> None:
     """Train a model on text; `torchrun ... -m zstore train` works too."""
@@ -78,6 +86,7 @@ def train(  # noqa: PLR0913 - one parameter per option
             seed=seed,
             seq_len=seq_len,
             lr=lr,
+            micro_batch=micro_batch,
             storage_option=tuple(storage_option or ()),
         )
     except UsageError as error:

@@ -119,5 +119,6 @@ class Ranks:
             name = signal.Signals(number).name
             print(f"zstore: stopped by {name}; the checkpoints that were committed hold", file=sys.stderr)
             raise SystemExit(128 + number)
-        failed = ", ".join(str(rank) for rank, code in enumerate(codes) if code)
-        raise ZstoreError(f"training failed on rank {failed}; its message stands above")
+        failed = [str(rank) for rank, code in enumerate(codes) if code]
+        where = f"ranks {', '.join(failed)}" if failed[1:] else f"rank {failed[0]}"
+        raise ZstoreError(f"training failed on {where}; why stands above")

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import LocalFolder
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, storage_error
-from zstore.remote import is_url, open_folder, parse_options
+from zstore.remote import is_url, open_folder
 from zstore.sources import folder_of
 
 from .companions import companions
 from .launch import end_with_launcher, launch
+from .rank_errors import said_once
+from .train_config import answers, load_train_config, offloads
 
 if TYPE_CHECKING:
     import torch
 
     from zstore.engine import Engine
+    from zstore.engine.config import Config
 
     from .corpus import Corpus
     from .tokens import TokenCorpus
@@ -68,11 +71,13 @@ class TrainOptions:
     """Tokens in a sample; None: the resumed run's, else 128."""
     lr: float | None = None
     """Learning rate in place of the config's."""
+    micro_batch: int | None = None
+    """Samples of one forward on one rank, in place of the config's; None: the config's, or 1 where that leaves it open."""
     storage_option: tuple[str, ...] = ()
     """`key=value` for the file system of URLs, beside what the config has."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len"):
+        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len", "micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
@@ -104,6 +109,17 @@ class _Position:
     samples: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a run begins with."""
+
+    config: Config
+    source: tuple[str, str | None] | None
+    """Folder and tag of the checkpoint to go on from."""
+    position: _Position
+    corpus: Text
+
+
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
 """What torch reads once, as it is loaded. Its threads do not spin as they wait, for I/O and the update need the cores
 meanwhile; storage that is filled anew for every unit is in huge pages, which costs a tenth."""
@@ -111,26 +127,26 @@ meanwhile; storage that is filled anew for every unit is in huge pages, which co
 
 def run_train(options: TrainOptions) -> None:
     """Train as `options` say; with `nproc` over 1 in that many processes started here."""
-    if _offloads(options):
-        for name, value in OFFLOAD_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+    with said_once():
+        if offloads(load_train_config(options)):
+            for name, value in OFFLOAD_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
         _prepare(options)  # what is wrong is said once, and not by every rank
         launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
     else:
         end_with_launcher()
-        _train(options)
+        with said_once():
+            _train(options)
 
 
-def _prepare(options: TrainOptions) -> tuple[tuple[str, str | None] | None, _Position, Text]:
-    """Return (checkpoint to go on from, where to start, text). Raises what can be known before anything is built."""
-    from zstore.engine.config import load_config
-
+def _prepare(options: TrainOptions) -> _Start:
+    """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
     from .corpus import open_corpus
     from .resume import resume_source, saved_position
     from .tokens import with_tokenizer
 
-    config = load_config(_config(options))
+    config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
     saved = None if source is None else saved_position(*source, _STATE_KEY, storage_options=storage)
@@ -139,11 +155,12 @@ def _prepare(options: TrainOptions) -> tuple[tuple[str, str | None] | None, _Pos
     corpus.require(position.seq_len)
     if options.save is not None:
         require_place(options.save, storage)
-    return source, position, corpus
+    return _Start(config=config, source=source, position=position, corpus=corpus)
 
 
 def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
-    """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training."""
+    """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training. A
+    folder that is not there yet is not made."""
     if is_url(location):
         place, probe = open_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
         place.write_small(probe, b"")
@@ -151,8 +168,8 @@ def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
         return
     folder = Path(location)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        present = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=present):
             pass
     except OSError as error:
         message = "--save: the folder cannot be written; give one that this user may write"
@@ -166,18 +183,20 @@ def _train(options: TrainOptions) -> None:
 
     from .models import load_or_build
 
-    source, position, corpus = _prepare(options)
+    start = _prepare(options)
     zstore.init_distributed()
-    torch.manual_seed(position.seed)
-    config = _config(options)
-    model = load_or_build(options.model, position.seq_len, config)
-    engine, *_ = zstore.initialize(model=model, config=config)
+    torch.manual_seed(start.position.seed)
+    model = load_or_build(options.model, start.position.seq_len, start.config)
+    auto, chosen = answers(options, start.config)
+    if chosen and os.environ.get("RANK", "0") == "0":
+        print(chosen, file=sys.stderr)
+    engine, *_ = zstore.initialize(model=model, config=start.config, auto=auto)
     with engine:
         if options.save is not None:
             engine.steps.note_folder(str(options.save))
-        if source is not None:
-            engine.load_checkpoint(*source)
-        TrainLoop(options, engine, corpus, position).run()
+        if start.source is not None:
+            engine.load_checkpoint(*start.source)
+        TrainLoop(options, engine, start.corpus, start.position).run()
 
 
 def _position(options: TrainOptions, saved: dict[str, Any] | None) -> _Position:
@@ -194,48 +213,6 @@ def _position(options: TrainOptions, saved: dict[str, Any] | None) -> _Position:
     return _Position(int(saved["seed"]), int(saved["seq_len"]), int(saved["samples"]))
 
 
-def _offloads(options: TrainOptions) -> bool:
-    """Return whether the config, which may still be wrong, moves state off the device."""
-    zero = _config(options).get("zero_optimization")
-    sections = (zero.get("offload_optimizer"), zero.get("offload_param")) if isinstance(zero, dict) else ()
-    return any(isinstance(each, dict) and each.get("device", "none") != "none" for each in sections)
-
-
-def _config(options: TrainOptions) -> dict[str, Any]:
-    """Return the config file's content with what the command line says put in."""
-    from zstore.engine.config.jsonc import load_jsonc
-
-    config: dict[str, Any] = load_jsonc(options.config.read_text(encoding="utf-8-sig"), str(options.config))
-    # The command shows its own progress; the engine's lines come where they are asked for.
-    config.setdefault("steps_per_print", 0)
-    if options.lr is not None:
-        optimizer = config.setdefault("optimizer", {"type": "AdamW"})
-        optimizer.setdefault("params", {})["lr"] = options.lr
-        scheduler = config.get("scheduler", {}).get("params", {})
-        if "warmup_max_lr" in scheduler:
-            scheduler["warmup_max_lr"] = options.lr
-    schedule = config.get("scheduler") or {}
-    if isinstance(schedule, dict) and (schedule.get("params") or {}).get("total_num_steps") == "auto":
-        schedule["params"]["total_num_steps"] = options.steps
-    _keep(options, config)
-    if options.storage_option:
-        own = config.setdefault("zstore", {})
-        own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}
-    if options.seed is not None:
-        config["seed"] = options.seed
-    return config
-
-
-def _keep(options: TrainOptions, config: dict[str, Any]) -> None:
-    """Put what the command line says of checkpoints to keep in the place of what the config says."""
-    asked = {"last": options.keep, "every": options.keep_every, "best": options.keep_best}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if asked:
-        section = config.setdefault("zstore", {})
-        before = section.get("keep")
-        section["keep"] = (before if isinstance(before, dict) else {"last": before}) | asked
-
-
 class TrainLoop:
     """Steps from where the engine stands to `options.steps`, with metrics and saves."""
 
@@ -250,6 +227,7 @@ class TrainLoop:
         engine.step_client_state = self._state
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
+        self._saved = False
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:
@@ -257,12 +235,14 @@ class TrainLoop:
         from .metrics import MetricsFile, TrainProgress
 
         options, engine = self._options, self._engine
-        if engine.global_steps >= options.steps:
-            print(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do", file=sys.stderr)
-            return
         leader = engine.global_rank == 0
-        if leader:
-            self._keep_model_files()
+        if engine.global_steps >= options.steps:
+            if leader:
+                print(
+                    f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do",
+                    file=sys.stderr,
+                )
+            return
         with (
             MetricsFile(options.metrics if leader else None, first_step=engine.global_steps + 1) as metrics,
             TrainProgress(options.steps, engine.global_steps, enabled=leader) as progress,
@@ -338,6 +318,9 @@ class TrainLoop:
 
     def _save(self) -> float:
         """Pin the state and let training go on; returns the seconds that took."""
+        if not self._saved and self._engine.global_rank == 0:
+            self._keep_model_files()
+        self._saved = True
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state=self._state(),

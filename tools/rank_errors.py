@@ -1,0 +1,121 @@
+"""What a failed command says, once for all the ranks that fail with it.
+
+[Note: one message]
+Each rank that fails leaves its message in the store by which the ranks found each other, and looks for a short while for
+the others'. The lowest rank of those with the same message prints it, with the ranks it came from. A rank that stopped
+only because of others says nothing where theirs stand. What cannot be agreed on, for a rank hangs or the store is gone,
+is printed by each: a message too many is better than none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from zstore.errors import RankError, UsageError, ZstoreError
+
+from .printable import printable
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_WAIT_S = 5.0
+"""How long a rank looks for the messages of others, and how long it stays for those that read its own."""
+_LOOK_S = 0.02
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that ends with `error`: 2 for wrong usage, else 1."""
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def say(error: BaseException, ranks: str = "") -> None:
+    """Print `error` on stderr: as a line, or with ZSTORE_TRACEBACK=1 in full."""
+    if os.environ.get("ZSTORE_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    else:
+        print(printable(f"zstore: {ranks}{error}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """End this process with the message of an error in the block, printed by one rank (all ranks). See [Note: one
+    message]. A process alone lets the error pass."""
+    try:
+        yield
+    except (ZstoreError, OSError) as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+            raise
+        rank = int(os.environ["RANK"])
+        told = _messages(error, rank)
+        same = [other for other, message in told.items() if message == told[rank]]
+        if rank == same[0] and not _is_others(error, told):
+            say(error, _named(same))
+        _stay(told)
+        raise SystemExit(exit_code(error)) from None
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}: "
+
+
+def _is_others(error: BaseException, told: dict[int, list[Any]]) -> bool:
+    """Return whether a rank stopped only because of others, which say why themselves."""
+    return isinstance(error, RankError) and any(not is_others for is_others, _ in told.values())
+
+
+def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:
+    """Return [whether it stopped because of others, message] of each rank that failed, by rank."""
+    mine = [isinstance(error, RankError), str(error)]
+    told = {rank: mine}
+    try:
+        store = _store()
+        store.set(str(rank), json.dumps(mine))
+        end = time.monotonic() + _WAIT_S
+        world = range(int(os.environ["WORLD_SIZE"]))
+        while len(told) < len(world) and time.monotonic() < end:
+            for other in world:
+                if other not in told and store.check([str(other)]):
+                    told[other] = json.loads(store.get(str(other)))
+            time.sleep(_LOOK_S)
+    except (RuntimeError, OSError, ValueError):
+        pass
+    return dict(sorted(told.items()))
+
+
+def _stay(told: dict[int, list[Any]]) -> None:
+    """Wait until all that were heard of have read and printed: the store may lie in this process, and a launcher ends the
+    others as soon as one ends."""
+    try:
+        store = _store()
+        store.add("read", 1)
+        end = time.monotonic() + _WAIT_S
+        while store.add("read", 0) < len(told) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+    except (RuntimeError, OSError, ValueError):
+        pass
+
+
+def _store() -> Store:
+    """Return the store of the process group, or before there is one that of the launcher."""
+    import torch.distributed as torch_dist
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store
+    if torch_dist.is_initialized():
+        store = torch_dist.distributed_c10d._get_default_store()
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_WAIT_S)))
+    # A rank that failed before there was a process group must meet those that failed after.
+    while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    found: Store = torch_dist.PrefixStore(f"zstore/failed/{attempt}", store)  # type: ignore[attr-defined]
+    return found
