@@ -17,7 +17,9 @@ import pytest
 
 from tests import warm
 from tests.engine_runs import whole
+from zstore.errors import ZstoreError
 from zstore.tools import cli
+from zstore.tools.launch import launch
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -106,6 +108,74 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
         0,
         "the checkpoint is at step 1 of 1: nothing to do\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "message"),
+    [
+        ({"zero_optimization": {"stage": 7}}, [], "ds.json: zero_optimization.stage: choose one of"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
+            [],
+            "nvme_path: expected an existing folder",
+        ),
+        ({}, ["--data", "/nowhere"], "/nowhere"),
+        ({}, ["--model", "gpt-none"], "unknown model 'gpt-none'"),
+        ({"train_batch_size": "auto"}, ["--lr", "1e30", "--steps", "3"], "norm of the gradients is nan"),
+    ],
+)
+def test_a_start_that_fails_leaves_no_folder(
+    keys: dict[str, Any], words: list[object], message: str, train: Any, tmp_path: Path
+) -> None:
+    write_config(tmp_path, **keys)
+    save = tmp_path / "runs" / "first" / "ckpt"
+    code, err = train("--steps", 1, "--save", save, *words)
+    assert code == 1
+    assert message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_all_ranks_say_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train_batch_size=3)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zstore", "train"]
+    words = ["--config", config.name, "--model", "gpt-tiny", "--seq-len", "8", "--steps", "1", "--save", "ckpt"]
+    done = subprocess.run(
+        [sys.executable, *command, *words],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("zstore: ")]
+    assert line.startswith("zstore: ranks 0, 1: ds.json: train_batch_size 3 is not a multiple of")
+    assert not (tmp_path / "ckpt").exists()
+
+
+FAILING = """
+import os, sys
+import zstore
+from zstore.dist import World
+from zstore.errors import ConfigError
+from zstore.tools.rank_errors import said_once
+
+rank, early = int(os.environ["RANK"]), sys.argv[1] == "early"
+with said_once():
+    if early:
+        raise ConfigError("the same" if rank != 1 else "another")
+    zstore.init_distributed()
+    World.current().raise_together(ConfigError("mine") if rank == 1 else None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"), [("early", {"ranks 0, 2: the same", "rank 1: another"}), ("late", {"rank 1: mine"})]
+)
+def test_different_messages_are_all_said_and_those_who_only_stop_are_silent(
+    when: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(ZstoreError, match=r"training failed on ranks 0, 1, 2;"):
+        launch([sys.executable, "-c", FAILING, when], 3)
+    said = {line.removeprefix("zstore: ") for line in capfd.readouterr().err.splitlines()}
+    assert said == expected
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------

@@ -397,6 +397,8 @@ def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
         ({}, (12, 3, 2)),
         ({"gradient_accumulation_steps": "auto"}, (12, 3, 2)),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, (6, 3, 1)),
+        ({"train_batch_size": "auto"}, (6, 3, 1)),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": 4}, (24, 3, 4)),
         ({"train_batch_size": 24, "gradient_accumulation_steps": "auto"}, (24, 6, 2)),
         ({"train_micro_batch_size_per_gpu": 5}, (10, 5, 1)),
     ],

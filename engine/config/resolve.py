@@ -93,8 +93,9 @@ def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
-    if written[0] is None and written[1] is None and written[2] in (None, "auto"):
-        written = ["auto", "auto", "auto"]
+    if all(size in (None, "auto") for size in written[:2]):
+        # One that is left out is asked for too, where the other is not known; all three, where all are left out.
+        written = ["auto", "auto", "auto" if written[:2] == [None, None] and written[2] is None else written[2]]
     train, micro, accumulation = (theirs if own == "auto" else own for own, theirs in zip(written, caller, strict=True))
     return solve_batch(train, micro, accumulation, context.world_size)
 
