@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 
+import torch.distributed as torch_dist
+
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
@@ -34,6 +36,13 @@ class _WhereNobodyListens(logging.Handler):
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
+
+
+def warn_once(message: str, *arguments: object) -> None:
+    """Warn of something that is the same on every rank: rank 0 says it."""
+    started = torch_dist.is_available() and torch_dist.is_initialized()
+    if not started or torch_dist.get_rank() == 0:
+        logging.getLogger("zstore").warning(message, *arguments)
 
 
 def show_messages() -> None:

@@ -9,7 +9,6 @@ nothing and is answered once with what to remove.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ import torch
 from zstore.errors import ConfigError
 
 from .config import SchedulerConfig
-
-_log = logging.getLogger("zstore")
+from .logs import warn_once
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
@@ -68,7 +66,7 @@ class NamedSchedule:
         """Change nothing: `engine.step()` advances the schedule."""
         if not self._warned:
             self._warned = True
-            _log.warning("engine.step() advances the learning rate schedule; remove scheduler.step() from the loop")
+            warn_once("engine.step() advances the learning rate schedule; remove scheduler.step() from the loop")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -101,7 +99,7 @@ class _Climb:
     def check_before(self, total_num_steps: int) -> None:
         """Warn of a warm-up that is longer than the training."""
         if total_num_steps < self.num_steps:
-            _log.warning(
+            warn_once(
                 "scheduler.params: total_num_steps %d is less than warmup_num_steps %d, so the warm-up does not end in it",
                 total_num_steps,
                 self.num_steps,
@@ -292,7 +290,7 @@ class OneCycle(NamedSchedule):
                     "state of it at 0"
                 )
             return "momentum"
-        _log.warning(
+        warn_once(
             "scheduler.params.cycle_momentum: the optimizer has neither betas nor momentum, so only the learning rate "
             "is cycled"
         )

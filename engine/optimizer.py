@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,8 +12,7 @@ from zstore.errors import UsageError
 
 from .config import OptimizerConfig
 from .kernel import ELEMENT_WISE
-
-_log = logging.getLogger("zstore")
+from .logs import warn_once
 
 Groups = list[dict[str, Any]]
 
@@ -41,7 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Change nothing: `engine.step()` updates the parameters."""
         if not (self._in_engine_step or self._warned):
             self._warned = True
-            _log.warning("engine.step() updates the parameters; remove optimizer.step() from the loop")
+            warn_once("engine.step() updates the parameters; remove optimizer.step() from the loop")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""

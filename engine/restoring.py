@@ -33,6 +33,7 @@ from zstore.sources import open_source
 from . import client_state as client
 from .destinations import reading_text
 from .loading import LoadedArray, LoadOptions, LoadPlan, LoadReport, plan_load
+from .logs import warn_once
 from .model import stored_buffers
 from .record import apply_record, check_record
 from .renaming import as_the_model_calls_it
@@ -82,7 +83,7 @@ class Restore:
             training.world.raise_together(error)
             self._check_all_found(reader is not None)
             if reader is None or plan is None:
-                _log.warning("there is no checkpoint in %s: training starts from the beginning", folder)
+                warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
             state = self._replace(reader, plan)
         training.gather_resident(training.state.records)

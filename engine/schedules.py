@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from zstore.errors import UsageError
 
+from .logs import warn_once
 from .lr_schedules import NamedSchedule
-
-_log = logging.getLogger("zstore")
 
 
 class Schedule:
@@ -40,7 +38,7 @@ class Schedule:
             return
         if self._position() != self._seen and not self._warned:
             self._warned = True
-            _log.warning(
+            warn_once(
                 "the scheduler given to initialize() was also stepped elsewhere, so it runs too fast: engine.step() steps "
                 "it; remove scheduler.step() from the loop"
             )
