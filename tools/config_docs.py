@@ -1,11 +1,16 @@
-"""Writes `docs/config.md` from the schema: `python -m zstore.tools.config_docs > docs/config.md`."""
+"""Writes `docs/config.md` from the schema: `python -m zstore.tools.config_docs > docs/config.md`.
+
+With `--missing`, the keys that do not act, for `docs/deepspeed.md`: `python -m zstore.tools.config_docs --missing`
+replaces that part of the page.
+"""
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zstore.engine.config.keys import Section, Status, about, rule_of, section_of
+from zstore.engine.config.keys import Section, Status, about, known_keys, rule_of, section_of
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.values import show
 
@@ -94,5 +99,36 @@ def document() -> str:
     return _INTRO + "\n".join(_tables(Settings)) + "\n"
 
 
+_HEADINGS = {
+    Status.REFUSED: "Refused: an error",
+    Status.NOT_BUILT: "Not built: reported, and training goes on without it",
+    Status.NO_EFFECT: "No effect: nothing is lost",
+}
+BEGIN, END = "<!-- keys: python -m zstore.tools.config_docs --missing -->\n", "<!-- end of keys -->\n"
+
+
+def missing_keys() -> str:
+    """Return the tables of the keys that do not act, keys of one reason in a row, between two marks."""
+    lines: list[str] = []
+    for status, heading in _HEADINGS.items():
+        lines += ["", f"### {heading}", "", "| key | |", "|---|---|"]
+        reasons: dict[str, list[str]] = {}
+        for path, field in known_keys(Settings):
+            if section_of(field) is None and about(field)[0] is status:
+                reasons.setdefault(about(field)[1], []).append(f"`{path}`")
+        lines += [f"| {', '.join(dict.fromkeys(keys))} | {_cell(why)} |" for why, keys in reasons.items()]
+    return BEGIN + "\n".join(lines) + "\n\n" + END
+
+
+def with_missing_keys(page: str) -> str:
+    """Return a page with the part between the two marks made anew."""
+    before, _, rest = page.partition(BEGIN)
+    return before + missing_keys() + rest.partition(END)[2]
+
+
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    if sys.argv[1:] == ["--missing"]:
+        _PAGE = Path("docs/deepspeed.md")
+        _PAGE.write_text(with_missing_keys(_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        sys.stdout.write(document())

@@ -41,11 +41,12 @@ class WarmupLRParams(SchedulerParams):
     """The rate climbs from the least to the most and stays there."""
 
     warmup_min_lr: AutoRates = built(0.0)
-    """Learning rate at the first step. "auto": what the caller gives, else 0."""
+    """Learning rate at the first step. "auto": what the caller answers, else 0."""
     warmup_max_lr: MaybeAutoRates = built(None)
     """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
     warmup_num_steps: AutoPositive = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller gives."""
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
+    tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
     """Shape of the climb, by default DeepSpeed's."""
     last_batch_iteration: Position = built(-1)
@@ -56,7 +57,8 @@ class WarmupDecayLRParams(WarmupLRParams):
     """The rate climbs from the least to the most, then falls back in a line."""
 
     total_num_steps: AutoPositive
-    """Step at which the rate is the least again, and stays so. "auto": what the caller gives, as `zstore train` does."""
+    """Step at which the rate is the least again, and stays so. "auto": what the caller answers, as `zstore train` does; there
+    is no default."""
     warmup_max_lr: MaybeAutoRates = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
@@ -65,11 +67,13 @@ class WarmupCosineLRParams(SchedulerParams):
     """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
     total_num_steps: AutoPositive
-    """Step at which the rate is least. "auto": what the caller gives, as `zstore train` does."""
+    """Step at which the rate is least. "auto": what the caller answers, as `zstore train` does; there
+    is no default."""
     warmup_min_ratio: Real = built(0.0)
     """Part of the group's lr at the second step, where the warm-up begins."""
     warmup_num_steps: AutoPositive = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller gives."""
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
+    tenth of the steps, at most that."""
     cos_min_ratio: Real = built(0.0001)
     """Part of the group's lr at the end, and from there on."""
     warmup_type: WarmupType = built("log")

@@ -216,8 +216,8 @@ class ZeroSection(Section):
     """Keep Muon's momentum off the drive."""
     leaf_module: Unread = not_built(
         None,
-        "modules cannot be named; a block of the outermost ModuleList is gathered as a whole, experts and all, as long as "
-        "stage3_max_live_parameters has room for it",
+        "modules cannot be named; a block of the outermost ModuleList is gathered as a whole, experts and all, and within "
+        "it ranks may call different ones, as long as stage3_max_live_parameters has room for the block",
     )
     """Modules that are gathered as a whole."""
     cpu_offload_use_pin_memory: Bool = no_effect(
