@@ -12,9 +12,6 @@ from pydantic import ValidationError
 from zstore.engine.config import Config, ResolveContext, load_config
 from zstore.engine.config.keys import Section, Status, about, known_keys, rule_of, section_of
 from zstore.engine.config.schema import Settings
-from zstore.engine.kernel import ELEMENT_WISE
-from zstore.engine.needs import placement_settings
-from zstore.engine.wiring import store_key
 from zstore.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
@@ -156,94 +153,6 @@ def test_keys_that_do_not_act_beside_others_are_reported() -> None:
         "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.offload_optimizer.nvme_path",
     }
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device: str) -> None:
-    """DeepSpeed-Chat writes it at stage 2. Nothing of the section acts, its missing path included."""
-    zero: dict[str, Any] = {"stage": stage, "offload_param": {"device": device, "pin_memory": True}}
-    config = load_config({"train_batch_size": 1, "zero_optimization": zero})
-    (notice,) = config.notices()
-    assert str(notice).startswith(
-        "zero_optimization.offload_param: not built: parameters are offloaded at stage 3 only"
-    )
-    assert f"At stage {stage} they stay whole" in notice.message
-    zero["offload_param"]["nvme_path"] = "/local_nvme"
-    for loaded in (config, load_config({"train_batch_size": 1, "zero_optimization": zero})):
-        resolved = loaded.resolve(ResolveContext(world_size=1))
-        assert (resolved.offload_param.device, resolved.offload_param.nvme_paths) == ("none", ())
-        assert (resolved.pin_memory, resolved.step_overlap, resolved.possible_step_folder) == (False, "none", None)
-        settings = placement_settings(resolved, budget_bytes=None, device_is_host=False)
-        assert (settings.parameters, settings.pins_state) == ("none", False)
-        assert store_key(resolved) == store_key(load_config({"zero_optimization": {"stage": stage}}))
-    zero["stage"] = 3
-    config = load_config({"train_batch_size": 1, "zero_optimization": zero})
-    assert (config.notices(), config.offload_param.device, config.pin_memory) == ([], device, True)
-
-
-def test_step_snapshots_want_a_folder_where_only_an_ignored_section_names_a_drive() -> None:
-    config = {"zero_optimization": {"stage": 2, "offload_param": NVME}, "zstore": {"durability": "step"}}
-    with pytest.raises(ConfigError, match=r"zstore\.durability_path: \"step\" needs a folder"):
-        load_config(config)
-    config["zero_optimization"]["stage"] = 3
-    load_config(config)
-
-
-def test_the_old_form_of_pinned_offload_pins() -> None:
-    old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}
-    config = load_config({"zero_optimization": old})
-    assert (config.notices(), config.offload_optimizer.device, config.pin_memory) == ([], "cpu", True)
-    config = load_config({"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}})
-    assert keys_of(config) == ["zero_optimization.cpu_offload_use_pin_memory"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("SGD", "pass torch.optim.SGD(...) to initialize(optimizer=...) and leave this section out; it works at every"),
-        ("adagrad", "pass torch.optim.Adagrad(...)"),
-        ("Lamb", "torch has no LAMB"),
-        ("OneBitAdam", 'the 1-bit optimizers, which compress what ranks send, are not built; write "Adam"'),
-        ("ZeroOneAdam", 'are not built; write "Adam"'),
-        ("OneBitLamb", "are not built, and torch has no LAMB either"),
-        ("Muon", "torch.optim.Muon, where all trained parameters are matrices"),
-        ("Lion", "torch has no Lion"),
-        ("FusedAdam", 'write "Adam"'),
-        ("Prodigy", "any other at stage 0 without offload"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(name: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"optimizer": {"type": name, "params": {"lr": 1}}})
-    assert f'choose one of "Adam", "AdamW"; got "{name}"; ' in str(caught.value)
-    assert expected in str(caught.value)
-    whole = name in ("Lamb", "OneBitLamb", "Muon", "Lion")
-    assert ("stage 0 without offload only" in str(caught.value)) == whole
-
-
-def test_the_element_wise_optimizers_that_are_named_are_those_of_the_kernel() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"optimizer": {"type": "?", "params": {}}})
-    listed = str(caught.value).partition("torch's ")[2].partition(" work at")[0].split(", ")
-    assert {*listed, "Adam", "AdamW"} == {kind.__name__ for kind in ELEMENT_WISE}
-
-
-def test_errors_and_notices_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 1, "qqq": 3}}')
-    with pytest.raises(ConfigError, match=r"^ds\.json: zero_optimization\.qqq: unknown key$"):
-        load_config("ds.json")
-    Path("ds.json").write_text('{"train_batch_size": "auto"}')
-    with pytest.raises(ConfigError, match=r"^ds\.json: no batch size is given"):
-        load_config("ds.json").resolve(ResolveContext(world_size=1))
-    with pytest.raises(ConfigError, match=r"^ds\.json: nope: unknown key$"):
-        load_config({"nope": 1}, name="ds.json")
-
-
-def test_a_loaded_config_is_taken_as_it_is() -> None:
-    config = load_config({"train_batch_size": 2})
-    assert load_config(config) is config
 
 
 def test_lines_that_come_with_those_of_progress_are_reported_where_there_are_none() -> None:
