@@ -45,8 +45,8 @@ class Access:
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         self._by_name = {name: record for record in training.state.records for name in (record.name, *record.aliases)}
         self._by_parameter = {record.parameter: record for record in training.state.records}
-        self.guard = None if training.hooks is None else StateDictGuard(training.model, self.record_of)
-        """Watches the state dicts of a model whose parameters are sharded."""
+        self.guard = StateDictGuard(training.model, self.record_of, self._loses)
+        """Watches the state dicts of the model."""
         _live.add(self)
 
     # -- which, and when --------------------------------------------------------------------------------------------
@@ -54,6 +54,10 @@ class Access:
     def record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         """Return the record of a parameter of this run, None for any other."""
         return self._by_parameter.get(parameter)
+
+    def _loses(self, record: ParameterRecord) -> bool:
+        """Return whether values that a script writes into a parameter now are replaced by the next step."""
+        return record.group is not None and not self.open_blocks and not self.training.state.is_master(record)
 
     def find(self, name: str) -> ParameterRecord | None:
         """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
@@ -245,10 +249,12 @@ class Access:
         """Replace a parameter and its master by rank 0's `values`."""
         call = f"set_full_parameter({name!r})"
         self.finished(call, lambda: self._check_values(self.record(name), values), changes=True)
-        record = self.record(name)
+        self.set_from_rank0(self.record(name), values)
+
+    def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
+        """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
         dtype = torch.float32 if record.group is not None else record.dtype
-        full = self._from_rank0(record, values, dtype)
-        self.write([(record, full)])
+        self.write([(record, self._from_rank0(record, values, dtype))])
 
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
         """Replace what the optimizer keeps of a parameter under `slot` by rank 0's `values`."""
@@ -389,8 +395,7 @@ class Access:
     def close(self) -> None:
         """Let `zstore.gather` forget this run, and take the hooks off the model."""
         _live.discard(self)
-        if self.guard is not None:
-            self.guard.remove()
+        self.guard.remove()
 
 
 _live: weakref.WeakSet[Access] = weakref.WeakSet()

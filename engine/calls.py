@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zstore.dist import World
+from zstore.errors import UsageError
 from zstore.weights import MAX_FILE_BYTES
 
 from .access import Access
 from .distributed import phase
-from .export import module_state_dict, save_weights
+from .export import save_weights
+from .module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
 
 
 class StateCalls:
@@ -96,10 +99,41 @@ class StateCalls:
         return save_weights(self.access, Path(save_dir), filename=filename, dtype=dtype, max_file_bytes=max_file_bytes)
 
     @phase("access")
-    def module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state dict (all ranks).
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the model's state dict (all ranks); without parameters that are not trained if `exclude_frozen_parameters`.
 
         Where parameters are sharded (stage 3): copies on the CPU with whole values on rank 0, which need memory for the
         whole model there, and an empty dict on other ranks. Else the model's own `state_dict()`, on every rank.
         """
-        return module_state_dict(self.access)
+        return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
+
+    @phase("access")
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: CustomLoad | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load rank 0's `state_dict` into the model, at every stage; other ranks may pass {} (all ranks).
+
+        The fp32 masters take the values as they are, parameters and buffers rounded; the optimizer's state stays. Without
+        `strict`, what only one of both has is left out. `custom_load_fn(src=state_dict, dst=model)` is called on rank 0
+        instead, with whole parameters to write to. `fetch_z3_params` is not needed: parameters are gathered where they are
+        sharded. Raises UsageError, before anything is changed, that lists what does not fit.
+        """
+        self.access.require_no_block("engine.load_module_state_dict()")
+        load_module_state(self.access, without_prefix(state_dict), strict=strict, custom=custom_load_fn)
+
+    @phase("access")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict as `load_module_state_dict` does, and return its missing and unexpected keys (all ranks).
+
+        Raises UsageError for `assign`, which would give the parameters other memory.
+        """
+        if assign:
+            raise UsageError(
+                "engine.load_state_dict(assign=True) would give parameters memory that no step changes: leave it out"
+            )
+        self.access.require_no_block("engine.load_state_dict()")
+        return load_module_state(self.access, without_prefix(state_dict), strict=strict)

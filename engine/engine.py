@@ -24,6 +24,7 @@ from .generation import in_step
 from .loader import TrainingLoader
 from .monitors import Monitors
 from .optimizer import ZeroOptimizer
+from .parameter_guard import ParameterGuard
 from .reporting import RunReport
 from .save_calls import SaveCalls
 from .signals import StopSignals
@@ -51,9 +52,10 @@ class Engine(SaveCalls, nn.Module):
         # Not a method of this object, which would then never be collected.
         self._complete_saves = partial(_complete_saves, self.checkpoints, self.steps)
         self.access = Access(training, self._complete_saves)
+        self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
-        last = (pause.end if pause is not None else None, self.signals.close)
+        last = (pause.end if pause is not None else None, self.signals.close, self.parameter_guard.remove)
         self._finalizer = weakref.finalize(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
@@ -65,6 +67,7 @@ class Engine(SaveCalls, nn.Module):
         """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        self.require_parameters()
         with self.timers.forward(), self.access.during("forward"):
             return self.module(*args, **kwargs)
 
@@ -99,6 +102,7 @@ class Engine(SaveCalls, nn.Module):
         self.access.require_no_block("engine.step()")
         if training.backwards == 0:
             raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
+        self.require_parameters()
         training.backwards = 0
         training.was_applied = False
         try:
@@ -119,6 +123,17 @@ class Engine(SaveCalls, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""
+
+    def require_parameters(self) -> None:
+        """Raise UsageError where the model's parameters are no longer those that the engine trains."""
+        if not self.access.open_blocks:  # which may give them other memory for its length
+            self.parameter_guard.check()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Raise UsageError: the engine trains the model's parameters alone."""
+        raise UsageError(
+            f"engine.{name} = Parameter(...) would not be trained: give it to the model before initialize()"
+        )
 
     # -- what is asked of it ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The model's weights for other software: safetensors files and state dicts."""
+"""The model's weights for other software: safetensors files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from zstore.arrays import FLOATING
@@ -20,7 +19,6 @@ from zstore.weights import DTYPES, FileLayout, Weight, WeightsWriter, lost_text,
 from zstore.weights.layout import STEM, SUFFIX, index_file
 
 from .model import save_config, stored_buffers
-from .parameters import Residency
 from .tensors import as_numpy, dtype_name
 from .whole import Piece
 
@@ -148,30 +146,3 @@ class _Export:
         for name in [name for name in others if not (self._target / name).exists()] + names:
             self._files.rename(self._folder / name, self._target / name)
         self._files.sync_folder(self._target)
-
-
-def module_state_dict(access: Access) -> dict[str, Any]:
-    """Return the model's state dict; see `Engine.module_state_dict`."""
-    training = access.training
-    if access.guard is None:
-        found: dict[str, Any] = training.model.state_dict()
-        return found
-    access.finished("module_state_dict()")
-    leader = training.world.rank == 0
-    sharded = [record for record in training.state.records if record.residency is not Residency.RESIDENT]
-    values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
-
-    def take(piece: Piece) -> None:
-        values[piece.source.record][piece.first : piece.stop] = piece.values
-
-    access.each([access.master(record) for record in sharded], take, rank0_only=True)
-    if not leader:
-        return {}
-    with access.guard.suspended():
-        found = training.model.state_dict()
-    for name, value in found.items():
-        if isinstance(value, torch.Tensor):
-            record = access.find(name)
-            whole = None if record is None else values.get(record)
-            found[name] = value.detach().to("cpu", copy=True) if whole is None else whole.view(value.shape)
-    return found

@@ -14,7 +14,7 @@ Gathered memory and `shard` have room for the padding of the grid, so that rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -67,6 +67,13 @@ class ParameterRecord:
     """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
     where that has the parameter's type."""
     residency: Residency = Residency.RESIDENT
+    address: int = field(init=False)
+    """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
+    shape: torch.Size = field(init=False)
+    """The parameter's, as long as nobody else gives it other memory."""
+
+    def __post_init__(self) -> None:
+        self.address, self.shape = self.parameter.data_ptr(), self.parameter.shape
 
     @property
     def numel(self) -> int:
@@ -142,8 +149,19 @@ class ParameterRecord:
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""
-        self.parameter.data = self.full.view(self.parameter.shape)
+        self._point_at(self.full.view(self.shape))
         self.residency = Residency.GATHERED
+
+    def _point_at(self, values: torch.Tensor) -> None:
+        self.parameter.data = values
+        self.address = values.data_ptr()
+
+    def point_back(self) -> None:
+        """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
+        if self.residency is Residency.RELEASED:
+            self.park()
+        else:
+            self._point_at(self.full.view(self.shape))
 
     def lend(self) -> torch.Tensor:
         """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` wants."""
@@ -170,9 +188,7 @@ class ParameterRecord:
         hole = torch.full(
             (1,), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.full.device
         )
-        self.parameter.data = (
-            hole.expand(self.numel).view(self.parameter.shape) if self.numel else hole[:0].view(self.parameter.shape)
-        )
+        self._point_at(hole.expand(self.numel).view(self.shape) if self.numel else hole[:0].view(self.shape))
         self.residency = Residency.RELEASED
 
 
