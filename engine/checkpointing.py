@@ -159,6 +159,11 @@ class Checkpoints:
         self.stall_s += ticket.stall_s
         return ticket
 
+    def tag_beside(self, tag: str | float | None) -> str:
+        """Return a tag that no other run has, for a save whose tag another run took."""
+        text = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
+        return f"{text}-{self._training.run_id[:8]}"
+
     def _check_no_accumulation(self) -> None:
         training = self._training
         done, steps = (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
+
+from zstore.errors import CheckpointExistsError
 
 from .calls import StateCalls
 from .checkpointing import Checkpoints, SaveOptions, SaveTicket
@@ -13,6 +16,8 @@ from .durability import ClientState, StepSnapshots
 from .loading import LoadOptions, LoadReport
 from .renaming import Names
 from .signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
+
+_log = logging.getLogger("zstore")
 
 
 class SaveCalls(StateCalls):
@@ -41,7 +46,8 @@ class SaveCalls(StateCalls):
         Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
         the state may change meanwhile. `client_state` (or `client_sd`) is JSON data and tensors; `metrics` are numbers
         by name, by which the best checkpoint can be kept. Raises UsageError in the middle of an accumulation,
-        CheckpointExistsError for a committed tag unless `overwrite`.
+        CheckpointExistsError for a tag that another run committed, unless `overwrite`; one of this run is replaced, with
+        one line in the log.
         """
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
@@ -126,16 +132,23 @@ class SaveCalls(StateCalls):
     def save_and_stop(
         self, save_dir: str | None, tag: str | float | None = None, client_state: ClientState | None = None
     ) -> NoReturn:
-        """Save, replacing a checkpoint of that tag, and raise SystemExit with code 75 (all ranks).
+        """Save, and raise SystemExit with code 75 (all ranks).
 
-        What went wrong with an earlier save that is still under way is a warning: it must not cost this one. With None as
-        `save_dir` only a save under way is completed. Ranks that all leave so are no failure of the run.
+        What went wrong with an earlier save that is still under way is a warning: it must not cost this one. A tag that another
+        run committed is not replaced: this run's id is put behind it. With None as `save_dir` only a save under way is
+        completed. Ranks that all leave so are no failure of the run.
         """
         with self.world.calling("save"):
             if save_dir is not None:
                 state = client_state() if callable(client_state) else client_state
                 self.checkpoints.settle()
-                self.save_checkpoint(save_dir, tag, state, overwrite=True)
+                try:
+                    self.save_checkpoint(save_dir, tag, state)
+                except CheckpointExistsError as error:
+                    other = self.checkpoints.tag_beside(tag)
+                    if self.world.rank == 0:
+                        _log.warning("%s; this one is saved as %r", error, other)
+                    self.save_checkpoint(save_dir, other, state)
                 self.steps.settle()
             self.wait_for_checkpoint()
             self.world.leave_together()

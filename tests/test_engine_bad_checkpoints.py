@@ -86,8 +86,10 @@ def test_a_committed_tag_is_replaced_only_when_asked(engine: Engine, folder: Pat
     first = state_of(engine)
     step(engine)
     second = state_of(engine)
-    with pytest.raises(CheckpointExistsError, match=r"'0.25' is committed .*overwrite=True"):
+    engine.training_state.run_id, own = "f" * 32, engine.training_state.run_id
+    with pytest.raises(CheckpointExistsError, match=r"'0.25' is committed .*by another run.*overwrite=True"):
         engine.save_checkpoint(str(folder), 0.25, {"epoch": 2})
+    engine.training_state.run_id = own
     assert state_of(engine) == second
     assert engine.load_checkpoint(str(folder), 0.25)[1] == {"epoch": 1}
     assert state_of(engine) == first

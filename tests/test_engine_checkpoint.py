@@ -225,15 +225,52 @@ def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFix
         with pytest.raises(UsageError, match="cannot be a tag"):
             engine.save_checkpoint(str(tmp_path), "../x")
         engine.save_checkpoint(str(tmp_path), 0.5)
-        with pytest.raises(CheckpointExistsError, match="overwrite"):
-            engine.save_checkpoint(str(tmp_path), 0.5)
         small_step(engine)
         after = engine_digests(engine)
-        engine.save_checkpoint(str(tmp_path), 0.5, client_sd={"step": 7}, overwrite=True)
+        engine.save_checkpoint(str(tmp_path), 0.5, client_sd={"step": 7})
         small_step(engine)
         assert engine.load_checkpoint(str(tmp_path), 0.5, load_optimizer_states=True)[1] == {"step": 7}
         assert engine_digests(engine) == after
         assert engine.global_steps == 1
+
+
+def test_an_equal_tag_replaces_a_checkpoint_of_its_own_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small() as engine:
+        for epoch in range(2):  # `ckpt_id = loss.item()`, twice the same
+            engine.save_checkpoint(str(tmp_path), 0.5, {"epoch": epoch})
+            small_step(engine)
+        assert [r.message for r in caplog.records if "replaced" in r.message] == [
+            f"checkpoint '0.5' of this run (step 0) was replaced in {tmp_path}"
+        ]
+        run = engine.training_state.run_id
+    with small() as other:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointExistsError, match=r"by another run \(step 1\): load it first .* overwrite=True"):
+            other.save_checkpoint(str(tmp_path), 0.5)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert other.load_checkpoint(str(tmp_path))[1] == {"epoch": 1}
+        small_step(other)
+        other.save_checkpoint(str(tmp_path), 0.5, {"epoch": 2})  # it goes on with that run
+        assert other.training_state.run_id == run
+    with small() as third:
+        third.save_checkpoint(str(tmp_path), 0.5, overwrite=True)
+    with open_checkpoint(tmp_path, "0.5") as reader:
+        assert (reader.record.step, reader.record.run != run) == (0, True)
+
+
+def test_a_stop_never_replaces_a_checkpoint_of_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "last")
+    with small() as other:
+        small_step(other)
+        with pytest.raises(SystemExit):
+            other.save_and_stop(str(tmp_path), "last")
+        beside = f"last-{other.training_state.run_id[:8]}"
+        assert f"this one is saved as {beside!r}" in caplog.text
+    with open_checkpoint(tmp_path, "last") as reader, open_checkpoint(tmp_path, beside) as saved:
+        assert (reader.record.step, saved.record.step) == (0, 1)
 
 
 def test_a_save_behind_training_holds_the_state_of_its_call(tmp_path: Path) -> None:

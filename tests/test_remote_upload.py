@@ -294,15 +294,22 @@ def test_retention_holds_at_the_url_for_the_runs_own_checkpoints(remote: Remote,
     assert {key.split("/")[2] for key in remote.fs.objects()} == {*remote.tags(), "latest"}
 
 
-def test_a_tag_that_is_there_is_not_replaced_unasked(remote: Remote, world: World) -> None:
+def test_a_tag_of_another_run_is_not_replaced_unasked(remote: Remote, world: World) -> None:
     remote.save(world)
     before = remote.fs.objects()
-    handles = remote.begin(world)
-    with pytest.raises(CheckpointExistsError, match="checkpoint 'step-00000001' is committed in objects://"):
+    handles = remote.begin(world, run_id="other")
+    with pytest.raises(CheckpointExistsError, match="'step-00000001' is committed in objects://.* by another run"):
         handles[0].wait(60)
     with pytest.raises(CheckpointError):
         handles[1].wait(60)
     assert remote.fs.objects() == before
+
+
+def test_a_tag_of_the_run_itself_is_replaced_with_one_line(remote: Remote, world: World) -> None:
+    assert "replaced" not in str(remote.save(world)[0].messages)
+    (message,) = remote.save(world)[0].messages
+    assert message.startswith("checkpoint 'step-00000001' of this run (step 1) was replaced in objects://")
+    assert remote.tags() == ["step-00000001"]
 
 
 def test_a_users_folder_is_never_touched(remote: Remote, world: World) -> None:

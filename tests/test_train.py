@@ -17,7 +17,13 @@ import transformers
 
 from tests import warm
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, UsageError
+from zstore.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigError,
+    UsageError,
+)
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train import OFFLOAD_ENVIRONMENT, TrainOptions, run_train
 
@@ -149,6 +155,24 @@ def test_resume_auto_starts_fresh_where_nothing_is_and_goes_on_where_something_i
     for steps in (2, 4):
         run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=steps, metrics=metrics))
     assert [row["step"] for row in rows(metrics)] == [1, 2, 3, 4]
+
+
+def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Path, text: Path) -> None:
+    config, metrics, run = config_file(tmp_path), tmp_path / "m.jsonl", tmp_path / "run"
+    run_train(options(tmp_path, text, config, save=str(run), save_every=2))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(CheckpointExistsError, match=r"step-00000002 and 1 more of another run.*--resume auto.*prune"):
+        run_train(options(tmp_path, text, config, save=str(run), metrics=metrics))
+    elsewhere = f"{tmp_path / 'other'}:step-00000001"
+    run_train(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
+    with pytest.raises(CheckpointExistsError, match="step-00000002 and 1 more of another run"):
+        run_train(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
+    assert not metrics.exists()  # nothing was trained
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    # Where no name is met, two runs may share a folder; and a run may go back and write its own again.
+    run_train(options(tmp_path, text, config, save=str(run), steps=1))
+    run_train(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000002", "step-00000004"]
 
 
 def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
+from zstore.checkpoint import step_tag, tags
+from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from zstore.remote import is_url
-from zstore.sources import open_source, split_location
+from zstore.sources import folder_of, open_source, split_location
 
 
 def resume_source(
@@ -63,15 +65,44 @@ def _has_checkpoint(folder: str, storage_options: Mapping[str, Any] | None) -> b
     return True
 
 
-def saved_position(
-    folder: str, tag: str | None, key: str, *, storage_options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return what `zstore train` kept under `key` of the checkpoint's client state."""
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What a checkpoint says of the run that goes on from it."""
+
+    id: str
+    step: int
+    position: dict[str, Any]
+    """Where it is in its data."""
+
+
+def saved_run(folder: str, tag: str | None, key: str, *, storage_options: Mapping[str, Any] | None = None) -> SavedRun:
+    """Return the run that a checkpoint of `zstore train` belongs to; `key` is that of its position in the client state."""
     with open_source(folder, tag, storage_options=storage_options) as checkpoint:
-        state = checkpoint.record.state.get("client_state", {}).get(key)
+        record = checkpoint.record
+        state = record.state.get("client_state", {}).get(key)
     if not isinstance(state, dict) or not {"seed", "seq_len", "samples"} <= state.keys():
         raise CheckpointMismatchError(
             f"{folder}: the checkpoint was not saved by `zstore train`, so its place in the data is not known; load it "
             "with `engine.load_checkpoint` in the script that made it"
         )
-    return state
+    return SavedRun(id=record.run, step=record.step, position=state)
+
+
+def require_free_tags(
+    save: str, steps: range, run: str | None, *, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Raise CheckpointExistsError where a save at one of `steps` in `save` would meet a checkpoint of another run than `run`
+    (None: a new one)."""
+    try:
+        found = tags(folder_of(save, storage_options))
+    except CheckpointNotFoundError:
+        return
+    foreign = [info for info in found if run is None or info.record.run != run]
+    met = [info for info in foreign if info.record.step in steps and info.tag == step_tag(info.record.step)]
+    if not met:
+        return
+    others = f" and {len(met) - 1} more" if len(met) > 1 else ""
+    raise CheckpointExistsError(
+        f"--save {save} holds {met[0].tag}{others} of another run, and this one would save under the same names: pass "
+        f"--resume auto to go on from the newest checkpoint there, name another folder, or remove them (`zstore prune {save}`)"
+    )

@@ -143,17 +143,20 @@ def run_train(options: TrainOptions) -> None:
 def _prepare(options: TrainOptions) -> _Start:
     """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
     from .corpus import open_corpus
-    from .resume import resume_source, saved_position
+    from .resume import require_free_tags, resume_source, saved_run
     from .tokens import with_tokenizer
 
     config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
-    saved = None if source is None else saved_position(*source, _STATE_KEY, storage_options=storage)
-    position = _position(options, saved)
+    saved = None if source is None else saved_run(*source, _STATE_KEY, storage_options=storage)
+    position = _position(options, None if saved is None else saved.position)
     corpus = with_tokenizer(open_corpus(options.data), options.model)
     corpus.require(position.seq_len)
     if options.save is not None:
+        # Any of these may end with a save: a signal decides that, too.
+        steps = range(1 if saved is None else saved.step + 1, options.steps + 1)
+        require_free_tags(options.save, steps, None if saved is None else saved.id, storage_options=storage)
         require_place(options.save, storage)
     return _Start(config=config, source=source, position=position, corpus=corpus)
 
@@ -326,6 +329,5 @@ class TrainLoop:
             client_state=self._state(),
             metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None},
             wait=False,
-            overwrite=True,
         )
         return float(handle.stall_s)

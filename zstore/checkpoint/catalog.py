@@ -234,25 +234,36 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
 
-def check_tag_is_free(place: Place, tag: str, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError where a save to `tag` would replace something that it may not."""
+def check_tag_is_free(place: Place, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
+    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, else one of the run `run`.
+
+    Raises CheckpointExistsError where the save would replace something that it may not.
+    """
     folder, name = folder_at(place), tag_folder(tag)
     target = folder.place_of(name)
     try:
         existing = find_tag(folder, tag)
     except ZstoreError as error:
         if overwrite:
-            return
+            return None
         raise CheckpointExistsError(
             f"{target} exists, but its record is not valid ({error}): save under another tag, or pass overwrite=True"
         ) from error
-    if existing is not None and not overwrite:
+    if existing is not None and not overwrite and (not run or existing.record.run != run):
+        whose = " by another run" if run else ""
+        resume = "load it first to go on with that run, " if run else ""
         raise CheckpointExistsError(
-            f"checkpoint {tag!r} is committed in {folder} (step {existing.record.step}): save under another tag, or "
-            "pass overwrite=True to replace it"
+            f"checkpoint {tag!r} is committed in {folder}{whose} (step {existing.record.step}): {resume}save under another "
+            "tag, or pass overwrite=True to replace it"
         )
     if existing is None and _is_there(folder, name):
         raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")
+    return existing
+
+
+def replaced_text(info: TagInfo) -> str:
+    """Return what to tell of a checkpoint that was replaced by a later one of its run."""
+    return f"checkpoint {info.tag!r} of this run (step {info.record.step}) was replaced in {info.folder.parent}"
 
 
 def _is_there(folder: Folder, name: str) -> bool:

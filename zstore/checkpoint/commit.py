@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ..errors import CheckpointExistsError, StorageError, ZstoreError
 from ..files import Files
-from .catalog import check_tag_is_free, read_record, scan
+from .catalog import TagInfo, check_tag_is_free, read_record, scan
 from .format import Record
 from .lock import SaveLock, owner_is_dead
 from .names import (
@@ -63,10 +63,11 @@ class Committer:
         self._files = files
         self._lock: SaveLock | None = None
 
-    def check(self, *, overwrite: bool) -> None:
+    def check(self, *, overwrite: bool, run: str = "") -> TagInfo | None:
         """Check that the save may begin; runs in the caller's thread, and changes nothing but to make `folder`.
 
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`), StorageError where nothing can be made.
+        Returns the checkpoint that is to be replaced. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
+        or it is one of the run `run`), StorageError where nothing can be made.
         """
         if not self.folder.is_dir():
             self._files.make_folder(self.folder)
@@ -76,7 +77,7 @@ class Committer:
                 path=str(self.folder),
                 errno=errno.EACCES,
             )
-        check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
+        return check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
 
     def begin(self, take_spare: Callable[[Path], None] | None = None) -> None:
         """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.

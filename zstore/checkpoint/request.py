@@ -56,7 +56,7 @@ class SaveRequest:
     record: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run; rank 0's counts."""
     run_id: str = ""
-    """The training run, kept across resumes; needed for `keep`."""
+    """The training run, kept across resumes: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
     keep: Keep | None = None
     """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class SaveRequest:
     spare: Spare | None = None
     """On rank 0: a folder to use again, which belongs to the save from now on."""
     overwrite: bool = False
-    """Replace a committed checkpoint of the same tag."""
+    """Replace a committed checkpoint of the same tag, whatever run saved it."""
     disk_folder: Path | None = None
     """The disk tier's folder: where it is on another file system, room for copies is asked for beforehand."""
     disk_folders: Mapping[str, Path] = field(default_factory=dict)

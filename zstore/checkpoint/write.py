@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from ..errors import CheckpointError
 from ..shardio import ShardSummary
-from .catalog import TagInfo, read_record
+from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, sweep
 from .crew import Crew
 from .folder import LocalFolder
@@ -97,8 +97,11 @@ class _Job:
         """Check what can be checked at once."""
         if self._request.rank == 0:
             self._gatherer = Gatherer(self._request, self._folder)
-            self._committer.check(overwrite=self._request.overwrite)
-            self._request.check_room(self._request.folder)
+            request = self._request
+            replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
+            if replaced is not None and not request.overwrite:
+                self._messages.append(replaced_text(replaced))
+            request.check_room(request.folder)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, scan
+from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
 from ..checkpoint.format import Record
 from ..checkpoint.keep import Keep
 from ..checkpoint.names import (
@@ -71,13 +71,17 @@ class RemoteCommitter:
         """The folder that the files go to."""
         return self.folder.within(self.slot)
 
-    def begin(self, *, overwrite: bool) -> list[str]:
-        """Sweep, check that the tag may be written, choose the slot and lock it; returns what could not be swept.
+    def begin(self, *, overwrite: bool, replaces_own: bool = False) -> list[str]:
+        """Sweep, check that the tag may be written, choose the slot and lock it; returns what the user should know.
 
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`), StorageError where nothing can be written.
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` where the same run saved
+        it), StorageError where nothing can be written.
         """
         messages = sweep(self.folder, self._run_id)
-        check_tag_is_free(self.folder, self._tag, overwrite=overwrite)
+        run = self._run_id if replaces_own else ""
+        replaced = check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
+        if replaced is not None and not overwrite:
+            messages.append(replaced_text(replaced))
         if self.folder.within(self._name).has(RECORD_FILE):
             self.slot = own_name(self._name, SET_ASIDE, self.save_id)
         self._begun = True

@@ -151,7 +151,7 @@ class _Job:
         try:
             self._files.make_folder(self._meeting)
             # While the local save runs.
-            self._messages += self._committer.begin(overwrite=self._request.overwrite)
+            self._messages += self._committer.begin(overwrite=self._request.overwrite, replaces_own=True)
             self._tell(_BEGIN_FILE, {"slot": self._committer.slot})
             summary = self._local.wait()
             with open_checkpoint(summary.path) as reader:
