@@ -59,7 +59,7 @@ class SaveOptions:
     folder: str
     tag: str | float | None = None
     """None: `step-` and the step."""
-    state: Mapping[str, Any]
+    state: client.ClientValues
     """The client's."""
     metrics: Mapping[str, Any]
     """Numbers by name that retention may go by."""
@@ -176,14 +176,10 @@ class Checkpoints:
                 f"{training.backwards} backward without step): gradients are not saved; save after the step"
             )
 
-    def collect_small(self, state: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> Small:
+    def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
-        if not isinstance(state, Mapping):
-            raise UsageError(f"client_state: expected a dict, got {type(state).__name__}")
-        if STATE_KEY in state:
-            raise UsageError(f"client_state: the key {STATE_KEY!r} has a meaning of its own; rename it")
-        stepper = self._training.client_step
-        marked, tensors = client.split({**state, **({} if stepper is None else {STATE_KEY: stepper.state()})})
+        given, stepper = client.as_mapping(state), self._training.client_step
+        marked, tensors = client.split({**given, **({} if stepper is None else {STATE_KEY: stepper.state()})})
         tensors |= {
             f"buffer/{name}": buffer.detach().to("cpu", copy=True).contiguous()
             for name, buffer in stored_buffers(self._training.model)

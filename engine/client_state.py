@@ -1,20 +1,31 @@
 """The client's state in a checkpoint: JSON in the record, its tensors as arrays under `client/`.
 
-A tensor's place holds `{"$tensor": "client/<where>"}`.
+[Note: what comes back]
+A tensor's place holds `{"$tensor": "client/<where>"}`, and it comes back as a tensor on the CPU. A numpy array is stored as a
+tensor, and comes back as one; a numpy number as the plain number, an `argparse.Namespace` as the dict of its values, a path
+as text, a tuple as a list.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from zstore.arrays import ArraySpec
+from zstore.checkpoint.format import encode_state
 from zstore.errors import UsageError
 
+from .client_step import STATE_KEY
 from .tensors import as_numpy, as_torch, dtype_name
 from .understood import understood
+
+ClientValues = Mapping[str, Any] | Namespace
+"""What a script gives a save to keep."""
 
 _MARK = "$tensor"
 
@@ -22,14 +33,38 @@ _MARK = "$tensor"
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
 
-    Raises UsageError that names the key of a tensor that cannot be stored; what else is not JSON, the save names.
+    See [Note: what comes back]. Raises UsageError that names the key of a tensor that cannot be stored; what else is not
+    JSON, the save names.
     """
     tensors: dict[str, torch.Tensor] = {}
     marked = _split(state, "", tensors)
     return marked, tensors
 
 
+def as_mapping(state: ClientValues) -> Mapping[str, Any]:
+    """Return the client's state as a mapping. Raises UsageError for what is none, and for a key that is reserved."""
+    values = vars(state) if isinstance(state, Namespace) else state
+    if not isinstance(values, Mapping):
+        raise UsageError(f"client_state: expected a dict, got {type(values).__name__}")
+    if STATE_KEY in values:
+        raise UsageError(f"client_state: {STATE_KEY!r} is a reserved key; rename it")
+    return values
+
+
+def check(state: ClientValues) -> None:
+    """Raise UsageError that names the key of what a save could not store."""
+    encode_state(split(as_mapping(state))[0], "client_state")
+
+
 def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        value = _tensor_of(value, where)
     if isinstance(value, torch.Tensor):
         name = f"client/{where}"
         if name in tensors:
@@ -42,11 +77,19 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {_MARK: name}
     if isinstance(value, Mapping):
         if _MARK in value:
-            raise UsageError(f"client_state: the key {_MARK!r} at {where!r} has a meaning of its own; rename it")
+            raise UsageError(f"client_state: {_MARK!r} at {where!r} is a reserved key; rename it")
         return {key: _split(item, f"{where}.{key}" if where else str(key), tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_split(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
     return value
+
+
+def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        # Of this machine's byte order, and with no negative strides, which a tensor cannot have.
+        return as_torch(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"client_state: the array at {where!r} cannot be stored: {error}") from error
 
 
 @understood("client state")

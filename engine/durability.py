@@ -25,13 +25,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
 from zstore.checkpoint.spare import Spare
 from zstore.errors import ConfigError, StorageError
 from zstore.files import UnsyncedFiles
 
+from .client_state import ClientValues
 from .interrupts import interrupts_wait
 from .step_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snapshots, sweep
 
@@ -45,11 +46,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
-ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+ClientState = ClientValues | Callable[[], ClientValues]
 
 _MOST_PAUSE_S = 0.005
 _END_WELL_S = 5.0
 """How long a snapshot may go on after a rank failed."""
+
+
+def present(state: ClientState) -> ClientValues:
+    """Return the client's state as it is now."""
+    return state() if callable(state) else state
 
 
 def require_shared_folder(config: Config, world: World) -> None:
@@ -202,9 +208,8 @@ class StepSnapshots:
         spare, self._spare = self._spare, None
         return spare
 
-    def _state(self) -> Mapping[str, Any]:
-        given = self.client_state
-        return given() if callable(given) else given
+    def _state(self) -> ClientValues:
+        return present(self.client_state)
 
     def complete(self) -> None:
         """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""

@@ -46,6 +46,7 @@ class Engine(SaveCalls, nn.Module):
         self.module = training.model
         self.training_state = training
         self.checkpoints = Checkpoints(training)
+        self._unchecked = []
         self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
         self.report = RunReport(training, self.timers, monitors)
         self.steps = StepSnapshots(training, self.checkpoints)
@@ -113,6 +114,7 @@ class Engine(SaveCalls, nn.Module):
             training.counters.micro_steps += 1
         if training.counters.micro_steps % training.batch.accumulation_steps == 0:
             self.report.step_ended()
+            self.check_client_state()
             self.steps.take()
             self.stop_if_asked()
 

@@ -11,8 +11,9 @@ from zstore.errors import CheckpointExistsError
 
 from .calls import StateCalls
 from .checkpointing import Checkpoints, SaveOptions, SaveTicket
+from .client_state import ClientValues, check
 from .distributed import phase
-from .durability import ClientState, StepSnapshots
+from .durability import ClientState, StepSnapshots, present
 from .loading import LoadOptions, LoadReport
 from .renaming import Names
 from .signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
@@ -27,6 +28,8 @@ class SaveCalls(StateCalls):
     steps: StepSnapshots
     signals: StopSignals
     _complete_saves: Callable[[], None]
+    _unchecked: list[ClientState]
+    """Client state that saves to come will have, and that was not looked at yet."""
     _when_asked: Callable[[], NoReturn] | None = None
 
     @phase("save")
@@ -34,9 +37,9 @@ class SaveCalls(StateCalls):
         self,
         save_dir: str,
         tag: str | float | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: ClientValues | None = None,
         *,
-        client_sd: Mapping[str, Any] | None = None,
+        client_sd: ClientValues | None = None,
         metrics: Mapping[str, float] | None = None,
         wait: bool = True,
         overwrite: bool = False,
@@ -44,14 +47,20 @@ class SaveCalls(StateCalls):
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
         Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
-        the state may change meanwhile. `client_state` (or `client_sd`) is JSON data and tensors; `metrics` are numbers
-        by name, by which the best checkpoint can be kept. Raises UsageError in the middle of an accumulation,
-        CheckpointExistsError for a tag that another run committed, unless `overwrite`; one of this run is replaced, with
-        one line in the log.
+        the state may change meanwhile. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
+        numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
+        which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
+        log. Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
+        CheckpointExistsError for a tag that another run committed unless `overwrite`.
         """
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
-            folder=save_dir, tag=tag, state=state or {}, metrics=metrics or {}, wait=wait, overwrite=overwrite
+            folder=save_dir,
+            tag=tag,
+            state={} if state is None else state,
+            metrics=metrics or {},
+            wait=wait,
+            overwrite=overwrite,
         )
         self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
@@ -87,12 +96,14 @@ class SaveCalls(StateCalls):
     @property
     def step_client_state(self) -> ClientState:
         """What the snapshots of steps have as client state: a dict as it is at the end of `step()`, or a function that is
-        called there (rank 0's counts); empty at first. `load_checkpoint` returns it."""
+        called there (rank 0's counts); empty at first. `load_checkpoint` returns it. The first `step()` after it was set
+        raises UsageError for what cannot be stored."""
         return self.steps.client_state
 
     @step_client_state.setter
     def step_client_state(self, state: ClientState) -> None:
         self.steps.client_state = state
+        self._unchecked.append(state)
 
     @property
     def durable_step(self) -> int | None:
@@ -113,9 +124,12 @@ class SaveCalls(StateCalls):
         ranks).
 
         By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called
-        within that `step()`. Raises UsageError outside the main thread.
+        within that `step()`, and once in the next one, which raises UsageError for what cannot be stored. Raises UsageError
+        outside the main thread.
         """
         self.watch_signals(signals)
+        if client_state is not None:
+            self._unchecked.append(client_state)
         self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -140,7 +154,7 @@ class SaveCalls(StateCalls):
         """
         with self.world.calling("save"):
             if save_dir is not None:
-                state = client_state() if callable(client_state) else client_state
+                state = None if client_state is None else present(client_state)
                 self.checkpoints.settle()
                 try:
                     self.save_checkpoint(save_dir, tag, state)
@@ -153,6 +167,12 @@ class SaveCalls(StateCalls):
             self.wait_for_checkpoint()
             self.world.leave_together()
             raise SystemExit(STOPPED_EXIT_CODE)
+
+    def check_client_state(self) -> None:
+        """Raise UsageError, at the end of a step, for client state that was announced since and cannot be stored: before
+        hours of training, and not at a save that must not fail (the engine's own call)."""
+        while self._unchecked:
+            check(present(self._unchecked.pop()))
 
     def stop_if_asked(self) -> None:
         """Do what `save_on_signal` asked for, where a signal came (the engine's own call, at the end of a step)."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,7 +63,10 @@ UNSTORABLE: list[tuple[Any, str]] = [
         {"m": torch.empty(2, device="meta")},
         r"client_state: the tensor at 'm' cannot be stored",
     ),
-    ({"x": {"$tensor": "y"}}, r"the key '\$tensor' at 'x' .* rename it"),
+    ({"x": {"$tensor": "y"}}, r"'\$tensor' at 'x' is a reserved key; rename it"),
+    ({"n": np.array(["a"])}, r"client_state: the array at 'n' cannot be stored"),
+    ({"n": np.complex128(1)}, r"\['n'\] is a builtins.complex"),
+    (Namespace(func=print), r"\['func'\] is a builtins.builtin_function_or_method"),
     ([1, 2], r"client_state: expected a dict, got list"),
     ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, r"'a.b'.* rename"),
 ]

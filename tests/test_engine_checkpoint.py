@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -210,6 +212,60 @@ def test_client_state_that_cannot_be_stored_names_its_key(tmp_path: Path) -> Non
         engine.save_checkpoint(str(tmp_path / "ckpt"), "x", {"fine": [1.5, None, float("nan")]})
         _, state = engine.load_checkpoint(str(tmp_path / "ckpt"))
         assert str(state) == "{'fine': [1.5, None, nan]}"
+
+
+def test_client_state_takes_numpy_and_namespaces(tmp_path: Path) -> None:
+    arguments = Namespace(lr=np.float32(0.5), out=Path("runs/a"), inner=Namespace(steps=np.int64(3)), betas=(0.9, 0.95))
+    arrays = {
+        "bf16": np.array([1.5, -2], ml_dtypes.bfloat16),
+        "big endian": np.arange(4, dtype=">i4"),
+        "backwards": np.arange(3.0)[::-1],
+        "scalar": np.array(2.5),
+        "flags": np.array([[True, False]]),
+    }
+    state = {
+        "args": arguments,
+        "best": np.float64(1.25),
+        "nan": np.float32("nan"),
+        "on": np.bool_(True),
+        "arrays": arrays,
+    }
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "x", state)
+        _, back = engine.load_checkpoint(str(tmp_path))
+        assert back["args"] == {"lr": 0.5, "out": "runs/a", "inner": {"steps": 3}, "betas": [0.9, 0.95]}
+        assert (back["best"], back["on"], str(back["nan"])) == (1.25, True, "nan")
+        for name, array in arrays.items():
+            assert isinstance(back["arrays"][name], torch.Tensor)
+            assert back["arrays"][name].shape == array.shape
+            assert back["arrays"][name].tolist() == array.astype(np.float64).tolist(), name
+        assert back["arrays"]["bf16"].dtype == torch.bfloat16
+        engine.save_checkpoint(str(tmp_path), "y", arguments)
+        assert engine.load_checkpoint(str(tmp_path))[1]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("by", ["step_client_state", "save_on_signal"])
+@pytest.mark.parametrize("made", ["value", "function"])
+def test_announced_client_state_is_checked_at_the_end_of_the_next_step(tmp_path: Path, by: str, made: str) -> None:
+    def announce(engine: Engine, value: Any) -> None:
+        state = value if made == "value" else lambda: value
+        if by == "step_client_state":
+            engine.step_client_state = state
+        else:
+            engine.save_on_signal(str(tmp_path / "ckpt"), client_state=state)
+
+    with small() as engine:
+        announce(engine, {"epoch": 1, "loader": {"seen": {1, 2}}})
+        small_step(engine, 1)
+        with pytest.raises(
+            UsageError, match=r"client_state\['loader'\]\['seen'\] is a builtins.set, which cannot be stored"
+        ):
+            small_step(engine, 1)
+        assert engine.global_steps == 1
+        announce(engine, {"epoch": np.int64(2)})
+        small_step(engine)
+        assert engine.global_steps == 2
+    assert not (tmp_path / "ckpt").exists()
 
 
 def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -298,7 +298,7 @@ def test_a_tag_of_another_run_is_not_replaced_unasked(remote: Remote, world: Wor
     remote.save(world)
     before = remote.fs.objects()
     handles = remote.begin(world, run_id="other")
-    with pytest.raises(CheckpointExistsError, match="'step-00000001' is committed in objects://.* by another run"):
+    with pytest.raises(CheckpointExistsError, match=r"'step-00000001' is committed in objects://.* by another run"):
         handles[0].wait(60)
     with pytest.raises(CheckpointError):
         handles[1].wait(60)
