@@ -7,6 +7,8 @@ PIP_FLAGS ?= --only-binary :all:
 PYTEST_ARGS ?= -n 2 --dist loadfile
 # `make bench BENCHMARKS=disk BENCH_ARGS="--path /mnt/nvme"` runs one of them on another drive.
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
+# `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
+GPU_ARGS ?=
 # Where `make test` leaves pytest's exit code, which make replaces with its own.
 STATUS ?= /dev/null
 export TORCH
@@ -14,7 +16,7 @@ export TORCH
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint format bench soak clean FORCE
+.PHONY: demo test lint format bench gpu soak clean FORCE
 
 demo: $(VENV)/stamp-run
 	$(PY) -m zstore.tools.demo
@@ -37,6 +39,17 @@ format: $(VENV)/stamp-dev
 
 bench: $(VENV)/stamp-test
 	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name $(BENCH_ARGS) || exit 1; done
+
+# Nothing is installed before it is known that there is a device. Without TORCH the torch of an environment that is there stays.
+gpu: GPU_TORCH = $(if $(filter file,$(origin TORCH)),$(if $(wildcard $(VENV)/stamp-torch),TORCH="$$(cat $(VENV)/stamp-torch)"))
+gpu:
+	@command -v nvidia-smi > /dev/null || [ -e /dev/nvidiactl ] || { echo 'make gpu: there is no NVIDIA driver here. It needs an NVIDIA GPU, and a torch with CUDA: make gpu TORCH="torch==VERSION --index-url URL"' >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(VENV)/stamp-torch $(GPU_TORCH)
+	@$(PY) -m bench.gpu --check
+	@$(MAKE) --no-print-directory $(VENV)/stamp-test $(GPU_TORCH)
+	@$(PY) -c 'import deepspeed' 2> /dev/null || $(MAKE) --no-print-directory $(VENV)/stamp-bench $(GPU_TORCH) \
+	  PIP_FLAGS='$(PIP_FLAGS) --no-binary deepspeed' || echo 'DeepSpeed could not be installed; what is compared with it is left out'
+	@$(PY) -m bench.gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

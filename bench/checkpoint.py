@@ -7,6 +7,9 @@ for a few rounds. What counts is the whole until all is on disk. DeepSpeed follo
 model, a save of state that rests on disk, with `wait=False`; what another world size loads of it; and its
 consolidation, once under a limit on memory.
 
+Where there is a CUDA device engines compute there, and the tensors of torch's own peers lie there; with `--from-device` state
+that rests on the device is saved and loaded besides.
+
 Limits are measured before and after each, with the same bytes. Of saves: new files, reserved beforehand, durable
 at the end; few large ones, and besides as many as the checkpoint has. Of loads: direct reads. Of conversions: reading and
 writing new files at once. State is an fp32 master and Adam's two moments: 12 bytes a parameter. The run takes about 22 GB of
@@ -31,7 +34,7 @@ from typing import Any
 from bench.checkpoint_figures import Row, describe, goals, medians
 from bench.children import Told, run_child
 from bench.limits import copy_limit, disk_limit, new_files_limit
-from bench.machine import machine
+from bench.machine import choose_device, machine
 from bench.offload import MODELS, Shape, byte_count, some_of
 
 _OURS, _PEERS, _TOOLS = "bench.checkpoint_engines", "bench.checkpoint_peers", "bench.checkpoint_tools"
@@ -76,6 +79,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="the first is compared with others"
     )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
+    parser.add_argument("--from-device", action="store_true", help="save and load state that rests on the device too")
     parser.add_argument("--peers", type=some_of(*TENSOR_PEERS, "none"), default=[*TENSOR_PEERS])
     parser.add_argument(
         "--peer-python", help="python of an environment with deepspeed; without it DeepSpeed is left out"
@@ -88,7 +93,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument("--gib", type=float, default=1.25, help="GiB of the files that measure the limits")
     parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.device = choose_device(options.device)
+    return options
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -147,7 +154,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     arrays = state_shapes(MODELS[first])
     run = _Run(folder, Disk(folder, options.gib), options)
     for _ in range(options.rounds):
-        yield from run.in_memory(first)
+        yield from run.in_memory(first, "from memory", {"device": "cpu"})
+        if options.from_device:
+            yield from run.in_memory(first, "from the device", None)
         for who in options.peers:
             if who != "none":
                 yield from run.tensors(first, who, arrays)
@@ -211,17 +220,18 @@ class _Run:
 
     # -- from memory ----------------------------------------------------------------------------------------------------
 
-    def in_memory(self, model: str) -> list[Row]:
-        """Save from memory and load, by an engine."""
+    def in_memory(self, model: str, where: str, offload: Row | None) -> list[Row]:
+        """Save from memory and load, by an engine; `offload` None: its state is on the device."""
         with self._place() as place:
-            spec = self._engine_spec(model, place, {"device": "cpu"}) | {"load": True}
-            row = {"model": model, "who": "zstore, from memory"}
+            spec = self._engine_spec(model, place, offload) | {"load": True}
+            row = {"model": model, "who": f"zstore, {where}"}
             return self._between_limits(lambda: run_child(_OURS, spec), row, model)[1]
 
     def tensors(self, model: str, who: str, arrays: dict[str, list[int]]) -> list[Row]:
         """Save tensors and load them, by a peer."""
         with self._place() as place:
             spec = {"contender": "tensors", "folder": str(place), "arrays": arrays, **TENSOR_PEERS[who]}
+            spec["device"] = "cpu" if who == "tensorstore" else self._options.device
             return self._between_limits(lambda: run_child(_PEERS, spec), {"model": model, "who": who}, model)[1]
 
     def deepspeed(self, model: str) -> Iterator[Row]:
@@ -229,6 +239,7 @@ class _Run:
         python = self._options.peer_python
         with self._place() as place, self._place() as out:
             spec = {"contender": "deepspeed", "folder": str(place), "model": asdict(MODELS[model])}
+            spec["device"] = self._options.device
             row = {"model": model, "who": "DeepSpeed, from memory"}
             told, rows = self._between_limits(lambda: run_child(_PEERS, spec, python=python), row, model)
             yield from rows
@@ -315,8 +326,10 @@ class _Run:
         found = told.last("convert")
         return told, {} if found is None else _figures(found, sum(sizes), sum(sizes) / limit_s)
 
-    def _engine_spec(self, model: str, place: Path, offload: Row, *, parameters: bool = False, ranks: int = 1) -> Row:
-        zero: Row = {"stage": 3, "offload_optimizer": offload}
+    def _engine_spec(
+        self, model: str, place: Path, offload: Row | None, *, parameters: bool = False, ranks: int = 1
+    ) -> Row:
+        zero: Row = {"stage": 3} if offload is None else {"stage": 3, "offload_optimizer": offload}
         if parameters:
             zero["offload_param"] = offload
         config = {
@@ -330,6 +343,7 @@ class _Run:
             "zstore": {"step_overlap": "none"},
         }
         names = {"contender": "engine", "folder": str(place), "drive": str(self._folder)}
+        names["device"] = self._options.device if ranks == 1 else "cpu"  # several talk over gloo
         return {**names, "model": asdict(MODELS[model]), "config": config, "samples": self._options.ranks // ranks}
 
 

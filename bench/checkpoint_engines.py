@@ -70,7 +70,7 @@ def _trained(spec: Spec, *, steps: int) -> Iterator[Engine]:
     engine, *_ = zstore.initialize(model=model, config=config)
     with engine:
         for _ in range(steps):
-            ids = torch.randint(0, shape["vocab"], (spec["samples"], shape["tokens"]))
+            ids = torch.randint(0, shape["vocab"], (spec["samples"], shape["tokens"])).to(engine.device)
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
         yield engine

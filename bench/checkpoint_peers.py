@@ -82,7 +82,9 @@ class Safetensors(Peer):
         from safetensors.torch import load_file
 
         # Views of a mapped file: read when they are copied.
-        return {name: tensor.clone() for name, tensor in load_file(folder / "state.safetensors").items()}
+        device = next(iter(tensors.values())).device.type
+        loaded = load_file(folder / "state.safetensors", device=device)
+        return {name: tensor.clone() for name, tensor in loaded.items()}
 
 
 class Dcp(Peer):
@@ -147,14 +149,14 @@ def _tensors(spec: Spec, tell: Tell) -> None:
 
     peer = _TENSOR_PEERS[spec["peer"]](spec)
     torch.manual_seed(0)
-    tensors = {name: torch.randn(shape) for name, shape in spec["arrays"].items()}
-    if spec.get("asynchronous"):
+    tensors = {name: torch.randn(shape, device=spec["device"]) for name, shape in spec["arrays"].items()}
+    if spec.get("asynchronous"):  # copies to host memory first, and saves from there
         import torch.distributed as dist
 
         dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}")
     folder = Path(spec["folder"])
     with tempfile.TemporaryDirectory() as name:  # so that what it imports at its first use does not count
-        few = {"few": torch.zeros(16, 16)}
+        few = {"few": torch.zeros(16, 16, device=spec["device"])}
         if (rest := peer.save(few, Path(name))) is not None:
             rest()
         peer.load(few, Path(name))
@@ -199,7 +201,7 @@ def _deepspeed(spec: Spec, tell: Tell) -> None:
 
     from bench.contenders import build_model
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if spec["device"] == "cuda" else "gloo", verbose=False)
     model = build_model(spec["model"])
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -210,7 +212,7 @@ def _deepspeed(spec: Spec, tell: Tell) -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    ids = torch.randint(0, spec["model"]["vocab"], (1, spec["model"]["tokens"]))
+    ids = torch.randint(0, spec["model"]["vocab"], (1, spec["model"]["tokens"])).to(spec["device"])
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
     folder = Path(spec["folder"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from zstore.tools.train import OFFLOAD_ENVIRONMENT
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 3 * 3600.0
+_LAST_LINES = 12
+_GRACE_S = 10.0
+"""From being asked to end to being killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +76,73 @@ def run_child(
     module: str, spec: dict[str, Any], *, python: str | None = None, memory_limit_bytes: int | None = None
 ) -> Told:
     """Run the function `run` of a module in a process of its own; it finds `spec`, with the file `out` for its events, as
-    JSON on the command line."""
+    JSON on the command line. It sees a CUDA device where `spec["device"]` is "cuda", and is ended after `spec["limit_s"]`."""
     command = [python or sys.executable, "-c", f"from {module} import run; run()"]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # What `zstore train` sets for state on disk, for every contender. DeepSpeed looks for ninja on the path.
-    environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"} | OFFLOAD_ENVIRONMENT
+    environment = os.environ | {"PYTHONPATH": path} | _environment_of(spec.get("device", "cpu"))
     if python is not None:
         environment["PATH"] = os.pathsep.join([str(Path(python).absolute().parent), environment.get("PATH", "")])
     with tempfile.TemporaryDirectory(prefix="zstore-bench-") as name, limited_memory(memory_limit_bytes) as limit:
         out = Path(name) / "events"
         out.touch()
         started = time.perf_counter()
-        done = subprocess.run(
-            [*limit.prefix, *command, json.dumps({**spec, "out": str(out)})],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env=environment,
-            timeout=_LIMIT_S,
-        )
-        seconds = time.perf_counter() - started
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+        arguments = [*limit.prefix, *command, json.dumps({**spec, "out": str(out)})]
+        error = run_group(arguments, spec.get("limit_s") or _LIMIT_S, environment)
         return Told(
-            events=[json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()],
-            error=f"exit status {done.returncode}: {tail}" if done.returncode else None,
-            seconds=seconds,
+            # The last line of one that was killed may be cut off.
+            events=[json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]],
+            error=error,
+            seconds=time.perf_counter() - started,
             memory_limit=limit.how,
             limited_peak_bytes=limit.peak_bytes(),
         )
+
+
+def run_group(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str], *, folder: Path | None = None
+) -> str | None:
+    """Run a command, in `folder`, to its end; return its exit status and last lines where it failed, None where it did not.
+
+    Where it takes longer than `limit_s`, or this process is told to end, it is ended with everything that it started.
+    """
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+            how = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            end_group(process)
+            out, err = process.communicate()
+            how = f"not done within {limit_s:g} s"
+        except BaseException:
+            end_group(process, grace_s=0)
+            raise
+    lines = (err or out).decode(errors="replace").strip().splitlines()
+    return None if how == "exit status 0" else f"{how}: " + "\n".join(lines[-_LAST_LINES:])
+
+
+def end_group(process: subprocess.Popen[bytes], grace_s: float = _GRACE_S) -> None:
+    """End a process that leads a group, and the rest of the group: asked first, so that it removes its files."""
+    with contextlib.suppress(ProcessLookupError):
+        if grace_s:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment_of(device: str) -> dict[str, str]:
+    """Return what a child's environment has besides, so that it computes on `device`."""
+    if device == "cuda":
+        return {"DS_ACCELERATOR": "cuda", **OFFLOAD_ENVIRONMENT}
+    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **OFFLOAD_ENVIRONMENT}
 
 
 @dataclass(frozen=True, kw_only=True)

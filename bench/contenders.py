@@ -17,16 +17,18 @@ from typing import Any, Protocol
 from bench.process import (
     Moved,
     Spec,
+    device_peak_bytes,
     forget_peak,
     free_port,
     kernel_moved,
     page_cache_bytes,
     peak_bytes,
     serve,
+    synchronize,
     versions,
 )
 
-# A spec has `contender`, `model` (shape), `config` (JSON dialect), `folder`, `out`, `steps`, `seed`.
+# A spec has `contender`, `model` (shape), `config` (JSON dialect), `folder`, `out`, `steps`, `seed`, and may have `device`.
 
 
 class Contender(Protocol):
@@ -62,7 +64,7 @@ def _compute(spec: Spec, tell: Callable[..., None]) -> None:
             self._model.zero_grad(set_to_none=True)
 
     started = time.perf_counter()
-    model = build_model(spec["model"])
+    model = build_model(spec["model"]).to(_device(spec))
     _take_steps(spec, tell, Plain(model), model, started, kernel_moved)
 
 
@@ -85,11 +87,15 @@ def _deepspeed(spec: Spec, tell: Callable[..., None]) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if _device(spec) == "cuda" else "gloo", verbose=False)
     started = time.perf_counter()
     model = build_model(spec["model"])  # within its zero.Init the model's own initialisation would be lost
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=spec["config"])
     _take_steps(spec, tell, engine, model, started, kernel_moved)
+
+
+def _device(spec: Spec) -> str:
+    return str(spec.get("device", "cpu"))
 
 
 CONTENDERS = {"compute": _compute, "zstore": _zstore, "deepspeed": _deepspeed}
@@ -137,15 +143,18 @@ def _take_steps(
         parameters=parameters,
         seconds=time.perf_counter() - started,
         peak_bytes=peak_bytes(),
+        device_peak_bytes=device_peak_bytes(),
         versions=versions(),
     )
     apart = forget_peak()
     shape, generator = spec["model"], torch.Generator().manual_seed(spec["seed"])
     for _ in range(spec["steps"]):
-        ids = torch.randint(0, shape["vocab"], (1, shape["tokens"]), generator=generator)
+        ids = torch.randint(0, shape["vocab"], (1, shape["tokens"]), generator=generator).to(_device(spec))
+        synchronize()
         kernel, counted, times = [kernel_moved()], [moved()], [time.perf_counter()]
 
         def mark(counted: list[Moved] = counted, times: list[float] = times) -> None:
+            synchronize()
             times.append(time.perf_counter())
             counted.append(moved())
 
@@ -158,10 +167,15 @@ def _take_steps(
         kernel.append(kernel_moved())
         tell(
             "step",
-            loss=float(loss),
+            loss=float(loss.detach()),
             times=times,
             moved=counted,
             kernel=kernel,
             peak_bytes=peak_bytes() if apart else None,
         )
-    tell("end", peak_bytes=peak_bytes() if apart else None, page_cache_bytes=page_cache_bytes(Path(spec["folder"])))
+    tell(
+        "end",
+        peak_bytes=peak_bytes() if apart else None,
+        device_peak_bytes=device_peak_bytes(),
+        page_cache_bytes=page_cache_bytes(Path(spec["folder"])),
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,17 +25,66 @@ def machine(folder: Path) -> dict[str, str | int]:
         "python": platform.python_version(),
         "zstore": zstore.__version__,
     }
-    for package in ("torch", "transformers", "numpy"):
+    for package in ("torch", "transformers", "numpy", "deepspeed"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    return facts
+    return facts | cuda_facts()
+
+
+def cuda_facts() -> dict[str, str | int]:
+    """Return what is to be known of the CUDA devices, their driver and libraries; nothing where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.cuda.get_device_properties(0)
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {
+        "device": device.name,
+        "devices": torch.cuda.device_count(),
+        "device_memory_bytes": device.total_memory,
+        "driver": _driver(),
+        "cuda": torch.version.cuda or "none",
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl),
+    }
+
+
+def _driver() -> str:
+    """Return the version of the NVIDIA driver, as the kernel tells it or else nvidia-smi; "unknown" where neither does."""
+    first = next(iter(_lines("/proc/driver/nvidia/version")), "")
+    found = next((word for word in first.split() if word[:1].isdigit() and "." in word), "")
+    if found or not shutil.which("nvidia-smi"):
+        return found or "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip().partition("\n")[0] or "unknown"
+
+
+def choose_device(choice: str) -> str:
+    """Return "cuda" or "cpu" for what a benchmark's `--device` says; "auto" is CUDA where torch sees a device.
+
+    "cpu" hides CUDA devices from this process, whose engines would take one.
+    """
+    import torch
+
+    if choice == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return choice
+    if choice == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no CUDA device here")
+    return choice
 
 
 def _field(path: str, name: str) -> str:
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    return next((line.partition(":")[2].strip() for line in _lines(path) if line.startswith(name)), "")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
 
 
 def _drive(folder: Path) -> str:

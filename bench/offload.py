@@ -7,6 +7,9 @@ works behind them would gain by the pause). Rows are: the computation (forward a
 optimizer), the peer, and zstore for each step mode with and without clipping, first with nothing but buffers in memory, then
 with the host budget that makes its whole process as large as the peer's.
 
+With `--device` it computes on a CUDA device where there is one, and state rests in host memory too with `--tiers cpu,nvme`.
+There the clock is stopped once the device is done, and rows have the peak of the device's memory.
+
 I/O time is the bytes that were counted at the measured limit: what is both read and written at the rate for halves of both,
 the rest at its own. Overlap is the iteration over the larger of computation and I/O; in mode `forward`, where updates run in
 the next forward, over the sum of that maximum for the forward and for the backward (with the step).
@@ -19,18 +22,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.children import Outcome, run_contender
 from bench.limits import disk_limit
-from bench.machine import machine
+from bench.machine import choose_device, machine
 
 WARM_UP = 2
 """Steps that do not count: in the first the order is recorded, and the slots of the optimizer are read from the third on."""
@@ -57,6 +61,7 @@ MODELS = {
     "110m": Shape(hidden=1024, layers=8, heads=16, vocab=8192, tokens=64, peer_memory_bytes=4_700_000_000),
     "1.2b": Shape(hidden=2048, layers=24, heads=16, vocab=8192, tokens=128, peer_memory_bytes=13_000_000_000),
     "2.7b": Shape(hidden=2560, layers=32, heads=20, vocab=50257, tokens=128, peer_memory_bytes=None),
+    "7b": Shape(hidden=4096, layers=32, heads=32, vocab=50257, tokens=128, peer_memory_bytes=None),
 }
 
 
@@ -74,6 +79,10 @@ class Limits:
         return 2 * both / self.mixed + (read_bytes - both) / self.read + (write_bytes - both) / self.write
 
 
+UNLIMITED = Limits(read=math.inf, write=math.inf, mixed=math.inf)
+"""Of a run that moves nothing to or from the disk."""
+
+
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the contender and removes its files
@@ -82,9 +91,10 @@ def main() -> None:
         "models": [],
     }
     for name in options.models:
-        entry: dict[str, Any] = {"model": name, **asdict(MODELS[name]), "rows": []}
+        shape = MODELS[name] if options.tokens is None else replace(MODELS[name], tokens=options.tokens)
+        entry: dict[str, Any] = {"model": name, **asdict(shape), "device": options.device, "rows": []}
         figures["models"].append(entry)
-        for row in measure(MODELS[name], options):
+        for row in measure(shape, options):
             entry["rows"].append(row)
             print(f"{name}: {describe(row)}", flush=True)
             if options.out:  # after each, for a run of all takes long
@@ -93,8 +103,17 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk")
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, help="run DeepSpeed (default: where it is)")
+    parser.add_argument(
+        "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk, 7b 100 GB"
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
+    parser.add_argument(
+        "--tiers", type=some_of("cpu", "nvme"), default=["nvme"], help="where state and parameters rest"
+    )
+    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: the model's)")
+    parser.add_argument(
+        "--peer", action=argparse.BooleanOptionalAction, help="run DeepSpeed (default: where it is, up to 1.2b)"
+    )
     parser.add_argument(
         "--compute",
         action=argparse.BooleanOptionalAction,
@@ -125,11 +144,11 @@ def _options() -> argparse.Namespace:
         type=byte_count,
         help="bytes, or 4GiB: limit zstore's processes, page cache included (not those with `--budget peer`)",
     )
+    parser.add_argument("--limit-s", type=float, help="seconds after which a contender is ended")
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
     parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
-    if options.peer is None:
-        options.peer = options.peer_python is not None or importlib.util.find_spec("deepspeed") is not None
+    options.device = choose_device(options.device)
     return options
 
 
@@ -163,16 +182,30 @@ def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for every contender; `compute` and the peer come first, for the others are compared with them."""
     compute = None
     if options.compute:
-        compute = _row(shape, options, {"contender": "compute"}, {}, None)
+        compute = _row(shape, options, {"contender": "compute", "tier": "none"}, {}, None)
         yield compute
+    for tier in options.tiers:
+        yield from _measure_tier(shape, options, tier, compute)
+
+
+def _runs_peer(shape: Shape, options: argparse.Namespace) -> bool:
+    if options.peer is not None:
+        return bool(options.peer)
+    installed = options.peer_python is not None or importlib.util.find_spec("deepspeed") is not None
+    return installed and shape.peer_memory_bytes is not None
+
+
+def _measure_tier(shape: Shape, options: argparse.Namespace, tier: str, compute: Row | None) -> Iterator[Row]:
+    """Yield a row for the peer and for each of our modes, with state and parameters on `tier`."""
     peer = None
-    if options.peer and shape.peer_memory_bytes is not None:
-        peer = _row(shape, options, {"contender": "deepspeed", "clip": 0.0}, {}, compute)
+    if _runs_peer(shape, options):
+        peer = _row(shape, options, {"contender": "deepspeed", "tier": tier, "clip": 0.0}, {}, compute)
         yield peer
     peaks: dict[tuple[str, float], int] = {}
     for budget in options.budget:
         for overlap, clip in _modes(options):
-            settings: Row = {"contender": "zstore", "overlap": overlap, "clip": clip, "host_budget_bytes": None}
+            settings: Row = {"contender": "zstore", "tier": tier, "overlap": overlap, "clip": clip}
+            settings["host_budget_bytes"] = None
             settings["memory_limit_bytes"] = None if budget == "peer" else options.memory_limit
             if budget == "peer":
                 settings["host_budget_bytes"] = _budget(shape, peer, peaks.get((overlap, clip)), options.peer_memory)
@@ -210,10 +243,13 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
     theirs = settings["contender"] == "deepspeed"
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         folder = Path(name)
-        limits = [_limits(folder, options.gib)]
+        on_disk = options.device == "cpu" or settings["tier"] == "nvme"
+        limits = [_limits(folder, options.gib)] if on_disk else [UNLIMITED]
         (folder / "state").mkdir()
         spec = {
             "contender": settings["contender"],
+            "device": options.device,
+            "limit_s": options.limit_s,
             "model": asdict(shape),
             "config": (_peer_config if theirs else _config)(folder / "state", {**settings, "shape": shape}, options),
             "folder": str(folder / "state"),
@@ -222,7 +258,7 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
         }
         python, limited = options.peer_python if theirs else None, settings.get("memory_limit_bytes")
         outcome = run_contender(spec, python=python, memory_limit_bytes=limited)
-        limits.append(_limits(folder, options.gib))
+        limits.append(_limits(folder, options.gib) if on_disk else UNLIMITED)
     return settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
 
 
@@ -232,8 +268,12 @@ def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[st
     own: dict[str, Any] = {"step_overlap": settings["overlap"], **options.zstore}
     if settings["host_budget_bytes"] is not None:
         own["host_budget_bytes"] = settings["host_budget_bytes"]
-    offload = {"device": "nvme", "nvme_path": str(folder)}
+    offload = _offload(folder, settings["tier"]) | ({"pin_memory": True} if options.device == "cuda" else {})
     return {**_common(settings), "zero_optimization": _zero(offload, offload), "zstore": own}
+
+
+def _offload(folder: Path, tier: str) -> dict[str, Any]:
+    return {"device": tier} | ({"nvme_path": str(folder)} if tier == "nvme" else {})
 
 
 def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
@@ -244,7 +284,9 @@ def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> di
     With updates of at most 1e8 elements at once 1.2 B parameters take 10.6 GB of memory, over 17 with the 1e9 of its default.
     """
     shape: Shape = settings["shape"]
-    offload = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False}
+    offload = {**_offload(folder, settings["tier"]), "pin_memory": options.device == "cuda"}
+    if settings["tier"] == "cpu":
+        return {**_common(settings), "zero_optimization": {**_zero(offload, offload), **options.peer_config}}
     largest = shape.hidden * max(4 * shape.hidden, shape.vocab)
     parameters = {**offload, "device": options.peer_param, "buffer_size": largest}
     if options.peer_param == "nvme":
@@ -285,6 +327,8 @@ def _limits(folder: Path, gib: float) -> Limits:
 
 def mean_limits(limits: Sequence[Limits]) -> Limits:
     """Return the rates that take the mean of the times that these take."""
+    if UNLIMITED in limits:
+        return UNLIMITED
     means = {name: statistics.harmonic_mean([getattr(each, name) for each in limits]) for name in asdict(limits[0])}
     return Limits(**means)
 
@@ -295,7 +339,7 @@ def mean_limits(limits: Sequence[Limits]) -> Limits:
 def figures_of(outcome: Outcome, limits: Limits, settings: Mapping[str, Any], compute: Row | None) -> Row:
     """Return the figures of a run: medians over the steps after the first two, bytes per parameter and step."""
     row: Row = {"error": outcome.error, "memory_limit": outcome.memory_limit}
-    row["limit_gb_per_s"] = {pattern: rate / 1e9 for pattern, rate in asdict(limits).items()}
+    row["limit_gb_per_s"] = {n: None if math.isinf(rate) else rate / 1e9 for n, rate in asdict(limits).items()}
     if outcome.built is None or len(outcome.steps) <= WARM_UP:
         return row
     steps, parameters = outcome.steps[WARM_UP:], outcome.built["parameters"]
@@ -321,13 +365,14 @@ def figures_of(outcome: Outcome, limits: Limits, settings: Mapping[str, Any], co
         "percent_of_limit": 100 * limits.seconds(read_bytes, write_bytes) / iteration_s,
         "losses": [step["loss"] for step in outcome.steps],
         "peak_bytes": max(filter(None, peaks.values())),
+        "device_peak_bytes": end.get("device_peak_bytes"),
         **peaks,
         "page_cache_bytes": end.get("page_cache_bytes"),
         "limited_peak_bytes": outcome.limited_peak_bytes,
     }
-    if settings.get("overlap") == "none" or settings["contender"] == "deepspeed":
+    if io_s["step"] and (settings.get("overlap") == "none" or settings["contender"] == "deepspeed"):
         row["step_percent_of_limit"] = 100 * io_s["step"] / seconds["step"]
-    if compute is not None and "forward_s" in compute and settings["contender"] != "compute":
+    if row["io_s"] and compute is not None and "forward_s" in compute and settings["contender"] != "compute":
         row["overlap_reached"] = _overlap(row, io_s, settings, compute)
     return row
 
@@ -377,9 +422,11 @@ def _compared(outcome: Outcome, peer: Row) -> Row:
 def describe(row: Row) -> str:
     """Return a row for a person to read."""
     name = row["contender"]
+    if name == "deepspeed":
+        name += f" {row['tier']}"
     if name == "zstore":
         budget = row["host_budget_bytes"]
-        name += f" {row['overlap']}, clip {'on' if row['clip'] else 'off'}"
+        name += f" {row['tier']}, {row['overlap']}, clip {'on' if row['clip'] else 'off'}"
         name += f", budget {budget / 1e9:.1f} GB" if budget else ""
     if "iteration_s" not in row:
         return f"{name}: FAILED: {row['error']}"
@@ -393,6 +440,8 @@ def describe(row: Row) -> str:
     if reached := row.get("overlap_reached"):
         parts.append(f"overlap {reached[reached['judged_by']]:.2f}")
     parts.append(f"peak {_gib(row['build_peak_bytes'])} building, {_gib(row['steps_peak_bytes'])} in steps")
+    if row["device_peak_bytes"] is not None:
+        parts.append(f"{_gib(row['device_peak_bytes'])} of the device")
     if row["limited_peak_bytes"] is not None:
         parts.append(f"{_gib(row['limited_peak_bytes'])} charged to the {row['memory_limit']}")
     if "times_faster_than_peer" in row:

@@ -6,16 +6,23 @@ engine does. FSDP2 shards each block and the root, and gathers anew for the back
 in turn in one process, so that noise meets both; who is first changes from pair to pair. A ratio is the median over pairs
 of the engine's seconds to the other's, by the clock and by the processor time of all threads.
 
+Where there is a CUDA device one process computes there, and the clock is stopped once it is done; `--others` sets it beside
+FSDP2 and DeepSpeed, where that is installed, on a group of one rank. Several processes are of the CPU.
+
     python -m bench.overhead [--pairs 20] [--processes 1 2] [--precisions fp32 bf16] [--stages 0 1 2 3] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zstore
-from bench.machine import machine
+from bench.machine import choose_device, machine
+from bench.plain import plain_step
+from bench.process import synchronize
 from zstore.testing.ranks import run_ranks
 from zstore.tools.models import Gpt, GptConfig
 
@@ -43,6 +52,16 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="measured pairs, after three that are not")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="what one process computes on"
+    )
+    parser.add_argument(
+        "--others",
+        nargs="+",
+        default=["plain"],
+        choices=["plain", "FSDP2", "DeepSpeed"],
+        help="what one process is set beside; FSDP2 at stage 3 alone",
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3])
@@ -53,9 +72,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    figures = measure(options)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    options.device = choose_device(options.device)
+    measure(options)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,22 +86,73 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"GPT of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, vocabulary "
         f"{options.vocab}), {options.batch} x {options.tokens} tokens a process; medians of {options.pairs} pairs"
     )
-    rows: list[dict[str, Any]] = []
-    for processes in options.processes:
-        for precision in options.precisions:
-            for stage in options.stages:
-                arguments = (stage, precision, shape, options.pairs)
-                run = run_ranks(_pairs_of_rank, processes, *arguments, timeout_s=3600) if processes > 1 else None
-                rows.append(_pairs(0, 1, *arguments) if run is None else _slowest(run))
-                print(_line(rows[-1]), flush=True)
-    return {"model": {**shape, "parameters": parameters}, "machine": machine(Path.cwd()), "rows": rows}
+    figures: dict[str, Any] = {
+        "model": {**shape, "parameters": parameters},
+        "machine": machine(Path.cwd()),
+        "device": options.device,
+        "rows": [],
+    }
+    for pairing in _pairings(options, shape):
+        if pairing.processes > 1:
+            row = _slowest(run_ranks(_pairs_of_rank, pairing.processes, pairing, timeout_s=3600))
+        elif pairing.other == "plain":
+            row = _pairs(0, pairing)
+        else:
+            with _group_of_one(pairing.device):
+                row = _pairs(0, pairing)
+        figures["rows"].append(row)
+        print(describe(row), flush=True)
+        if options.json:  # after each, so that a run that is cut off keeps what it has
+            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures
 
 
-def _line(row: dict[str, Any]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Pairing:
+    """What is set beside what."""
+
+    processes: int
+    precision: str
+    stage: int
+    other: str
+    shape: dict[str, int]
+    pairs: int
+    device: str
+
+
+def _pairings(options: argparse.Namespace, shape: dict[str, int]) -> Iterator[_Pairing]:
+    for processes, precision, stage in itertools.product(options.processes, options.precisions, options.stages):
+        alone = [other for other in options.others if other != "FSDP2" or stage == 3]
+        for other in alone if processes == 1 else ["DDP" if stage < 2 else "FSDP2"]:
+            yield _Pairing(
+                processes=processes,
+                precision=precision,
+                stage=stage,
+                other=other,
+                shape=shape,
+                pairs=options.pairs,
+                device=options.device if processes == 1 else "cpu",  # several talk over gloo
+            )
+
+
+@contextmanager
+def _group_of_one(device: str) -> Iterator[None]:
+    """Start torch.distributed with this process alone, for the length of a `with` block."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device == "cuda" else "gloo"
+        torch_dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            torch_dist.destroy_process_group()
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return a row for a person to read."""
     goal = f"goal {row['goal']:.2f}" if row["goal"] else "no goal"
     return (
         f"{row['processes']} x {row['threads']} threads {row['precision']} stage {row['stage']}: engine "
-        f"{row['engine_s']:.3f} s, {row['other']} {row['other_s']:.3f} s; ratio {row['ratio']:.3f} ({goal}), "
+        f"{row['engine_s']:.4f} s, {row['other']} {row['other_s']:.4f} s; ratio {row['ratio']:.3f} ({goal}), "
         f"of processor time {row['cpu_ratio']:.3f}"
     )
 
@@ -91,34 +160,35 @@ def _line(row: dict[str, Any]) -> str:
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _pairs_of_rank(rank: int, stage: int, precision: str, shape: dict[str, int], pairs: int) -> dict[str, Any]:
-    return _pairs(rank, torch_dist.get_world_size(), stage, precision, shape, pairs)
+def _pairs_of_rank(rank: int, pairing: _Pairing) -> dict[str, Any]:
+    return _pairs(rank, pairing)
 
 
-def _pairs(rank: int, world_size: int, stage: int, precision: str, shape: dict[str, int], pairs: int) -> dict[str, Any]:
+def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
     """Return the figures of one stage against its counterpart, on this rank (all ranks)."""
-    other = "plain" if world_size == 1 else "DDP" if stage < 2 else "FSDP2"
-    others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step}
+    others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step, "DeepSpeed": _deepspeed_step}
+    stage, precision, shape, device = pairing.stage, pairing.precision, pairing.shape, pairing.device
     generator = torch.Generator().manual_seed(rank)
-    engine = _engine(stage, precision, shape, world_size)
+    engine = _engine(stage, precision, shape, pairing.processes)
     with engine:
-        steps: list[tuple[int, Step]] = [(0, _engine_step(engine)), (1, others[other](stage, precision, shape))]
+        other = others[pairing.other](stage, precision, shape, device)
+        steps: list[tuple[int, Step]] = [(0, _engine_step(engine)), (1, other)]
         times: list[list[list[float]]] = []
         losses = [0.0, 0.0]
-        for number in range(_WARM_UP + pairs):
-            ids = torch.randint(0, shape["vocab"], (shape["batch"], shape["tokens"]), generator=generator)
+        for number in range(_WARM_UP + pairing.pairs):
+            ids = torch.randint(0, shape["vocab"], (shape["batch"], shape["tokens"]), generator=generator).to(device)
             pair: list[list[float]] = [[], []]
             for which, step in steps if number % 2 else reversed(steps):
                 *pair[which], losses[which] = _timed(step, ids)
             if number >= _WARM_UP:
                 times.append(pair)
     return {
-        "processes": world_size,
+        "processes": pairing.processes,
         "threads": torch.get_num_threads(),
         "precision": precision,
         "stage": stage,
-        "other": other,
-        "goal": _GOALS.get((other, stage)),
+        "other": pairing.other,
+        "goal": _GOALS.get((pairing.other, stage)),
         "engine_s": statistics.median(mine[0] for mine, _ in times),
         "other_s": statistics.median(theirs[0] for _, theirs in times),
         "ratio": statistics.median(mine[0] / theirs[0] for mine, theirs in times),
@@ -139,12 +209,14 @@ def _timed(step: Step, ids: torch.Tensor) -> tuple[float, float, float]:
     _meet()
     started, cpu = time.perf_counter(), time.process_time()
     loss = step(ids)
+    synchronize()
     spent = time.process_time() - cpu
     _meet()
     return time.perf_counter() - started, spent, float(loss.detach())
 
 
 def _meet() -> None:
+    synchronize()
     if torch_dist.is_initialized():
         torch_dist.barrier()
 
@@ -188,48 +260,20 @@ def _engine_step(engine: zstore.engine.Engine) -> Step:
     return step
 
 
-def _plain_step(stage: int, precision: str, shape: dict[str, int]) -> Step:
-    return _step_of(_build(shape), precision)
+def _plain_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+    return plain_step(_build(shape).to(device), precision, lr=_LR, clip=_CLIP)
 
 
-def _ddp_step(stage: int, precision: str, shape: dict[str, int]) -> Step:
-    model = _build(shape)
-    return _step_of(model, precision, lambda: DistributedDataParallel(model))
+def _ddp_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+    model = _build(shape).to(device)
+    return plain_step(model, precision, lr=_LR, clip=_CLIP, wrap=lambda: DistributedDataParallel(model))
 
 
-def _step_of(model: nn.Module, precision: str, wrap: Callable[[], nn.Module] | None = None) -> Step:
-    """Return a step of the plain loop; in bf16 with fp32 masters, clipping and a cast back."""
-    masters: list[nn.Parameter] = []
-    if precision == "bf16":
-        masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-        model.bfloat16()
-    parameters = list(model.parameters())
-    called = model if wrap is None else wrap()
-    optimizer = torch.optim.AdamW(masters or parameters, lr=_LR, fused=True)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = called(ids, labels=ids)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if masters:
-            for master, parameter in zip(masters, parameters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-            nn.utils.clip_grad_norm_(masters, _CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        if masters:
-            with torch.no_grad():
-                torch._foreach_copy_([*parameters], [*masters])
-        return loss
-
-    return step
-
-
-def _fsdp_step(stage: int, precision: str, shape: dict[str, int]) -> Step:
+def _fsdp_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
     """Return a step of FSDP2; at stage 2 parameters stay gathered between forward and backward."""
     bf16 = precision == "bf16"
-    model = _build(shape)
-    mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
+    model = _build(shape).to(device)
+    mesh = init_device_mesh(device, (torch_dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
@@ -243,6 +287,33 @@ def _fsdp_step(stage: int, precision: str, shape: dict[str, int]) -> Step:
             nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _deepspeed_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+    """Return a step of DeepSpeed with torch's own fused AdamW."""
+    import deepspeed
+
+    bf16 = precision == "bf16"
+    model = _build(shape)
+    config = {
+        "train_micro_batch_size_per_gpu": shape["batch"],
+        "gradient_clipping": _CLIP if bf16 else 0.0,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if bf16:
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    engine, *_ = deepspeed.initialize(model=model.to(device), optimizer=optimizer, config=config)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(ids, labels=ids)
+        engine.backward(loss)
+        engine.step()
         return loss
 
     return step

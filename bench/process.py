@@ -44,9 +44,11 @@ def measured(work: Callable[[], T]) -> tuple[T, dict[str, Any]]:
     kernel does not begin the peak anew.
     """
     gc.collect()
+    synchronize()
     apart, before, moved = forget_peak(), resident_bytes(), kernel_moved()
     started, cpu = time.perf_counter(), time.process_time()
     result = work()
+    synchronize()
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     peak, after = peak_bytes() if apart else None, kernel_moved()
     return result, {
@@ -57,6 +59,25 @@ def measured(work: Callable[[], T]) -> tuple[T, dict[str, Any]]:
         "read_bytes": after[0] - moved[0],
         "written_bytes": after[1] - moved[1],
     }
+
+
+def synchronize() -> None:
+    """Return when the CUDA device has done what this process asked of it; at once where the process uses none."""
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.synchronize()
+
+
+def device_peak_bytes() -> int | None:
+    """Return the most bytes of the CUDA device that tensors of this process took; None where it uses none."""
+    cuda = _cuda()
+    return None if cuda is None else int(cuda.max_memory_allocated())
+
+
+def _cuda() -> Any:
+    """Return `torch.cuda` where this process uses a device."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def peak_bytes() -> int:

@@ -2,7 +2,11 @@
 
 The limit is the bytes that the step moves, over the disk's rate for the same mix of reads and writes, measured in turn with it.
 
-    python -m bench.step [--path FOLDER] [--model gpt-base] [--steps 6] [--json FILE]
+    python -m bench.step [--tier nvme] [--path FOLDER] [--model gpt-base] [--steps 6] [--json FILE]
+
+With `--tier cpu` or `none` the state is in host memory or on the device, and the step is set beside that of a plain loop on the
+same device: the gradients' norm, clipping, `torch.optim.AdamW(fused=True)` on fp32 masters, and the cast back. Where there is
+a CUDA device it computes there, and the clock is stopped once it is done.
 """
 
 from __future__ import annotations
@@ -10,44 +14,67 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import zstore
 from bench.limits import disk_limit, limit_name
-from bench.process import disk_bytes
+from bench.machine import choose_device
+from bench.plain import plain_step
+from bench.process import device_peak_bytes, disk_bytes, synchronize
 from zstore.tools.models import build_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser.add_argument("--tier", choices=["none", "cpu", "nvme"], default="nvme", help="where the state rests")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
     parser.add_argument("--model", default="gpt-base")
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after two that are not")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    options.device = choose_device(options.device)
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         figures = measure(options, Path(name))
-    print(
-        f"{options.model}: {figures['parameters'] / 1e6:.0f} M parameters, {figures['bytes_per_parameter']:.2f} bytes of "
-        f"disk traffic a parameter and step\n"
-        f"optimizer step {figures['step_s']:.3f} s, {figures['rate']:.2f} GB/s; {limit_name()} {figures['limit']:.2f} GB/s: "
-        f"{figures['percent']:.1f} % of the limit (median of {options.steps})\n"
-        f"forward {figures['forward_s']:.3f} s, backward {figures['backward_s']:.3f} s\n"
-        f"save (wait=False): stall {figures['save_stall_ms']:.1f} ms, new disk blocks "
-        f"{figures['save_new_blocks_percent']:.2f} % of the checkpoint"
-    )
+    if options.tier != "nvme":
+        figures["plain_step_s"] = _plain_step_s(options)
+        figures["times_plain"] = figures["step_s"] / figures["plain_step_s"]
+    print(describe(figures))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def describe(figures: dict[str, Any]) -> str:
+    """Return the figures for a person to read."""
+    compared = f"{figures['step_s']:.4f} s"
+    if figures["tier"] == "nvme":
+        limit = f"{figures['limit_name']} {figures['limit']:.2f} GB/s"
+        compared += f", {figures['rate']:.2f} GB/s; {limit}: {figures['percent']:.1f} % of the limit"
+    else:
+        compared += f", {figures['times_plain']:.2f} times a plain loop's {figures['plain_step_s']:.4f} s"
+    device_peak = figures["device_peak_bytes"]
+    peak = "" if device_peak is None else f"\npeak of the device's memory {device_peak / 1e9:.2f} GB"
+    return (
+        f"{figures['model']}, state: {figures['tier']}, computed on {figures['device']}: {figures['parameters'] / 1e6:.0f} M "
+        f"parameters, {figures['bytes_per_parameter']:.2f} bytes of disk traffic a parameter and step\n"
+        f"optimizer step {compared} (median of {figures['steps']})\n"
+        f"forward {figures['forward_s']:.4f} s, backward {figures['backward_s']:.4f} s\n"
+        f"save (wait=False): stall {figures['save_stall_ms']:.1f} ms, new disk blocks "
+        f"{figures['save_new_blocks_percent']:.2f} % of the checkpoint{peak}"
+    )
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the figures of alternating steps and measurements of the limit."""
     torch.manual_seed(0)
     model = build_model(options.model, options.tokens)
@@ -57,41 +84,89 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
+        "zero_optimization": {"stage": 2, **_offload(options, folder)},
     }
     engine, *_ = zstore.initialize(model=model, config=config)
     rows: list[tuple[float, float, float, int, float]] = []
     nbytes = int(options.gib * 2**30)
-    disk_limit(folder, "write", nbytes)
+    limit = partial(disk_limit, folder, "mixed", nbytes) if options.tier == "nvme" else _no_limit
+    if options.tier == "nvme":
+        disk_limit(folder, "write", nbytes)
     with engine:
         for step in range(options.steps + 2):
-            ids = torch.randint(0, 256, (1, options.tokens), generator=torch.Generator().manual_seed(step))
-            times = [time.perf_counter()]
+            ids = _ids(options, step)
+            times = [_now()]
             loss = engine(ids, labels=ids)
-            times.append(time.perf_counter())
+            times.append(_now())
             engine.backward(loss)
-            times.append(time.perf_counter())
+            times.append(_now())
             before = engine.statistics().store
             engine.step()
-            times.append(time.perf_counter())
+            times.append(_now())
             after = engine.statistics().store
             moved = after.disk_read_bytes + after.disk_write_bytes - before.disk_read_bytes - before.disk_write_bytes
             if step >= 2:
                 forward_s, backward_s, step_s = (after - before for before, after in itertools.pairwise(times))
-                rows.append((forward_s, backward_s, step_s, moved, disk_limit(folder, "mixed", nbytes)))
+                rows.append((forward_s, backward_s, step_s, moved, limit()))
         stall_s, written_percent = _save(engine, folder)
-    return {
+    figures: dict[str, Any] = {
+        "model": options.model,
+        "steps": options.steps,
+        "tier": options.tier,
+        "device": options.device,
         "parameters": num_parameters,
         "bytes_per_parameter": rows[-1][3] / num_parameters,
         "forward_s": statistics.median(row[0] for row in rows),
         "backward_s": statistics.median(row[1] for row in rows),
         "step_s": statistics.median(row[2] for row in rows),
-        "rate": statistics.median(row[3] / row[2] for row in rows) / 1e9,
-        "limit": statistics.median(row[4] for row in rows) / 1e9,
-        "percent": statistics.median(100 * row[3] / row[2] / row[4] for row in rows),
         "save_stall_ms": 1000 * stall_s,
         "save_new_blocks_percent": written_percent,
+        "device_peak_bytes": device_peak_bytes(),
     }
+    if options.tier == "nvme":
+        figures["limit_name"] = limit_name()
+        figures["rate"] = statistics.median(row[3] / row[2] for row in rows) / 1e9
+        figures["limit"] = statistics.median(row[4] for row in rows) / 1e9
+        figures["percent"] = statistics.median(100 * row[3] / row[2] / row[4] for row in rows)
+    return figures
+
+
+def _no_limit() -> float:
+    """Return the rate of a disk that a step does not use."""
+    return math.inf
+
+
+def _offload(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    if options.tier == "none":
+        return {}
+    offload = {"device": options.tier} | ({"pin_memory": True} if options.device == "cuda" else {})
+    return {"offload_optimizer": offload | ({"nvme_path": str(folder)} if options.tier == "nvme" else {})}
+
+
+def _ids(options: argparse.Namespace, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 256, (1, options.tokens), generator=generator).to(options.device)
+
+
+def _now() -> float:
+    """Return the time once the device is done."""
+    synchronize()
+    return time.perf_counter()
+
+
+def _plain_step_s(options: argparse.Namespace) -> float:
+    """Return the seconds of a plain loop's optimizer step, the median."""
+    torch.manual_seed(0)
+    model = build_model(options.model, options.tokens).to(options.device)
+    plain = plain_step(model, "bf16", lr=1e-4, clip=1.0)
+    seconds: list[float] = []
+    for step in range(options.steps + 2):
+        ids = _ids(options, step)
+        plain.backward(ids)
+        started = _now()
+        plain.step()
+        seconds.append(_now() - started)
+    return statistics.median(seconds[2:])
 
 
 def _save(engine: zstore.engine.Engine, folder: Path) -> tuple[float, float]:

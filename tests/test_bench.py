@@ -114,7 +114,7 @@ def test_a_contender_that_fails_is_reported_with_its_words(tmp_path: Path) -> No
     assert outcome.error is not None
     assert "KeyError: 'nobody'" in outcome.error
     row = figures_of(outcome, Limits(read=1.0, write=1.0, mixed=1.0), {"contender": "zstore"}, None)
-    assert "FAILED" in offload.describe({**row, "contender": "deepspeed"})
+    assert "FAILED" in offload.describe({**row, "contender": "deepspeed", "tier": "nvme"})
 
 
 def test_a_memory_limit_holds_or_is_said_not_to_be(tmp_path: Path) -> None:
