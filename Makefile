@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_FLAGS ?= --only-binary :all:
-# A file's tests stay together: module-scoped fixtures are made once, and spawned ranks of one file do not compete.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# A worker for each core. Each goes through files next to each other, so that module-scoped fixtures are made once; one that is
+# done takes from the end of another's.
+PYTEST_ARGS ?= -n auto --dist worksteal
 # `make bench BENCHMARKS=disk BENCH_ARGS="--path /mnt/nvme"` runs one of them on another drive.
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
@@ -22,9 +23,10 @@ demo: $(VENV)/stamp-run
 	$(PY) -m zstore.tools.demo
 
 test: $(VENV)/stamp-test
-	$(PY) -m pytest $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
+	$(PY) -m pytest --durations 20 $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
 
 soak: $(VENV)/stamp-test
+	$(PY) -m pytest --new-processes
 	$(PY) -m pytest -m soak --timeout 14400
 
 lint: $(VENV)/stamp-dev

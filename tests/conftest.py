@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm
+from zstore.hostmemory import read_host_memory
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing import ranks
 from zstore.testing.faults import FaultyFiles
@@ -28,6 +29,21 @@ settings.load_profile("zstore")
 
 # What many ranks import, too: seconds in each of them that reads a model of transformers.
 ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
+
+
+WORKER_BYTES = 2**31
+"""Of a worker, what it forks ranks from, and four of them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return a number of workers for `-n auto`: one a core, where memory lets them; the variable is xdist's own."""
+    if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available_bytes = read_host_memory().available_bytes
+    wanted = min(cores, 16)
+    return wanted if available_bytes is None else max(min(wanted, 2), min(wanted, available_bytes // WORKER_BYTES))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
