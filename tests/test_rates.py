@@ -222,3 +222,9 @@ def test_what_users_copy_says_auto() -> None:
     ]
     assert len(found) >= 4
     assert set(found) == {'"auto"'}
+
+
+def test_an_answered_precision_is_a_demanded_one() -> None:
+    config = load_config(with_types("auto")).answered({"bf16.enabled": True})
+    assert warn_of_slow(config, LAPTOP) is not None
+    assert tell_choice(config, "bf16", LAPTOP) is None

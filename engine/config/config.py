@@ -15,7 +15,7 @@ from .answers import problem_text
 from .jsonc import load_jsonc
 from .keys import Status, about
 from .parse import Notice, parse
-from .resolve import BatchSizes, ResolveContext, default_weight_decay, resolve_settings
+from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import ScheduleName
 from .schema import Settings
 from .values import show
@@ -104,6 +104,10 @@ class Config:
         for notice in self.reported:
             keys.setdefault(notice.message, []).append(notice.key)
         return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
+
+    def answered(self, answers: Mapping[str, Any]) -> "Config":
+        """Return this config with the answers to what it leaves "auto", by dotted key; batch sizes wait for `resolve`."""
+        return replace(self, settings=answered(self.settings, answers))
 
     def resolve(self, context: ResolveContext) -> "Config":
         """Return this config with every "auto" and the batch sizes filled in from `context`.

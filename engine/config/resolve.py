@@ -153,7 +153,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
         values.update(zip(BATCH_KEYS, numbers, strict=True))
     except ValueError as error:
         problems.append(str(error))
-    settings = _answered(settings, context.answers)
+    settings = answered(settings, context.answers)
     values |= _precision(settings, context)
     if values["bf16.enabled"] and values["fp16.enabled"]:
         problems.append(
@@ -171,7 +171,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
     )
 
 
-def _answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
+def answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
     """Return `settings` with the answers to what is "auto" in them; batch sizes are solved elsewhere."""
     asked = [key for key in open_keys(settings) if key not in BATCH_KEYS]
     return _replaced(settings, {key: answers[key] for key in asked if key in answers})
