@@ -14,7 +14,7 @@ from zstore.weights import MAX_FILE_BYTES
 
 from .access import Access
 from .distributed import phase
-from .export import save_weights
+from .export import ExportOptions, save_weights
 from .module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
 
 
@@ -81,22 +81,36 @@ class StateCalls:
     def save_16bit_model(
         self,
         save_dir: str | Path,
-        filename: str | None = None,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
         *,
+        filename: str | None = None,
         dtype: str | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
         Numbered files of at most `max_file_bytes` of weights, with an index, where one does not hold them; named after
-        `filename`, by default as `from_pretrained` finds them. A transformers model's config is written beside them.
-        Floating values are rounded from the fp32 masters to `dtype` ("bf16", "fp16", "fp32"; by default what the model
-        computes in). Tied weights are written once. Memory: a few tens of MiB on every rank, whatever the model's size.
+        `save_filename` (or `filename`), by default as `from_pretrained` finds them. For a name that ends with .bin or .pt, as
+        "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
+        transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
+        ("bf16", "fp16", "fp32"; by default what the model computes in). Tied weights are written once.
+        `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank, whatever the model's size.
 
         The files have their names when they are whole and durable. Raises CheckpointExistsError where `save_dir` has
         weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
         """
-        return save_weights(self.access, Path(save_dir), filename=filename, dtype=dtype, max_file_bytes=max_file_bytes)
+        options = ExportOptions(
+            filename=filename if save_filename is None else save_filename,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            without_frozen=exclude_frozen_parameters,
+        )
+        return save_weights(self.access, Path(save_dir), options)
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str | None = None) -> list[Path]:
+        """Do as `save_16bit_model`, whose older name it is."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     @phase("access")
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:

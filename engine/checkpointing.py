@@ -28,6 +28,7 @@ from zstore.checkpoint import (
     step_tag,
     tag_text,
 )
+from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
 from zstore.errors import UsageError
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
@@ -65,6 +66,9 @@ class SaveOptions:
     """Numbers by name that retention may go by."""
     wait: bool = True
     overwrite: bool = False
+    is_latest: bool = True
+    """Whether a load without a tag takes it, as long as there is no newer one."""
+    leaves_out_frozen: bool = False
 
 
 class SaveTicket:
@@ -127,6 +131,7 @@ class Checkpoints:
             mine = tag_text(step_tag(steps) if options.tag is None else options.tag)
             self._check_no_accumulation()
             small = self.collect_small(options.state, options.metrics)
+            small.state.update(self._choices(options))
         except Exception as raised:
             error = raised
         world.raise_together(error)
@@ -206,7 +211,7 @@ class Checkpoints:
         reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
         return destination.begin(
             replace(
-                self.pinned_request(folder, tag, save_id, small),
+                self.pinned_request(folder, tag, save_id, small, without_frozen=options.leaves_out_frozen),
                 keep=training.config.keep,
                 overwrite=options.overwrite,
                 before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
@@ -214,15 +219,25 @@ class Checkpoints:
             )
         )
 
-    def pinned_request(self, folder: Path, tag: str, save_id: str, small: Small) -> SaveRequest:
+    def _choices(self, options: SaveOptions) -> dict[str, Any]:
+        """Return what the record has of choices that a reader must know."""
+        choices: dict[str, Any] = {} if options.is_latest else {LATEST_KEY: False}
+        if options.leaves_out_frozen:
+            choices[ABSENT_KEY] = [one.name for one in self._training.state.records if one.group is None]
+        return choices
+
+    def pinned_request(
+        self, folder: Path, tag: str, save_id: str, small: Small, *, without_frozen: bool = False
+    ) -> SaveRequest:
         """Return the request of a save of the present state, whose arrays are pinned from here on."""
         training = self._training
         state, store = training.state, training.state.store
-        grids = {name: state.grid_in_files(one, name) for one in state.records for name in state.arrays_of(one)}
+        records = [one for one in state.records if one.group is not None or not without_frozen]
+        grids = {name: state.grid_in_files(one, name) for one in records for name in state.arrays_of(one)}
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.settle()  # the save reads memory of the device from threads of its own
-            for one in state.records:
+            for one in records:
                 pins |= training.updater.pin(one, state.arrays_of(one))
             return SaveRequest(
                 resources=store.resources,
@@ -290,7 +305,8 @@ class Checkpoints:
             self._note(ticket.wait())
 
     def _note(self, summary: SaveSummary) -> None:
-        self._known = dict(summary.known)
+        # Of what a save left out, the file of an earlier checkpoint stays known.
+        self._known = {**self._known, **summary.known}
         for message in summary.messages:
             _log.warning("%s", message)
 

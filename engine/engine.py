@@ -17,12 +17,13 @@ from zstore.errors import UsageError
 
 from .access import Access
 from .checkpointing import Checkpoints
+from .deepspeed_names import DeepSpeedNames
 from .distributed import phase
 from .durability import StepSnapshots
 from .garbage import CollectorPause
 from .generation import in_step
 from .loader import TrainingLoader
-from .monitors import Monitors
+from .monitors import EventMonitor, Monitors
 from .optimizer import ZeroOptimizer
 from .parameter_guard import ParameterGuard
 from .reporting import RunReport
@@ -34,7 +35,7 @@ from .timers import Timers
 from .training import Training
 
 
-class Engine(SaveCalls, nn.Module):
+class Engine(SaveCalls, DeepSpeedNames, nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
@@ -49,6 +50,10 @@ class Engine(SaveCalls, nn.Module):
         self._unchecked = []
         self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
         self.report = RunReport(training, self.timers, monitors)
+        self.monitor = EventMonitor(
+            monitors, enabled=any(s.enabled for s in (settings.tensorboard, settings.csv_monitor, settings.wandb))
+        )
+        training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
         # Not a method of this object, which would then never be collected.
         self._complete_saves = partial(_complete_saves, self.checkpoints, self.steps)

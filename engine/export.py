@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -15,7 +17,7 @@ from zstore.arrays import FLOATING
 from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.files import Files
-from zstore.weights import DTYPES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
+from zstore.weights import DTYPES, MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
 from zstore.weights.layout import STEM, SUFFIX, index_file
 
 from .model import save_config, stored_buffers
@@ -24,15 +26,43 @@ from .whole import Piece
 
 if TYPE_CHECKING:
     from .access import Access
+    from .parameters import ParameterRecord
     from .training import Training
 
+_log = logging.getLogger("zstore")
 
-def save_weights(
-    access: Access, folder: Path, *, filename: str | None, dtype: str | None, max_file_bytes: int
-) -> list[Path]:
+
+_PICKLED = {".bin", ".pt", ".pth"}
+"""What the names of files end with that other software pickles weights into."""
+_PICKLED_STEM = "pytorch_model"
+"""What transformers calls a pickled model; one in safetensors it calls `STEM`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What `save_16bit_model` is asked for."""
+
+    filename: str | None = None
+    """None: as `from_pretrained` finds it."""
+    dtype: str | None = None
+    """One of `DTYPES`; None: what the model computes in."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    without_frozen: bool = False
+
+    @property
+    def written_name(self) -> str | None:
+        """The name of the file in place of one that other software pickles weights into."""
+        if self.filename is None or PurePath(self.filename).suffix not in _PICKLED:
+            return self.filename
+        stem = PurePath(self.filename).stem
+        return (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
+
+
+def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
     """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
     training = access.training
-    precision = dtype or training.config.precision
+    precision = options.dtype or training.config.precision
+    filename = options.written_name
     stem = STEM if filename is None else filename.removesuffix(SUFFIX)
 
     def check() -> None:
@@ -41,14 +71,20 @@ def save_weights(
         if filename is not None and (not filename.endswith(SUFFIX) or not stem or "/" in filename):
             raise UsageError(
                 f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the format that is "
-                "written; transformers finds it as it finds pytorch_model.bin"
+                "written"
             )
         if training.world.rank == 0:
             _check_free(folder, stem)
 
-    access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision})", check)
-    layouts = plan_files(_weights(training, DTYPES[precision]), max_file_bytes, stem)
-    sources = {f"model/{record.name}": access.master(record) for record in training.state.records}
+    which = "without frozen parameters" if options.without_frozen else "all parameters"
+    access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
+    if filename != options.filename and training.world.rank == 0:
+        _log.warning(
+            "save_16bit_model: %s is written in place of %s: weights are safetensors", filename, options.filename
+        )
+    records = [r for r in training.state.records if r.group is not None or not options.without_frozen]
+    layouts = plan_files(_weights(training, records, DTYPES[precision]), options.max_file_bytes, stem)
+    sources = {f"model/{record.name}": access.master(record) for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     error: Exception | None = None
     try:
@@ -77,12 +113,9 @@ def _check_free(folder: Path, stem: str) -> None:
         )
 
 
-def _weights(training: Training, dtype: str) -> list[Weight]:
+def _weights(training: Training, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
     """Return what is written: what `zstore consolidate` finds in a checkpoint."""
-    stored = [
-        (f"model/{record.name}", tuple(record.parameter.shape), dtype_name(record.dtype))
-        for record in training.state.records
-    ]
+    stored = [(f"model/{record.name}", tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
     stored += [(f"buffer/{n}", tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(training.model)]
     return [
         Weight(name=array.partition("/")[2], array=array, shape=shape, dtype=dtype if kind in FLOATING else kind)

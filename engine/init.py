@@ -32,7 +32,7 @@ from zstore.errors import UsageError
 
 from .building import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
 from .building_plan import open_building, plan_building
-from .config import load_config
+from .config import Config, load_config
 from .distributed import init_distributed
 from .garbage import CollectorPause
 from .logs import show_messages
@@ -49,6 +49,10 @@ class Init(AbstractContextManager["Init"]):
     At most `live_bytes` of large parameters stay in memory, beside the one that is worked on. `dtype`: floating tensors
     that name no type are of this one in the block. `module`: a model that was built before; it is put away at once.
 
+    `remote_device` is where the rows may rest: "cpu" is what a block without a config does, and with one the config decides;
+    "nvme" needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed:
+    what is pinned later the config says, and values do not depend on either.
+
     Every rank runs the same code under the same seed, or the block ends with UsageError. After the block such a parameter
     reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. An error
     in the block leaves no files.
@@ -56,7 +60,7 @@ class Init(AbstractContextManager["Init"]):
     Raises UsageError for a block within a block and for parameters on the meta device, and what opening a store raises.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
         self,
         module: nn.Module | None = None,
         *,
@@ -65,10 +69,19 @@ class Init(AbstractContextManager["Init"]):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         live_bytes: int = DEFAULT_LIVE_BYTES,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        mpu: Any = None,
+        mem_efficient_linear: bool = True,
     ) -> None:
         if config is not None and config_dict_or_path is not None and config != config_dict_or_path:
             raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
+        if mpu is not None:
+            raise UsageError(
+                "Init(mpu=...): parameters are sharded over all ranks, for there is no model parallelism; leave mpu out"
+            )
         self._source = config if config is not None else config_dict_or_path
+        self._remote_device = remote_device
         self._enabled = enabled
         self._dtype = dtype
         self._live_bytes = live_bytes
@@ -111,6 +124,7 @@ class Init(AbstractContextManager["Init"]):
         init_distributed()
         world = World.current()
         config = None if self._source is None else load_config(self._source)
+        _check_remote_device(self._remote_device, config)
         plan = plan_building(config, world)
         if plan is None:
             self._builder = None
@@ -263,6 +277,17 @@ class _Watch(TorchFunctionMode):
         if func not in _valueless():
             self._before(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _check_remote_device(device: str | None, config: Config | None) -> None:
+    """Raise UsageError for a `remote_device` that parameters cannot rest on."""
+    if device not in (None, "none", "cpu", "nvme"):
+        raise UsageError(f'Init(remote_device={device!r}): expected "cpu", "nvme" or None')
+    if device == "nvme" and (config is None or config.offload_param.device != "nvme"):
+        raise UsageError(
+            'Init(remote_device="nvme"): the config does not say where: pass one with zero_optimization.stage 3 and '
+            'offload_param {"device": "nvme", "nvme_path": FOLDER}'
+        )
 
 
 def _getters(*names: str) -> list[Any]:

@@ -215,13 +215,16 @@ def _differences(
     for name in _repeated(training, reader):
         del stored[name]
     missing = [name for name in wanted if name not in stored]
+    # What the save was asked to leave out keeps the model's values, and the report names it.
+    unsaved = {f"model/{name}" for name in reader.record.absent_parameters}
     strange = [name for name in stored if name not in wanted]
     unequal = [
         f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    refused = [*_short(_MISSING, missing), *_short(_STRANGE, strange)] if options.load_module_strict else []
+    absent = [name for name in missing if name not in unsaved]
+    refused = [*_short(_MISSING, absent), *_short(_STRANGE, strange)] if options.load_module_strict else []
     refused += _short("", unequal)
     if refused:
         raise CheckpointMismatchError(

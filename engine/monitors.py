@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zstore.dist import World
-from zstore.errors import ConfigError
+from zstore.errors import ConfigError, UsageError
 
 from .config import Config
 from .config.keys import acting
@@ -163,6 +163,28 @@ class Monitors:
                 type(error).__name__,
                 error,
             )
+
+
+class EventMonitor:
+    """A script's own values for the monitors that the config switches on, as DeepSpeed's `engine.monitor` takes them."""
+
+    def __init__(self, monitors: Monitors, *, enabled: bool) -> None:
+        self._monitors = monitors
+        self.enabled = enabled
+        """Whether the config switches a monitor on: the same on every rank."""
+
+    def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
+        """Write (name, value, sample) triples; those of other ranks than 0 go nowhere. What follows a triple's third item
+        is not needed. Raises UsageError for what is no such triple."""
+        for event in events:
+            try:
+                name, value, sample = event[:3]
+                values, at = {str(name): float(value)}, int(sample)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
+                ) from error
+            self._monitors.write(values, at)
 
 
 def open_monitors(config: Config, world: World) -> Monitors:

@@ -13,6 +13,7 @@ from zstore.errors import UsageError
 from .config import OptimizerConfig
 from .kernel import ELEMENT_WISE
 from .logs import warn_once
+from .loss_scale import LossScaler
 
 Groups = list[dict[str, Any]]
 
@@ -32,6 +33,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self.client = client
         """The object that was given, or made from the config."""
+        self.scaler: LossScaler | None = None
+        """The engine's loss scale; None until there is an engine."""
         self._in_engine_step = False
         self._warned = False
 
@@ -43,6 +46,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss; 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """Another name of `loss_scale`."""
+        return self.loss_scale
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; a schedule sets it again as it advances."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
 
     def note_step(self) -> None:
         """Let torch's schedulers see that a step was taken, so that they do not warn (the engine's call)."""

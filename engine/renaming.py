@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from zstore.checkpoint import ArraySource, Reading
+from zstore.checkpoint.format import ABSENT_KEY
 from zstore.errors import UsageError
 from zstore.io import Priority
 
@@ -31,7 +32,8 @@ class Renamed(ArraySource):
         self.kind, self.notes, self.num_readers = source.kind, source.notes, source.num_readers
         self._source = source
         found = {name: _parts(name) for name in source.arrays}
-        self._new = _renamed({name for _, name in found.values() if name}, names, source.location)
+        named = {name for _, name in found.values() if name} | set(source.record.absent_parameters)
+        self._new = _renamed(named, names, source.location)
         self.left_out: list[str] = []
         """Arrays that were to be left out, as the checkpoint calls them."""
         self._old: dict[str, str] = {}
@@ -56,11 +58,12 @@ class Renamed(ArraySource):
         """Return the record's state, in which the engine has scalars by parameter."""
         engine = state.get("engine")
         scalars = engine.get("scalars") if isinstance(engine, Mapping) else None
+        absent = {ABSENT_KEY: [self._new[name] for name in self._source.record.absent_parameters]}
         if not isinstance(engine, Mapping) or not isinstance(scalars, Mapping):
-            return dict(state)
+            return {**state, **absent}
         named = {self._new.get(name, name): value for name, value in scalars.items()}
         named.pop(None, None)
-        return {**state, "engine": {**engine, "scalars": named}}
+        return {**state, **absent, "engine": {**engine, "scalars": named}}
 
     @property
     def read_bytes(self) -> int:

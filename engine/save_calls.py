@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from zstore.errors import CheckpointExistsError
 
+from .batches import BatchCalls
 from .calls import StateCalls
 from .checkpointing import Checkpoints, SaveOptions, SaveTicket
 from .client_state import ClientValues, check
@@ -21,7 +22,7 @@ from .signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 _log = logging.getLogger("zstore")
 
 
-class SaveCalls(StateCalls):
+class SaveCalls(StateCalls, BatchCalls):
     """The part of the engine that saves and loads."""
 
     checkpoints: Checkpoints
@@ -33,11 +34,13 @@ class SaveCalls(StateCalls):
     _when_asked: Callable[[], NoReturn] | None = None
 
     @phase("save")
-    def save_checkpoint(
+    def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, and ours behind it
         self,
         save_dir: str,
         tag: str | float | None = None,
         client_state: ClientValues | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         client_sd: ClientValues | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -50,7 +53,10 @@ class SaveCalls(StateCalls):
         the state may change meanwhile. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
         numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
         which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
-        log. Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
+        log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does what a load
+        without a tag takes. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
+
+        Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
         """
         state = client_state if client_state is not None else client_sd
@@ -61,6 +67,8 @@ class SaveCalls(StateCalls):
             metrics=metrics or {},
             wait=wait,
             overwrite=overwrite,
+            is_latest=save_latest,
+            leaves_out_frozen=exclude_frozen_parameters,
         )
         self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
@@ -78,6 +86,7 @@ class SaveCalls(StateCalls):
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
         chosen = LoadOptions.of(options, names)
+        self.forget_batches()
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):
             return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)

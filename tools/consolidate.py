@@ -96,7 +96,7 @@ def consolidate_command(
         with Progress(
             f"consolidate {source.location}", sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         ) as progress:
-            progress.say(_plan_text(files, left_out, dtype, target))
+            progress.say(_plan_text(files, left_out, dtype, target) + _absent_text(source))
             with new_folder(source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=mode, advance=progress.advance)
                 if lost and mode == "error":
@@ -111,6 +111,7 @@ def consolidate_command(
                     "path": str(target),
                     "files": [file.name for file in files],
                     "left_out": left_out,
+                    "not_saved": source.record.absent_parameters,
                     "values_lost": sum(each.count for each in lost),
                     **read,
                     **progress.summary(),
@@ -127,6 +128,13 @@ def _plan_text(files: Sequence[FileLayout], left_out: Sequence[str], dtype: str,
         return text
     more = ", ..." if len(left_out) > _MOST_NAMED else ""
     return f"{text}; leaving out {len(left_out)}: {', '.join(left_out[:_MOST_NAMED])}{more}"
+
+
+def _absent_text(source: ArraySource) -> str:
+    absent = source.record.absent_parameters
+    if not absent:
+        return ""
+    return f"; without {len(absent)} frozen parameters that the save left out, as {', '.join(absent[:3])}"
 
 
 def _done_text(files: Sequence[FileLayout], lost: Sequence[Lost], mode: str, target: Path) -> str:

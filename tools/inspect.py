@@ -104,6 +104,7 @@ def describe(
             "id": record.id,
             "run": record.run,
             "num_arrays": len(source.arrays),
+            "parameters_left_out": record.absent_parameters,
             "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
             **_describe_files(source),
         },
@@ -184,7 +185,8 @@ def _print_summary(console: Console, source: ArraySource) -> None:
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
     lines = [
         f"{facts['path']}: {whose}step {facts['step']}, {format_count(facts['world_size'], 'rank')}{resharded}, "
-        + format_count(facts["num_arrays"], "array"),
+        + format_count(facts["num_arrays"], "array")
+        + (f", without {count} frozen parameters" if (count := len(facts["parameters_left_out"])) else ""),
         f"  array data   {format_bytes(facts['array_bytes'])}",
     ]
     if facts["num_files"] is not None:

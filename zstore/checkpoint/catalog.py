@@ -169,7 +169,8 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 def resolve(place: Place, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    Without a tag it is the newest committed one, by the records, whatever `latest` says.
+    Without a tag it is the newest committed one, by the records, whatever `latest` says; one that is to be loaded by its tag
+    alone where there is no other.
     Raises CheckpointNotFoundError that says what is there instead.
     """
     folder = folder_at(place)
@@ -194,7 +195,7 @@ def resolve(place: Place, tag: str | None = None) -> TagInfo:
             return info
         raise
     if tag is None and catalog.tags:
-        return catalog.tags[-1]
+        return next((info for info in reversed(catalog.tags) if info.record.is_latest), catalog.tags[-1])
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
 
 

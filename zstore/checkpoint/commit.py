@@ -115,16 +115,17 @@ class Committer:
                 self._files.rename(self._aside, self.target)
             raise
         self._files.sync_folder(self.folder)
-        return self._tidy(replaces)
+        return self._tidy(replaces, moves_latest=record.is_latest)
 
-    def _tidy(self, replaces: bool) -> list[str]:
+    def _tidy(self, replaces: bool, *, moves_latest: bool) -> list[str]:
         """Do what may fail without harm to the checkpoint."""
         messages: list[str] = []
         try:
-            hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
-            self._files.write_small(hint, f"{self._tag}\n".encode())
-            self._files.rename(hint, self.folder / LATEST_FILE)
-            self._files.sync_folder(self.folder)
+            if moves_latest:
+                hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
+                self._files.write_small(hint, f"{self._tag}\n".encode())
+                self._files.rename(hint, self.folder / LATEST_FILE)
+                self._files.sync_folder(self.folder)
         except OSError as error:
             messages.append(f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced: {error}")
         try:

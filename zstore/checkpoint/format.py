@@ -25,6 +25,10 @@ FORMAT_VERSION = 1
 RECORD_FORMAT = "zstore checkpoint"
 MANIFEST_FORMAT = "zstore manifest"
 COMPLETE = "complete"
+ABSENT_KEY = "frozen_left_out"
+"""Key of a record's state: names of parameters that the checkpoint does not have although the model does."""
+LATEST_KEY = "latest"
+"""Key of a record's state: false in a checkpoint that is loaded by its tag alone."""
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
 """No JSON file of a checkpoint is larger; a larger one is not read."""
@@ -158,6 +162,17 @@ class Record:
     """SHA-256 of each rank's manifest, hex, by rank."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run: counters, scheduler, loss scale, position in the data, client state."""
+
+    @property
+    def absent_parameters(self) -> list[str]:
+        """Frozen parameters that the save was asked to leave out."""
+        names = self.state.get(ABSENT_KEY)
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the checkpoint counts as the newest of its folder, once it is: its save did not say otherwise."""
+        return self.state.get(LATEST_KEY) is not False
 
     def encode(self) -> bytes:
         """Return the file's bytes. Raises UsageError that names the key of a state that is not JSON."""

@@ -103,7 +103,7 @@ class RemoteCommitter:
         self.target.write_small(RECORD_FILE, record.encode())
         if self.slot != self._name:
             self.folder.within(self._name).remove(RECORD_FILE)
-        return self._tidy()
+        return self._tidy(moves_latest=record.is_latest)
 
     def _check_whole(self, sizes: Mapping[str, int]) -> None:
         """Raise CheckpointError where what the store lists is not what was sent."""
@@ -113,11 +113,12 @@ class RemoteCommitter:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
                 raise CheckpointError(f"{self.target.place_of(file)}: {nbytes} bytes were sent, {listed} arrived")
 
-    def _tidy(self) -> list[str]:
+    def _tidy(self, *, moves_latest: bool) -> list[str]:
         """Do what may fail without harm to the checkpoint."""
         messages: list[str] = []
         try:
-            self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
+            if moves_latest:
+                self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
         except OSError as error:
             messages.append(f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced: {error}")
         try:
