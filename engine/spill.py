@@ -60,7 +60,9 @@ class GradientSpill:
         """
         if record in self._squares:
             self.settle()
-            rows = self._read(record, rows.device).add_(rows)
+            lane = self._transfers.lane
+            empty = lane.empty_host(rows.numel(), rows.dtype) if lane.is_host(rows) else torch.empty_like(rows)
+            rows = self._read(record, empty).add_(rows)
         self._squares[record] = sum_of_squares(rows)
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
@@ -73,8 +75,8 @@ class GradientSpill:
             for tile in tiles:
                 self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
-    def _read(self, record: ParameterRecord, device: torch.device) -> torch.Tensor:
-        rows = torch.empty(record.owned_numel, dtype=record.dtype, device=device)
+    def _read(self, record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
+        """Fill `rows` with what is kept, and return it."""
         with closing(self._store.stream([[self._arrays[record]]], "read", pool=self._pool)) as tiles:
             for tile in tiles:
                 self._transfers.copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]))
@@ -94,7 +96,7 @@ class GradientSpill:
         if record not in self._squares:
             return None
         self.settle()
-        return self._read(record, record.full.device)
+        return self._read(record, torch.empty(record.owned_numel, dtype=record.dtype, device=record.full.device))
 
     def drop(self) -> None:
         """Forget this step's gradients; errors of their writes with them."""

@@ -304,7 +304,8 @@ def _gradients(
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     rules = GradientRules(
         reduce=ReduceRules(bucket_numel=reduce.bucket_numel) if sharding.parameters else reduce,
-        to_host=frozenset(state.gradients_on_host),
+        # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
+        to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spill=spill,
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=within,

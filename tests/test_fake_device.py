@@ -16,7 +16,7 @@ from tests.engine_models import make_net
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import Case, compare
 from zstore import pinning
-from zstore.engine import wiring
+from zstore.engine import norm, spill, wiring
 from zstore.errors import NonFiniteError
 from zstore.testing.fake_device import FakeDevice, HandOverError
 from zstore.testing.ranks import run_ranks
@@ -110,6 +110,29 @@ def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: 
             assert weight is not None
             assert torch.equal(found, weight)
         assert device.num_under_way == 0
+
+
+def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_device(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may add in another order than the host, and every tier has to give the same bits."""
+    seen: list[bool] = []
+    for module in (norm, spill):
+        name = "sums_of_squares" if module is norm else "sum_of_squares"
+        summed = getattr(module, name)
+
+        def noting(values: Any, summed: Any = summed) -> Any:
+            tensors = values if isinstance(values, list) else [values]
+            seen.extend(device.is_host(each) for each in tensors)
+            return summed(values)
+
+        monkeypatch.setattr(module, name, noting)
+    with fake_device() as device, start(pinned_config(nvme, zstore={"host_budget_bytes": 3 << 20})) as engine:
+        assert engine.training_state.state.spilled
+        assert engine.training_state.state.gradients_on_host
+        step(engine)
+    assert seen
+    assert all(seen)
 
 
 def test_what_crosses_is_counted() -> None:
