@@ -19,7 +19,6 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.partition import BITS
 
-from .collectives import reduce_whole
 from .gradients import WholeGradients, agree_any
 from .parameters import ParameterRecord, Residency
 from .statedict import StateDictGuard
@@ -155,32 +154,23 @@ class Access:
             return None
         gradients = training.gradients
         if isinstance(gradients, WholeGradients):
-            found = self._mean(record, gradients.whole(record))
+            mean = gradients.mean(record)
+            found = None if mean is None else mean.cpu().view(record.parameter.shape)
         else:
             rows = gradients.owned(record)
             if not agree_any(training.world, [rows is not None])[0]:
                 return None
-            mine = torch.zeros(0, dtype=record.dtype) if rows is None else rows
+            mine = torch.zeros(0) if rows is None else rows
 
             def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-                return lambda: mine[first:stop]
+                return mine[first:stop].float
 
-            source = Source(record=record, name=f"gradient/{record.name}", dtype=record.dtype, begin=begin)
+            # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
+            source = Source(record=record, name=f"gradient/{record.name}", dtype=torch.float32, begin=begin)
             found = self._whole(source, rank0_only)
         if found is None or (rank0_only and training.world.rank > 0):
             return None
         return found.float().div_(training.scaler.scale)
-
-    def _mean(self, record: ParameterRecord, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the mean over ranks of whole gradients, 1-D [numel]; what is held stays as it is."""
-        training = self.training
-        if not agree_any(training.world, [gradient is not None])[0]:
-            return None
-        mine = torch.zeros_like(record.full) if gradient is None else gradient.reshape(-1).clone()
-        if training.world.world_size > 1:
-            limit = training.config.reduce_bucket_numel
-            reduce_whole(training.world, [record], limit, lambda _: mine, everywhere=True)
-        return mine.cpu().view(record.parameter.shape)
 
     def master(self, record: ParameterRecord) -> Source:
         """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""

@@ -8,8 +8,9 @@ step, so that each of its pages costs a fault (30 M fp32 parameters at stage 0: 
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-gradients' type: the same bits whatever arrives first, at every stage. An all-reduce is that and an all-gather. On other
-backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket each way.
+type in which they travel: the same bits whatever arrives first, at every stage. An all-reduce is that and an
+all-gather. On other backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket
+each way.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from zstore.dist import Kind, World
 from zstore.partition import ALIGN_NUMEL
 
 from .parameters import ParameterRecord
+
+TypeOf = Callable[[ParameterRecord], torch.dtype]
 
 _SUM_NUMEL = 64 * 1024
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
@@ -53,14 +56,20 @@ class Bucket:
     dtype: torch.dtype
 
 
+def _own_type(record: ParameterRecord) -> torch.dtype:
+    return record.dtype
+
+
 def bucket_limit(world: World, limit_numel: int) -> int:
     """Return the most elements of a bucket where the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
 
 
-def plan_buckets(records: Iterable[ParameterRecord], world_size: int, limit_numel: int) -> list[Bucket]:
+def plan_buckets(
+    records: Iterable[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf = _own_type
+) -> list[Bucket]:
     """Return buckets of at most `limit_numel` elements (or 16 columns) that cover the records in order, one type
-    each."""
+    each: that in which the elements travel, by default the parameters'."""
     limit = max(limit_numel // world_size // ALIGN_NUMEL, 1) * ALIGN_NUMEL
     buckets: list[Bucket] = []
     segments: list[Segment] = []
@@ -76,9 +85,9 @@ def plan_buckets(records: Iterable[ParameterRecord], world_size: int, limit_nume
     for record in records:
         if record.numel == 0:
             continue
-        if record.dtype != dtype:
+        if dtype_of(record) != dtype:
             close()
-            dtype = record.dtype
+            dtype = dtype_of(record)
         first = 0
         while first < record.grid.shard_numel:
             if cols >= limit:
@@ -211,12 +220,14 @@ def reduce_whole(
     records: Sequence[ParameterRecord],
     limit_numel: int,
     gradient: Callable[[ParameterRecord], torch.Tensor],
+    dtype_of: TypeOf,
     *,
     everywhere: bool,
     overlap: bool = True,
 ) -> int:
     """Replace whole gradients, 1-D [numel], by their mean over ranks: all of it `everywhere`, else this rank's rows
-    alone. Return how many reductions went on while the next bucket was packed; none without `overlap`."""
+    alone. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many reductions went on while
+    the next bucket was packed; none without `overlap`."""
     kind: Kind = "all_reduce" if everywhere else "reduce_scatter"
     under_way: deque[Reduction] = deque()
     overlapped = 0
@@ -232,7 +243,7 @@ def reduce_whole(
             rows = gradient(segment.record)[first:stop][segment.first : segment.stop]
             rows.copy_(row[segment.offset : segment.offset + rows.numel()])
 
-    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel)):
+    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel), dtype_of):
         under_way.append(Reduction(world, bucket, pack(bucket, world.world_size, gradient), kind))
         overlapped += len(under_way) - 1
         if len(under_way) > 1 or not overlap:

@@ -7,16 +7,19 @@ between `backward` and `step` (zero_grad, clip_grad_norm_) changes the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zstore.dist import World
 from zstore.errors import UsageError
 
 from .collectives import reduce_whole
+from .gradient_types import GradientTypes, add_in, is_narrower
 from .parameters import ParameterRecord
 from .sharding import Sharding
 
@@ -61,7 +64,7 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceRules:
-    """How gradients are averaged over the ranks; the bits are the same."""
+    """How gradients are averaged over the ranks. The bits depend on `types` alone."""
 
     bucket_numel: int
     """Most elements of one reduction."""
@@ -69,10 +72,20 @@ class ReduceRules:
     """Each rank gets its rows of a sharded gradient alone, where that may be chosen; else all of it."""
     overlap: bool = True
     """Go on while a reduction is under way, where that may be chosen."""
+    types: GradientTypes = field(default_factory=GradientTypes)
+
+    def reduced(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type in which a gradient travels between ranks."""
+        return self.types.reduced(record.dtype)
 
 
 class WholeGradients:
-    """Gradients accumulated by autograd in whole, reduced once a step (stages 0 and 1, and any stage on one rank)."""
+    """Gradients accumulated in whole, reduced once a step (stages 0 and 1, and any stage on one rank).
+
+    Where they accumulate in the parameter's type autograd does it: what is held goes back to `.grad` for the next
+    backward. Where the type is another one (see [Note: types of gradients]), each gradient is added to what is held as soon as
+    it came as often as in the backward before, so that in the parameters' type there are but a few at a time.
+    """
 
     def __init__(
         self,
@@ -89,18 +102,63 @@ class WholeGradients:
         self._rules = rules
         self.overlapped = 0
         self._held: dict[ParameterRecord, torch.Tensor] = {}
+        """In the parameters' shapes."""
+        self._backwards = 0
+        """Of this step, the one under way included."""
+        self._several = False
+        """Whether this step has more than one backward, as far as is known."""
+        self._folded: set[ParameterRecord] = set()
+        """Those whose gradients of this backward are added here, not by autograd."""
+        self._fired: Counter[ParameterRecord] = Counter()
+        self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
+        """How often each gradient came in the last backward in which it was counted."""
+        self._handles: list[RemovableHandle] = []
 
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
+        self._backwards += 1
+        self._several = self._several or not last or self._backwards > 1
+        self._fired.clear()
+        self._folded = {record for record in self._records if self._is_folded(record)}
+        if self._folded and not self._handles:
+            self._handles = [watch_gradient(record, self._arrived) for record in self._records]
         for record in self._records:
-            record.parameter.grad = self._held.get(record)
+            record.parameter.grad = None if record in self._folded else self._held.get(record)
+
+    def _is_folded(self, record: ParameterRecord) -> bool:
+        held = self._held.get(record)
+        wanted = self._rules.types.held(record.dtype, several=self._several)
+        return wanted != record.dtype or (held is not None and held.dtype != wanted)
+
+    def _arrived(self, record: ParameterRecord) -> None:
+        if record in self._folded:
+            self._fired[record] += 1
+            if self._fired[record] >= self._expected[record]:
+                self._fold(record)
+
+    def _fold(self, record: ParameterRecord) -> None:
+        """Take the gradient off the parameter and add it to what is held."""
+        gradient = take_gradient(record)
+        if gradient is None:
+            return
+        types, held = self._rules.types, self._held.get(record)
+        room = types.held(record.dtype, several=self._several)
+        if held is None:
+            self._held[record] = gradient.to(room)
+            return
+        if is_narrower(held.dtype, room):
+            self._held[record] = held = held.to(room)
+        add_in(held, gradient, types.held(record.dtype, several=self._backwards > 1))
 
     def end_backward(self) -> None:
         """See Gradients."""
         for record in self._records:
-            gradient = take_gradient(record)
-            if gradient is not None:
+            if record in self._folded:
+                self._fold(record)
+                self._expected[record] = max(self._fired[record], 1)
+            elif (gradient := take_gradient(record)) is not None:
                 self._held[record] = gradient
+        self._folded.clear()
         forget_gradients(self._others)
 
     def reduce(self) -> None:
@@ -110,18 +168,36 @@ class WholeGradients:
         if self._world.world_size > 1:
             for record in agreed:
                 if record not in self._held:
-                    self._held[record] = torch.zeros(record.numel, dtype=record.dtype, device=record.full.device)
+                    self._held[record] = self._zeros(record)
             self.overlapped += reduce_whole(
                 self._world,
                 agreed,
                 self._rules.bucket_numel,
                 self._flat,
+                self._rules.reduced,
                 everywhere=self._everywhere,
                 overlap=self._rules.overlap,
             )
 
+    def _zeros(self, record: ParameterRecord) -> torch.Tensor:
+        dtype = self._rules.types.held(record.dtype, several=self._several)
+        return torch.zeros(record.numel, dtype=dtype, device=record.full.device)
+
     def _flat(self, record: ParameterRecord) -> torch.Tensor:
         return self._held[record].view(-1)
+
+    def mean(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return the mean over ranks of what the step under way has so far, 1-D [numel], a copy; None where no rank has
+        any (all ranks)."""
+        held = self._held.get(record)
+        if not agree_any(self._world, [held is not None])[0]:
+            return None
+        found = self._zeros(record) if held is None else held.reshape(-1).clone()
+        if self._world.world_size > 1:
+            reduce_whole(
+                self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, everywhere=True
+            )
+        return found
 
     def has(self, record: ParameterRecord) -> bool:
         """See Gradients."""
@@ -134,10 +210,6 @@ class WholeGradients:
         first, stop = record.owned_range
         return self._flat(record)[first:stop]
 
-    def whole(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return this rank's own gradient, as accumulated so far and not averaged; None where it has none."""
-        return self._held.get(record)
-
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""
         return self.owned(record)
@@ -149,6 +221,8 @@ class WholeGradients:
     def drop(self) -> None:
         """See Gradients."""
         self._held.clear()
+        self._folded.clear()
+        self._backwards, self._several = 0, False
         forget_gradients([record.parameter for record in self._records])
 
     def held_bytes(self) -> int:
@@ -157,7 +231,21 @@ class WholeGradients:
 
     def close(self) -> None:
         """See Gradients."""
+        for handle in self._handles:
+            handle.remove()
         self.drop()
+
+
+def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:
+    """Let `arrived` be told of the record each time that autograd added to its gradient."""
+
+    def accumulated(_: torch.Tensor) -> None:
+        arrived(record)
+
+    handle: RemovableHandle = record.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        accumulated
+    )
+    return handle
 
 
 def take_gradient(record: ParameterRecord) -> torch.Tensor | None:

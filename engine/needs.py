@@ -15,6 +15,7 @@ from zstore.shardfile import round_up
 from zstore.store import StoreOptions
 
 from .config import Config
+from .gradient_types import GradientTypes
 from .parameters import ParameterRecord, named_parameters
 from .placement import Need, PlacementSettings
 from .prefetch import PrefetchLimits, count_fetches
@@ -84,6 +85,7 @@ def find_needs(
     parameters that each unit gathers, in the order in which units run."""
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
+    types = GradientTypes.of(config, world_size)
     persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
     needs: list[Need] = []
     for one in shapes:
@@ -94,6 +96,7 @@ def find_needs(
                 grid=make_grid(spec.stored_shape, world_size if sharding.optimizer_state else 1),
                 shard=rank if sharding.optimizer_state else 0,
                 dtype=one.dtype,
+                gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
                 slots=slots.get(one.name),
                 stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,

@@ -56,7 +56,9 @@ class Need:
     shard: int
     """Number of this rank's shard on `grid`."""
     dtype: str
-    """Type of the parameter and of its gradient, as "bfloat16"."""
+    """Type of the parameter, as "bfloat16"."""
+    gradient_dtype: str
+    """Type in which its gradient waits for the update."""
     slots: tuple[str, ...] | None
     """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
@@ -291,7 +293,13 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient
         yield one(
-            "gradients", place.gradient, need.dtype, field="gradient", whole=whole, reads=forwards, writes=forwards
+            "gradients",
+            place.gradient,
+            need.gradient_dtype,
+            field="gradient",
+            whole=whole,
+            reads=forwards,
+            writes=forwards,
         )
 
 
@@ -352,7 +360,7 @@ def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool
     if need.whole_gradient or not settings.holds_gradients:
         return Placement(state=state, parameter=parameter, gradient="device")
     has_disk = "nvme" in (settings.optimizer, settings.parameters)
-    gradient: Rest = "disk" if has_disk and not need.is_small(need.dtype) else "host"
+    gradient: Rest = "disk" if has_disk and not need.is_small(need.gradient_dtype) else "host"
     return Placement(state=state, parameter=parameter, gradient=gradient)
 
 

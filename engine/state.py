@@ -2,8 +2,7 @@
 
 `model/` and `optimizer/` arrays are what a checkpoint is made of. Where masters are split (see [Note: the split]),
 `model/` is the bf16 parameter itself, and `optimizer/` has what a master has more. `parameter/` (16-bit rows of
-parameters that are offloaded) and `gradient/` (16-bit rows that wait on disk for the update) are swap: they never leave
-the run.
+parameters that are offloaded) and `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from zstore.partition import BITS, Grid
 from zstore.store import ModeName, TensorStore
 from zstore.stream import Tile
 
+from .gradient_types import GradientTypes
 from .kernel import Kernel, Scalars
 from .parameters import ParameterRecord
 from .placement import Placement
@@ -42,8 +42,8 @@ class RowsInStore:
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split, and
-    `keeps_whole` whether `whole_master` is asked for."""
+    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
+    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
 
     def __init__(
         self,
@@ -53,11 +53,13 @@ class OptimizerState:
         *,
         splits: bool = False,
         keeps_whole: bool = False,
+        types: GradientTypes | None = None,
     ) -> None:
         self.store = store
         self.transfers = transfers
         self._splits = splits
         self._keeps_whole = keeps_whole
+        self._types = types or GradientTypes()
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
@@ -103,7 +105,7 @@ class OptimizerState:
         if placement.gradient == "host":
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
-            self.spilled[record] = self._create(record, "gradient", record.dtype, "disk")
+            self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
 
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""

@@ -6,7 +6,7 @@ the same on every rank, on a process group of their own, asynchronously: a rank 
 collective. A unit waits for the parameters that had a gradient on any rank in the backward before. What comes
 unexpectedly or late is agreed on and reduced at the end of the backward. The order is the reverse of the modules' at
 first, then the one that rank 0 saw in the first backward. Each reduced row is added to the row held so far, in the
-parameter's type. Alone, a gradient is its own rows, and there is nothing to wait for.
+type of [Note: types of gradients]. Alone, a gradient is its own rows, and there is nothing to wait for.
 
 A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
 several parts. In the last backward of a step it is final then, which an update within the backward waits for. Before
@@ -30,7 +30,8 @@ from zstore.dist import Kind, World
 from zstore.errors import UsageError
 
 from .collectives import Reduction, bucket_limit, pack, plan_buckets
-from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient
+from .gradient_types import is_narrower
+from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient, watch_gradient
 from .landing import Landing
 from .norm import sum_of_squares
 from .parameters import ParameterRecord
@@ -104,6 +105,10 @@ class UnitGradients:
         self._next = 0
         self._in_backward = False
         self._last = False
+        self._backwards = 0
+        """Of this step, the one under way included."""
+        self._several = False
+        """Whether this step has more than one backward, as far as is known."""
         self.overlapped = 0
         self._closing = False
         """The backward is over, and what is left of it is being agreed on."""
@@ -111,10 +116,7 @@ class UnitGradients:
         self._segments_left: Counter[ParameterRecord] = Counter()
         self._handles: list[RemovableHandle] = []
         for record in self._records:
-            handle = record.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._hook(record)
-            )
-            self._handles.append(handle)
+            self._handles.append(watch_gradient(record, self._arrived))
 
     def forget_listener(self) -> None:
         """Tell nobody of final gradients any more."""
@@ -128,22 +130,24 @@ class UnitGradients:
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
-        sizes = (sum(r.owned_numel * r.dtype.itemsize for r in u.owned if r.group is not None) for u in self._order)
-        return max(sizes, default=0)
+        planned = self._rules.reduce.types.planned
+        records = [[record for record in unit.owned if record.group is not None] for unit in self._order]
+        return max((sum(r.owned_numel * planned(r.dtype).itemsize for r in unit) for unit in records), default=0)
+
+    def waiting_bytes(self, record: ParameterRecord) -> int:
+        """Return the bytes of a gradient that waits in memory for the update; 0 where it does not."""
+        rows = self._rows.get(record)
+        return 0 if rows is None else rows.nbytes
 
     @property
     def has_sent(self) -> bool:
         """Whether another rank may have got gradients of this backward."""
         return self._world.world_size > 1 and self._next > 0
 
-    def _hook(self, record: ParameterRecord) -> Callable[[torch.Tensor], None]:
-        def accumulated(_: torch.Tensor) -> None:
-            self._arrived(record)
-
-        return accumulated
-
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
+        self._backwards += 1
+        self._several = self._several or not last or self._backwards > 1
         self._fired.clear()
         self._next = 0
         self._in_backward = True
@@ -184,6 +188,9 @@ class UnitGradients:
         # What is on disk is added when the rows are complete.
         fresh = {record for record in records if record not in self._filled or self._is_spilled(record)}
         self._filled |= fresh
+        for record in records:
+            if record not in fresh:
+                self._widen(record)
 
         def flat(record: ParameterRecord) -> torch.Tensor | None:
             gradient = gradients[record]
@@ -191,7 +198,7 @@ class UnitGradients:
 
         kind: Kind = "reduce_scatter" if self._rules.reduce.scatter else "all_reduce"
         limit = bucket_limit(self._world, self._rules.reduce.bucket_numel)
-        for bucket in plan_buckets(records, self._world.world_size, limit):
+        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduce.reduced):
             matrix = pack(bucket, self._world.world_size, flat)
             self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
             self._segments_left.update(segment.record for segment in bucket.segments)
@@ -212,16 +219,37 @@ class UnitGradients:
             self._reduce_world.all_gather(everyone, row, kind="all_reduce")
         for segment in reduction.bucket.segments:
             record = segment.record
-            if record not in self._rows:
-                self._rows[record] = self._empty(record, row)
-            rows = self._rows[record][segment.first : segment.stop]
+            held = self._rows.get(record)
+            if held is None or is_narrower(held.dtype, self._room(record, row.dtype)):
+                held = self._rows[record] = self._empty(record, row)
+            rows = held[segment.first : segment.stop]
             part = row[segment.offset : segment.offset + rows.numel()]
-            self._landing.put(record, rows, part, add=record not in fresh)
+            self._landing.put(record, rows, part, total=None if record in fresh else self._total(record))
+
+    # -- rows: see [Note: types of gradients] -------------------------------------------------------------------------
+
+    def _total(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type of the sum of what came before and what comes now."""
+        return self._rules.reduce.types.held(record.dtype, several=self._backwards > 1)
+
+    def _room(self, record: ParameterRecord, arriving: torch.dtype) -> torch.dtype:
+        """Return the type of rows for a gradient that arrives in one."""
+        if self._is_spilled(record):
+            return arriving
+        return self._rules.reduce.types.held(record.dtype, several=self._several)
 
     def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for the rows, where they wait for the update."""
+        dtype = self._room(record, like.dtype)
         if record in self._rules.to_host:
-            return self._transfers.lane.empty_host(record.owned_numel, record.dtype)
-        return like.new_empty(record.owned_numel)
+            return self._transfers.lane.empty_host(record.owned_numel, dtype)
+        return torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
+
+    def _widen(self, record: ParameterRecord) -> None:
+        """Make room in the rows of earlier backwards for sums in the type of this one."""
+        held = self._rows.get(record)
+        if held is not None and is_narrower(held.dtype, self._total(record)):
+            self._rows[record] = self._empty(record, held).copy_(held)
 
     def _count_segment(self, record: ParameterRecord) -> None:
         """Note that a segment of a gradient is in its rows."""
@@ -235,12 +263,14 @@ class UnitGradients:
         self._filled.add(record)
         self._segments_left[record] += 1
         if not add and (record not in self._rules.to_host or self._transfers.lane.device_is_host):
-            self._rows[record] = gradient
+            self._rows[record] = gradient.to(self._room(record, gradient.dtype))
             self._count_segment(record)
             return
-        if not add:
+        if add:
+            self._widen(record)
+        else:
             self._rows[record] = self._empty(record, gradient)
-        self._landing.put(record, self._rows[record], gradient, add=add)
+        self._landing.put(record, self._rows[record], gradient, total=self._total(record) if add else None)
 
     # -- complete rows ----------------------------------------------------------------------------------------------
 
@@ -250,7 +280,7 @@ class UnitGradients:
     def _complete(self, record: ParameterRecord) -> None:
         """The rows of this backward are complete: take them to disk where they belong there."""
         if self._rules.spill is not None and record in self._rules.spill:
-            self._on_disk(partial(self._rules.spill.add, record, self._rows.pop(record)))
+            self._on_disk(partial(self._rules.spill.add, record, self._rows.pop(record), self._total(record)))
             self._squares.pop(record, None)
         if record in self._final and self.on_final is not _nothing:
             raise UsageError(
@@ -364,6 +394,7 @@ class UnitGradients:
     def drop(self) -> None:
         """See Gradients."""
         self._in_backward = False
+        self._backwards, self._several = 0, False
         self._landing.drop()
         self._under_way.clear()
         self._segments_left.clear()

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from zstore.store import StoreOptions, TensorStore
 
 from .client_step import ClientStep, WholeKernel, check_client
 from .config import Config
+from .gradient_types import GradientTypes
 from .gradients import Gradients, ReduceRules, WholeGradients
 from .handover import BuiltModel, StoreKey
 from .hooks import UnitHooks
@@ -80,7 +82,9 @@ def wire(
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
-        state = OptimizerState(store, kernels, transfers, splits=config.splits_master, keeps_whole=whole)
+        types = GradientTypes.of(config, world.world_size)
+        splits = config.splits_master
+        state = OptimizerState(store, kernels, transfers, splits=splits, keeps_whole=whole, types=types)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -291,7 +295,10 @@ def _gradients(
     others = [record.parameter for record in state.records if record.group is None]
     within = config.step_overlap == "backward"
     reduce = ReduceRules(
-        bucket_numel=config.reduce_bucket_numel, scatter=config.reduce_scatter, overlap=config.overlap_comm
+        bucket_numel=config.reduce_bucket_numel,
+        scatter=config.reduce_scatter,
+        overlap=config.overlap_comm,
+        types=GradientTypes.of(config, world.world_size),
     )
     # Alone, they are taken off the device as they come where they wait in host memory.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.lane.device_is_host)
@@ -303,7 +310,7 @@ def _gradients(
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     rules = GradientRules(
-        reduce=ReduceRules(bucket_numel=reduce.bucket_numel) if sharding.parameters else reduce,
+        reduce=replace(reduce, scatter=True, overlap=True) if sharding.parameters else reduce,
         # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spill=spill,

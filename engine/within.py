@@ -114,7 +114,7 @@ class WithinBackward:
             return
         with self._changed:
             self._final[record] = None
-            self._waiting[record] = record.owned_numel * record.dtype.itemsize
+            self._waiting[record] = self._gradients.waiting_bytes(record)
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
 

@@ -1,7 +1,7 @@
 """The reference: a plain training loop over whole, unpadded tensors, for any number of ranks in one process.
 
 What it fixes is DESIGN section 8: the loss divided by the accumulation count before backward; gradients accumulated
-in the parameter's type; the norm of [Note: the order of sums]; one scalar `clip / (norm + 1e-6) / scale`;
+in fp32, or in the type that is asked for; the norm of [Note: the order of sums]; one scalar `clip / (norm + 1e-6) / scale`;
 torch.optim.AdamW(fused=True) on fp32 masters. Where gradients are sharded (stages 2 and 3) ranks are averaged in
 every micro-batch, else once a step.
 """
@@ -56,6 +56,12 @@ def sum_of_squares_by_halves(shard: torch.Tensor) -> float:
     return float(total)
 
 
+def _add(total: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Add gradients to a total in `dtype`."""
+    for name, gradient in gradients.items():
+        total[name] = (total[name] + gradient).to(dtype) if name in total else gradient.to(dtype)
+
+
 def _norm(sums: Sequence[Sequence[float]]) -> float:
     """Return the norm from the sums of each parameter's shards."""
     total = 0.0
@@ -78,6 +84,10 @@ class Reference:
     accumulation: int = 1
     clip: float = 0.0
     scale: float = 1.0
+    accumulate: str | None = None
+    """Type of what is accumulated; None: fp32 over several micro-batches, else that of the reduction."""
+    reduce: str | None = None
+    """Type in which ranks are averaged; None: the parameters'."""
     adam: dict[str, Any] = field(default_factory=dict)
     loss: Loss = _returned
     """Of the model and a batch; by default the model returns it."""
@@ -128,41 +138,55 @@ class Reference:
     def _accumulated(self, batches: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
         """Return the gradients of a step: averaged over ranks, summed over micro-batches."""
         self.losses = []
+        held = self._held_dtype(len(batches))
         if self.stage < 2 or self.world_size == 1:
-            ranks = [self._backward(rank, [micro[rank] for micro in batches]) for rank in range(self.world_size)]
-            return self._mean(ranks)
+            ranks = [self._backwards(rank, [micro[rank] for micro in batches]) for rank in range(self.world_size)]
+            return {name: mean.to(held) for name, mean in self._mean(ranks).items()}
         total: dict[str, torch.Tensor] = {}
         for micro in batches:
-            for name, gradient in self._mean([self._backward(r, [batch]) for r, batch in enumerate(micro)]).items():
-                total[name] = total[name] + gradient if name in total else gradient
+            _add(total, self._mean([self._backwards(r, [batch]) for r, batch in enumerate(micro)]), held)
         return total
 
-    def _backward(self, rank: int, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Return one rank's gradients, accumulated by autograd over these micro-batches."""
-        self.model.zero_grad(set_to_none=True)
+    def _held_dtype(self, num_micro_batches: int) -> torch.dtype:
+        if self.accumulate is not None:
+            return DTYPES[self.accumulate]
+        return torch.float32 if num_micro_batches > 1 else self._reduced_dtype
+
+    @property
+    def _reduced_dtype(self) -> torch.dtype:
+        return DTYPES[self.precision if self.reduce is None or self.world_size == 1 else self.reduce]
+
+    def _backwards(self, rank: int, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the sum of one rank's gradients of these micro-batches; of a single one where ranks are averaged in each,
+        as it came."""
+        total: dict[str, torch.Tensor] = {}
         row: list[float] = []
         for batch in batches:
+            self.model.zero_grad(set_to_none=True)
             loss = self.loss(self.at_rank(rank), batch).float()
             row.append(float(loss.detach()))
             if self.accumulation > 1:
                 loss = loss / self.accumulation
             (loss * self.scale if self.scale != 1.0 else loss).backward()
+            gradients = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+            averaged_each = self.stage >= 2 and self.world_size > 1
+            _add(total, gradients, DTYPES[self.precision] if averaged_each else self._held_dtype(len(batches)))
         self.losses.append(row)
-        return {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+        return total
 
     def _mean(self, ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the mean over ranks: summed in rank order in fp32, times 1/N, rounded once; who has none counts
-        zeros."""
+        """Return the mean over ranks: each rounded to the type in which they are sent, summed in rank order in fp32, times
+        1/N, rounded once to that type; who has none counts zeros."""
         if self.world_size == 1:
             return ranks[0]
         means: dict[str, torch.Tensor] = {}
         for name in self.trained:
             if not any(name in rank for rank in ranks):
                 continue
-            shape, dtype = self.trained[name].shape, self.trained[name].dtype
+            shape, dtype = self.trained[name].shape, self._reduced_dtype
             total = torch.zeros(shape)
             for number, rank in enumerate(ranks):
-                part = rank[name].float() if name in rank else torch.zeros(shape)
+                part = rank[name].to(dtype).float() if name in rank else torch.zeros(shape)
                 total = part.clone() if number == 0 else total + part
             means[name] = (total * (1.0 / self.world_size)).to(dtype)
         return means

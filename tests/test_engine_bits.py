@@ -48,6 +48,12 @@ class Case:
     """Whether masters are split."""
     seed: int | None = None
     """Of the model's shape and values; None: the usual small model."""
+    types: tuple[str | None, str | None] = (None, None)
+    """Types in which gradients accumulate and in which they are reduced; None: not said."""
+    budget: int | None = None
+    """Bytes of the host budget, so small that gradients wait on disk."""
+    counts: tuple[int, ...] | None = None
+    """Micro-batches of each step, whose ends the caller names; None: what the config says."""
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -84,6 +90,12 @@ class Case:
             "steps_per_print": 0,
             "zstore": {"step_overlap": self.overlap, "split_master": self.split},
         }
+        if self.types[0] is not None:
+            config["data_types"] = {"grad_accum_dtype": self.types[0]}
+        if self.types[1] is not None:
+            config["communication_data_type"] = self.types[1]
+        if self.budget is not None:
+            config["zstore"]["host_budget_bytes"] = self.budget
         if self.precision == "bf16":
             config["bf16"] = {"enabled": True}
         if self.precision == "fp16":
@@ -165,17 +177,21 @@ def compare(case: Case, rank: int, world_size: int) -> list[str]:
                 accumulation=case.accumulation,
                 clip=case.clip,
                 scale=STATIC_SCALE if case.precision == "fp16" else 1.0,
+                accumulate=case.types[0],
+                reduce=case.types[1],
                 adam=ADAM,
             )
+            assert bool(engine.training_state.state.spilled) == (case.budget is not None)
             rows = {record.name: record.owned_range for record in engine.training_state.state.records}
             for step in range(STEPS):
                 vocab = case.shape["vocab"]
-                batches = [
-                    [batch(step, m, r, vocab=vocab) for r in range(world_size)] for m in range(case.accumulation)
-                ]
+                count = case.accumulation if case.counts is None else case.counts[step]
+                batches = [[batch(step, m, r, vocab=vocab) for r in range(world_size)] for m in range(count)]
                 reference.step(batches)
                 losses = []
-                for micro in batches:
+                for number, micro in enumerate(batches):
+                    if case.counts is not None:
+                        engine.set_gradient_accumulation_boundary(number == count - 1)
                     loss = engine(*micro[rank])
                     losses.append(float(loss.detach()))
                     engine.backward(loss)
@@ -188,15 +204,17 @@ def compare(case: Case, rank: int, world_size: int) -> list[str]:
                 differences += [f"step {step}: {name}" for name in expected if found.get(name) != expected[name]]
                 if engine.get_global_grad_norm() != reference.norm:
                     differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
-                if losses != reference_losses(reference, rank, case, world_size):
+                if losses != reference_losses(reference, rank, case, world_size, count):
                     differences.append(f"step {step}: losses {losses}")
     return differences
 
 
-def reference_losses(reference: Reference, rank: int, case: Case, world_size: int) -> list[float]:
+def reference_losses(
+    reference: Reference, rank: int, case: Case, world_size: int, count: int | None = None
+) -> list[float]:
     if case.stage < 2 or world_size == 1:
         return reference.losses[rank]
-    return [reference.losses[micro * world_size + rank][0] for micro in range(case.accumulation)]
+    return [reference.losses[micro * world_size + rank][0] for micro in range(count or case.accumulation)]
 
 
 def _compare_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -217,8 +235,9 @@ def all_cases() -> list[Case]:
     choices = itertools.product(places, PRECISIONS, (1, 3), (0.0, 0.25), (500_000_000, 40_000), MODES)
     rng = random.Random(0)
 
-    def drawn() -> dict[str, int]:
-        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6)}
+    def drawn() -> dict[str, Any]:
+        types = rng.choice((None, *PRECISIONS)), rng.choice((None, *PRECISIONS))
+        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6), "types": types}
 
     cases = [
         Case(stage, tier, *rest, parameters=parameters, overlap=overlap, **drawn())

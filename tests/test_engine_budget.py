@@ -89,7 +89,7 @@ def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: 
     _, expected, losses = run(config(None))
     traffic = []
     spilled = []
-    for budget in (3 * MIB, 6 * MIB, 8 * MIB, 64 * MIB):
+    for budget in (3 * MIB, 6 * MIB, 8 * MIB, 96 * MIB):
         engine, found, found_losses = run(config(budget))
         assert found == expected
         assert found_losses == losses

@@ -92,6 +92,39 @@ def _count(rank: int, stages: list[int], threshold: int) -> dict[str, dict[str, 
     return found
 
 
+def _accumulated(rank: int) -> list[list[int]]:
+    """Elements of which this rank holds gradients, and their bytes after each micro-batch of a step, by stage."""
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 50} if stage == 3 else {})
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": zero,
+            "steps_per_print": 0,
+        }
+        model = Base([Peak([]) for _ in range(4)])
+        with zstore.initialize(model=model, config=config)[0] as engine:
+            records = engine.training_state.state.records
+            found.append([sum(r.owned_numel if stage >= 2 else r.numel for r in records)])
+            for _ in range(3):
+                loss = engine(IDS)
+                engine.backward(loss)
+                found[-1].append(engine.statistics().held.gradients)
+                engine.step()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_accumulate_take_four_bytes(world_size: int) -> None:
+    for by_stage in run_ranks(_accumulated, world_size):
+        for numel, *counted in by_stage:
+            assert counted == [4 * numel] * 3
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_held_and_sent(world_size: int) -> None:
     threshold = 50

@@ -32,7 +32,15 @@ def need(
     slots: tuple[str, ...] | None = SLOTS,
     gathered: bool = False,
 ) -> Need:
-    return Need(name=name, grid=make_grid(shape, world), shard=rank, dtype=dtype, slots=slots, stays_gathered=gathered)
+    return Need(
+        name=name,
+        grid=make_grid(shape, world),
+        shard=rank,
+        dtype=dtype,
+        gradient_dtype=dtype,
+        slots=slots,
+        stays_gathered=gathered,
+    )
 
 
 def asked(**keys: Any) -> PlacementSettings:
@@ -177,6 +185,19 @@ def test_accumulation_reads_parameters_again_and_passes_spilled_gradients_again(
     assert three.traffic["optimizer state"] == one.traffic["optimizer state"]
 
 
+def test_gradients_that_accumulate_in_fp32_take_twice_the_bytes_wherever_they_wait() -> None:
+    wide = [replace(one, gradient_dtype=FP32) for one in EIGHT]
+    for keys, rest in (
+        (asked(), "device"),
+        (asked(optimizer="cpu"), "host"),
+        (asked(optimizer="nvme", budget_bytes=4 * MB, buffer_bytes=4 * MB), "disk"),
+    ):
+        narrow, wider = make_plan(EIGHT, keys), make_plan(wide, keys)
+        assert getattr(wider.held["gradients"], rest) == 2 * getattr(narrow.held["gradients"], rest) == 8 * MB
+        assert wider.held_total.total - narrow.held_total.total == 4 * MB
+    assert wider.traffic["gradients"].total > 1.85 * narrow.traffic["gradients"].total > 0
+
+
 def test_two_units_in_a_row_are_gathered() -> None:
     units = [["0.weight"], ["1.weight", "2.weight"], ["2.weight", "3.weight"], ["4.weight"]]
     plan = make_plan([*EIGHT, need("head", (64, 64), gathered=True)], asked(), [*units, ["head"]])
@@ -298,7 +319,8 @@ def many_needs(draw: st.DrawFn) -> list[Need]:
         slots = draw(st.sampled_from([SLOTS, ("momentum_buffer",), (), None]))
         gathered = whole or draw(st.booleans())
         one = need(f"p{i}", shape, world=world, rank=rank, dtype=dtype, slots=slots, gathered=gathered)
-        needs.append(replace(one, whole_gradient=whole))
+        gradient_dtype = draw(st.sampled_from([dtype, FP32]))
+        needs.append(replace(one, whole_gradient=whole, gradient_dtype=gradient_dtype))
     return needs
 
 
@@ -324,7 +346,8 @@ def expected_total(one: Need, place: Placement, holds: bool) -> int:
     if one.slots is None:
         return total
     if holds:
-        total += (one.numel if one.whole_gradient else one.rows_numel) * itemsize
+        gradient_itemsize = 4 if one.gradient_dtype == FP32 else 2
+        total += (one.numel if one.whole_gradient else one.rows_numel) * gradient_itemsize
     separate = itemsize == 2 or (place.parameter == "device" and place.state != "device")
     return total + 4 * one.rows_numel * (len(one.slots) + separate)
 

@@ -70,24 +70,47 @@ def test_what_is_kept_has_the_bits_of_a_sum_in_memory(nvme: Path) -> None:
             assert record in spill
             assert spill.owned(record) is None
             assert spill.squares(record) is None
-            spill.add(record, values.clone())
+            spill.add(record, values.clone(), torch.bfloat16)
         for turn in (10, 20):
             for number in (2, 0):
-                spill.add(records[number], rows(turn + number))
+                spill.add(records[number], rows(turn + number), torch.bfloat16)
                 wanted[number].add_(rows(turn + number))  # in bf16, as autograd accumulates
         for record, values in zip(records, wanted, strict=True):
             assert torch.equal(kept(spill, record), values)
             assert spill.squares(record) == sum_of_squares(values)
 
 
+def test_a_sum_in_a_wider_type_gets_a_wider_array_for_good(nvme: Path) -> None:
+    with opened(nvme, count=2) as (spill, (one, other)):
+        wanted = torch.zeros(ROWS * COLS)
+        for turn in range(3):
+            spill.add(one, rows(turn), torch.bfloat16 if turn == 0 else torch.float32)
+            wanted += rows(turn)
+        assert torch.equal(kept(spill, one), wanted)
+        assert spill.squares(one) == sum_of_squares(wanted)
+        arrays, store = spill._arrays, spill._store
+        assert [store.spec(arrays[record]).dtype for record in (one, other)] == ["float32", "bfloat16"]
+        assert sorted(store.names()) == sorted(arrays.values())
+        # In it the narrower sum of the next step has the bits of its own type.
+        spill.drop()
+        spill.add(one, rows(5), torch.bfloat16)
+        spill.add(one, rows(6), torch.bfloat16)
+        assert torch.equal(kept(spill, one).to(torch.bfloat16), rows(5).add_(rows(6)))
+        assert spill.squares(one) == sum_of_squares(rows(5).add_(rows(6)))
+        # And rows of a wider type are rounded to the one that is asked for.
+        spill.drop()
+        spill.add(other, rows(7).float() * 1.001, torch.bfloat16)
+        assert torch.equal(kept(spill, other), (rows(7).float() * 1.001).to(torch.bfloat16))
+
+
 def test_the_next_step_begins_anew(nvme: Path) -> None:
     with opened(nvme, count=2) as (spill, (one, other)):
         for record in (one, other):
-            spill.add(record, rows(1))
+            spill.add(record, rows(1), torch.bfloat16)
         spill.drop()
         assert spill.owned(one) is None
         assert spill.squares(one) is None
-        spill.add(one, rows(2))
+        spill.add(one, rows(2), torch.bfloat16)
         assert torch.equal(kept(spill, one), rows(2))
         assert spill.owned(other) is None
 
@@ -97,14 +120,16 @@ def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) 
     files = FaultyFiles()
     with opened(nvme, files) as (spill, (one, other, _)):
         files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
-        spill.add(one, rows(1))
+        spill.add(one, rows(1), torch.bfloat16)
         with pytest.raises(StorageError, match="No space left"):
-            {"settle": spill.settle, "owned": lambda: spill.owned(one), "add again": lambda: spill.add(one, rows(2))}[
-                call
-            ]()
+            {
+                "settle": spill.settle,
+                "owned": lambda: spill.owned(one),
+                "add again": lambda: spill.add(one, rows(2), torch.bfloat16),
+            }[call]()
         spill.drop()
-        spill.add(one, rows(3))
-        spill.add(other, rows(4))
+        spill.add(one, rows(3), torch.bfloat16)
+        spill.add(other, rows(4), torch.bfloat16)
         assert torch.equal(kept(spill, one), rows(3))
         assert torch.equal(kept(spill, other), rows(4))
 
@@ -113,10 +138,10 @@ def test_drop_forgets_errors_too(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, (one, *_)):
         files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.EIO))
-        spill.add(one, rows(1))
+        spill.add(one, rows(1), torch.bfloat16)
         spill.drop()
         spill.settle()
-        spill.add(one, rows(2))
+        spill.add(one, rows(2), torch.bfloat16)
         assert torch.equal(kept(spill, one), rows(2))
 
 
@@ -128,7 +153,7 @@ def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch, nvme: Pa
     with opened(nvme, files) as (spill, records), files.holding():
         files.close_gate()
         for record in records[:2]:  # these need not wait
-            spill.add(record, rows(1))
+            spill.add(record, rows(1), torch.bfloat16)
         wait = spill._under_way[0][0].wait
         waited = []
 
@@ -138,7 +163,7 @@ def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch, nvme: Pa
             wait()
 
         spill._under_way[0][0].wait = opening  # type: ignore[method-assign, assignment]
-        spill.add(records[2], rows(1))  # without the gate's opening this would not return
+        spill.add(records[2], rows(1), torch.bfloat16)  # without the gate's opening this would not return
         assert waited == [True]
         for record in records:
             assert torch.equal(kept(spill, record), rows(1))
@@ -146,11 +171,11 @@ def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch, nvme: Pa
 
 def test_close_ends_what_is_under_way(nvme: Path) -> None:
     with opened(nvme) as (spill, (one, *_)):
-        spill.add(one, rows(1))
+        spill.add(one, rows(1), torch.bfloat16)
         spill.close()
         assert torch.equal(kept(spill, one), rows(1))
         with pytest.raises(RuntimeError, match="shutdown"):
-            spill.add(one, rows(1))
+            spill.add(one, rows(1), torch.bfloat16)
 
 
 def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:

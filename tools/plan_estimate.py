@@ -58,10 +58,11 @@ def activation_bytes(
 
 def transit_bytes(model: ModelShape, plan: Plan, *, num_ranks: int, itemsize: int, stage: int) -> int:
     """Return what passes through a device's memory beside what rests there, about: gathered parameters of a unit and the
-    next, gradients of a unit, and the buckets of collectives."""
+    next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
     unit = model.largest_unit_numel * itemsize
     whole = stage < 2 or num_ranks == 1
-    in_backward = 0 if whole and plan.held["gradients"].device else unit
+    cast = plan.settings.accumulation_steps > 1 and itemsize < _FP32_BYTES
+    in_backward = 0 if whole and plan.held["gradients"].device and not cast else unit
     bucket = min(BUCKET_NUMEL, model.num_parameters if stage < 2 else model.largest_unit_numel) * itemsize
     return plan.gathered_bytes + in_backward + (2 * bucket if num_ranks > 1 else 0)
 

@@ -174,6 +174,16 @@ class Config:
         return "fp16" if self._plain(self.settings.fp16.enabled) else "fp32"
 
     @property
+    def grad_accum_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """Type in which gradients accumulate; None: it follows from the number of micro-batches."""
+        return _dtype(self.settings.data_types.grad_accum_dtype)
+
+    @property
+    def communication_data_type(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """Type in which gradients travel between ranks; None: that of the parameters."""
+        return _dtype(self.settings.communication_data_type)
+
+    @property
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled; None but in fp16."""
         fp16 = self.settings.fp16
@@ -400,6 +410,10 @@ class Config:
     def seed(self) -> int:
         """Seed of data order and dropout."""
         return self.settings.seed
+
+
+def _dtype(name: str | None) -> Literal["fp32", "bf16", "fp16"] | None:
+    return None if name in (None, "none") else cast("Literal['fp32', 'bf16', 'fp16']", name)
 
 
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:

@@ -59,7 +59,8 @@ class ZstoreSection(Section):
     host_budget_bytes: Annotated[int | Auto | None, PlainValidator(Whole(minimum=1, words=("auto",)))] = built(None)
     """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme what does
     not fit rests on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as can be: buffers,
-    shards under 64 KiB, and gradients that wait for the update, 2 bytes a parameter in bf16 and fp16."""
+    shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
+    micro-batch 4."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: MaybeKeep = built(None)
@@ -154,8 +155,9 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()
-    communication_data_type: DataType = no_effect(None, "gradients are reduced in their own type", quiet=("none",))
-    """Type in which gradients are reduced."""
+    communication_data_type: DataType = built(None)
+    """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
+    Unset or "none": the parameters' type."""
     seq_parallel_comm_data_type: DataType = no_effect(None, "there is no sequence parallelism", quiet=("none",))
     """Type of sequence-parallel traffic."""
     prescale_gradients: Bool = not_built(False, _MEAN)

@@ -298,8 +298,9 @@ class CheckpointSection(Section):
 class DataTypesSection(Section):
     """Data types of single parts."""
 
-    grad_accum_dtype: DataType = no_effect(None, "gradients accumulate in the parameters' type", quiet=("none",))
-    """Type in which gradients accumulate."""
+    grad_accum_dtype: DataType = built(None)
+    """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since
+    a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
     param_dtype: DataType = no_effect(None, "it follows from fp16 and bf16", quiet=("none",))
     """Type of the parameters."""
     buffer_dtype: DataType = no_effect(

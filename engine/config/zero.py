@@ -63,7 +63,9 @@ class OffloadOptimizerSection(Section):
         False, "the update of offloaded state is the same on every machine, torch's fused kernel on the CPU"
     )
     """A CPU update for machines whose host and device share a fast link."""
-    convert_grad_on_cpu: Bool = no_effect(True, "gradients stay in 16 bits until the update casts them, tile by tile")
+    convert_grad_on_cpu: Bool = no_effect(
+        True, "the update casts what is still in 16 bits, tile by tile, where it runs"
+    )
     """Where gradients are cast to fp32."""
     cpuadam_cores_perc: Fraction = not_built(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
     """Share of the cores for the update of `super_offload`."""
