@@ -235,6 +235,12 @@ class Access:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take so many samples a step from now on."""
+        training = self.training
+        self.finished(f"set_train_batch_size({train_batch_size!r})", lambda: training.batch_of(train_batch_size))
+        training.resize(training.batch_of(train_batch_size))
+
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
         call = f"set_full_parameter({name!r})"

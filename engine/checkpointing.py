@@ -171,14 +171,12 @@ class Checkpoints:
 
     def _check_no_accumulation(self) -> None:
         training = self._training
-        done, steps = (
-            training.counters.micro_steps % training.batch.accumulation_steps,
-            training.batch.accumulation_steps,
-        )
-        if done or training.backwards:
+        under_way, steps = training.accumulation, training.batch.accumulation_steps
+        if not under_way.is_new:
             raise UsageError(
-                f"save_checkpoint in the middle of a step ({done} of {steps} micro-batches are stepped, "
-                f"{training.backwards} backward without step): gradients are not saved; save after the step"
+                f"save_checkpoint in the middle of a step ({under_way.stepped} of {steps} micro-batches are stepped, "
+                f"{under_way.backwards} backward without step): gradients are not saved; save after the step, which "
+                "set_gradient_accumulation_boundary(True) before the last step() ends early"
             )
 
     def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:

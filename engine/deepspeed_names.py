@@ -21,7 +21,7 @@ class DeepSpeedNames:
     @property
     def global_samples(self) -> int:
         """Samples of all optimizer steps so far, over all ranks."""
-        return self.training_state.counters.global_steps * self.training_state.batch.train_batch_size
+        return self.training_state.samples
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return (samples of a step over all ranks, samples of a micro-batch, micro-batches of a step)."""

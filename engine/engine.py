@@ -78,10 +78,11 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
             return self.module(*args, **kwargs)
 
     @phase("backward")
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return the loss.
 
-        The engine divides by the accumulation steps, scales in fp16, and averages over ranks.
+        The engine divides by the accumulation steps, scales in fp16, and averages over ranks. With `scale_wrt_gas=False` it
+        does not divide: the loss is divided already.
         """
         if loss.numel() != 1:
             raise UsageError(
@@ -95,7 +96,8 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
             self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
         self.report.add_loss(loss)
         with self.timers.backward(), self.access.during("backward"):
-            self.training_state.backward(self.training_state.scaled(loss), retain_graph=retain_graph)
+            scaled = self.training_state.scaled(loss, divide=scale_wrt_gas)
+            self.training_state.backward(scaled, retain_graph=retain_graph)
         return loss
 
     @phase("step")
@@ -106,22 +108,46 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         """
         training = self.training_state
         self.access.require_no_block("engine.step()")
-        if training.backwards == 0:
+        accumulation, boundary = training.accumulation, training.is_boundary
+        if accumulation.backwards == 0 and (accumulation.is_new or not accumulation.named):
             raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
         self.require_parameters()
-        training.backwards = 0
         training.was_applied = False
         try:
-            if training.is_boundary:
+            if boundary:
                 with self.timers.optimizer():
                     training.step()
         finally:
             training.counters.micro_steps += 1
-        if training.counters.micro_steps % training.batch.accumulation_steps == 0:
+            accumulation.end_micro_batch(boundary=boundary)
+        if boundary:
             self.report.step_ended()
             self.check_client_state()
             self.steps.take()
             self.stop_if_asked()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
+
+        Then the next `step()` at a boundary updates the parameters, however many micro-batches there were, and the
+        micro-batch after it begins a new step. Call it before `backward` where that can be, or before a `step()` that
+        ends what was accumulated. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of `backward`).
+        Every rank says the same.
+        """
+        if is_boundary is not None and not isinstance(is_boundary, bool):
+            raise UsageError(f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}")
+        self.training_state.name_boundary(is_boundary)
+
+    @phase("access")
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take so many samples a step over all ranks from now on, by more or fewer micro-batches (all ranks).
+
+        Over more than one micro-batch gradients accumulate in fp32 (see `data_types.grad_accum_dtype`): from one to more
+        they take more memory than the plan at the start says. A resumed run begins with the config's size.
+        Raises UsageError, on every rank, where it is not a multiple of the micro-batch's size times the world size, and
+        in the middle of an accumulation.
+        """
+        self.access.set_train_batch_size(train_batch_size)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

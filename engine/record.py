@@ -52,8 +52,11 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     options = plan.options
     if options.progress:
         training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
-        training.counters = Counters(**record["counters"])
-        training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
+        training.counters, training.earlier_samples = Counters(**record["counters"]), 0
+        training.accumulation.restart()
+        saved = record["batch"]
+        if not isinstance(saved, Mapping) or training.batch.accumulation_steps != saved.get("accumulation_steps"):
+            training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
         if training.loader is not None and record["data_position"] is not None:
             training.loader.position = int(record["data_position"])
     for parameter in plan.updated:

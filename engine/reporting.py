@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +32,8 @@ class RunReport:
         self._training = training
         self._timers = timers
         self.monitors = monitors
-        self._losses: deque[torch.Tensor] = deque(maxlen=1)
+        self._losses: list[torch.Tensor] = []
+        """Of the step under way."""
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
@@ -41,10 +41,9 @@ class RunReport:
             _log.info("state at the start:\n%s", state_text(training))
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of a micro-batch."""
-        steps = self._training.batch.accumulation_steps
-        if self._losses.maxlen != steps:
-            self._losses = deque(self._losses, maxlen=steps)
+        """Note the loss of a micro-batch, before its backward."""
+        if self._training.accumulation.is_new:
+            self._losses.clear()
         self._losses.append(loss.detach())
 
     def step_ended(self) -> None:
@@ -71,8 +70,7 @@ class RunReport:
         values["elapsed_time_ms_forward"] = spent.forward_s * 1e3
         values["elapsed_time_ms_backward"] = spent.backward_s * 1e3
         values["elapsed_time_ms_step"] = spent.optimizer_s * 1e3
-        samples = training.counters.global_steps * training.batch.train_batch_size
-        self.monitors.write({_METRICS + name: value for name, value in values.items()}, samples)
+        self.monitors.write({_METRICS + name: value for name, value in values.items()}, training.samples)
 
     def _print(self, loss: float) -> None:
         training, settings = self._training, self._training.config.settings

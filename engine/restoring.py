@@ -88,7 +88,6 @@ class Restore:
             state = self._replace(reader, plan)
         training.gather_resident(training.state.records)
         training.restart_accumulation()
-        training.backwards = 0
         training.torn = False
         return reader.location, state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from zstore.dist import World
 from zstore.errors import NonFiniteError, UsageError
 
+from .accumulation import Accumulation
 from .client_step import ClientStep
 from .collectives import all_gather_rows
 from .config import BatchSizes, Config
@@ -81,8 +82,9 @@ class Training:
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     counters: Counters = field(default_factory=Counters)
-    backwards: int = 0
-    """Backwards since the last call of `step()`."""
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    earlier_samples: int = 0
+    """Samples that steps of other batch sizes had more than those of the present one."""
     norm: float | None = None
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
@@ -112,7 +114,7 @@ class Training:
     @property
     def is_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
-        return (self.counters.micro_steps + 1) % self.batch.accumulation_steps == 0
+        return self.accumulation.is_boundary(self.batch.accumulation_steps)
 
     @property
     def updates_within(self) -> bool:
@@ -120,10 +122,11 @@ class Training:
         at stages 0 and 1 with more ranks, are final at its end alone."""
         return self.is_boundary and self.step_mode is StepMode.BACKWARD and isinstance(self.gradients, UnitGradients)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss that backward starts from: divided by the accumulation steps, times the loss scale."""
+    def scaled(self, loss: torch.Tensor, *, divide: bool) -> torch.Tensor:
+        """Return the loss that backward starts from: times the loss scale, and where asked for divided by the accumulation
+        steps."""
         scaled = loss.float()
-        if self.batch.accumulation_steps > 1:
+        if divide and self.batch.accumulation_steps > 1:
             scaled = scaled / self.batch.accumulation_steps
         return scaled if self.scaler.scale == 1.0 else scaled * self.scaler.scale
 
@@ -153,7 +156,7 @@ class Training:
             raise
         if self.within is not None:
             self.within.end_backward()
-        self.backwards += 1
+        self.accumulation.backwards += 1
 
     def _settings(self, factor: float) -> Settings:
         return Settings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
@@ -224,7 +227,46 @@ class Training:
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
         self.gradients.drop()
-        self.counters.micro_steps -= self.counters.micro_steps % self.batch.accumulation_steps
+        self.counters.micro_steps -= self.accumulation.stepped
+        self.accumulation.restart()
+
+    def name_boundary(self, is_boundary: bool | None) -> None:
+        """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
+        if self.within is not None and not is_boundary:
+            raise UsageError(
+                "the micro-batch under way cannot be declared not the last of its step any more: with "
+                '"step_overlap": "backward" its backward has updated parameters; call step() first'
+            )
+        self.accumulation.named = is_boundary
+
+    def batch_of(self, train_batch_size: int) -> BatchSizes:
+        """Return the batch sizes with so many samples a step, by more or fewer micro-batches.
+
+        Raises UsageError where there are none, and in the middle of a step.
+        """
+        micro, world_size = self.batch.micro_batch_size, self.world.world_size
+        if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % (micro * world_size):
+            raise UsageError(
+                f"train_batch_size: expected a multiple of {micro * world_size}, which is train_micro_batch_size_per_gpu "
+                f"{micro} x world size {world_size}; got {train_batch_size!r}"
+            )
+        if not self.accumulation.is_new:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}) in the middle of a step, whose losses were divided by "
+                f"{self.batch.accumulation_steps} micro-batches: call it after the step() that ends an accumulation"
+            )
+        steps = train_batch_size // (micro * world_size)
+        return replace(self.batch, train_batch_size=train_batch_size, accumulation_steps=steps)
+
+    def resize(self, batch: BatchSizes) -> None:
+        """Go on with other batch sizes."""
+        self.earlier_samples += self.counters.global_steps * (self.batch.train_batch_size - batch.train_batch_size)
+        self.batch = batch
+
+    @property
+    def samples(self) -> int:
+        """Samples seen by all ranks, as far as accumulations were not ended early."""
+        return self.counters.global_steps * self.batch.train_batch_size + self.earlier_samples
 
     def require_whole(self) -> None:
         """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""

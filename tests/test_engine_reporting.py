@@ -140,6 +140,24 @@ def test_the_loss_of_an_accumulation_that_failed_is_forgotten(caplog: pytest.Log
     assert lines_of(caplog)[0].startswith(f"step 1: loss {sum(losses) / 2:.4f},")
 
 
+def test_the_loss_of_a_step_is_that_of_its_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    means = []
+    with start(make_config(steps_per_print=1)) as engine:
+        for count in (2, 1, 3):
+            losses = []
+            for micro in range(count):
+                engine.set_gradient_accumulation_boundary(micro == count - 1)
+                loss = engine(*batch(engine.global_steps, micro, 0))
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+            means.append(sum(losses) / count)
+    lines = lines_of(caplog)
+    for number, mean in enumerate(means):
+        assert lines[number].startswith(f"step {number + 1}: loss {mean:.4f},")
+
+
 def _fail(gradient: torch.Tensor) -> None:
     raise RuntimeError("on purpose")
 

@@ -59,6 +59,20 @@ def test_bits_equal_the_plain_loop(chosen: tuple[Any, ...]) -> None:
         assert device.pinned_peak_bytes > 0
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_gradients_that_wait_in_another_type_than_they_come_in_cross_with_their_bits(tier: str) -> None:
+    usual = case(2, tier, "bf16", 1, 0.25, "none", "none")
+    for chosen in (
+        replace(usual, counts=(1, 3)),
+        replace(usual, counts=(3, 1)),
+        replace(usual, types=("fp32", None)),
+        replace(usual, types=("fp16", None), accumulation=2),
+    ):
+        with fake_device() as device:
+            assert compare(chosen, 0, 1) == []
+            assert device.num_under_way == 0
+
+
 def _compare_on_fakes(rank: int, world_size: int) -> list[list[str]]:
     found: list[list[str]] = []
     for chosen in (CASES[1], (2, "nvme", "bf16", 3, 0.25, "none", "forward"), CASES[4]):
