@@ -11,21 +11,21 @@ import pytest
 import typer
 
 import zstore
+from tests import warm
 from zstore.tools import arguments
 
 COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
 
-def run(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*words: str, env: Mapping[str, str] | None = None, anew: bool = False) -> subprocess.CompletedProcess[str]:
     """`python -m zstore` in a process of its own, without colours."""
     plain = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "160", **(env or {})}
-    return subprocess.run(
-        [sys.executable, "-m", "zstore", *words], capture_output=True, text=True, check=False, env=plain, timeout=100
-    )
+    command = [sys.executable, "-m", "zstore", *words]
+    return warm.run(command, capture_output=True, text=True, check=False, env=plain, timeout=100, anew=anew)
 
 
 def test_help_lists_the_commands_on_stdout() -> None:
-    done = run("--help")
+    done = run("--help", anew=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for command in COMMANDS:
@@ -33,7 +33,7 @@ def test_help_lists_the_commands_on_stdout() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    assert run("--version").stdout.strip() == zstore.__version__
+    assert run("--version", anew=True).stdout.strip() == zstore.__version__
 
 
 def test_the_installed_script_is_the_same_command() -> None:
@@ -91,7 +91,7 @@ def test_nothing_lies_beside_a_url() -> None:
 
 def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    done = run("doctor", "--path", missing)
+    done = run("doctor", "--path", missing, anew=True)
     assert done.returncode == 1
     assert done.stdout == ""
     assert (

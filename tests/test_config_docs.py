@@ -1,8 +1,8 @@
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
 from zstore.engine.config import add_config_arguments
 from zstore.engine.config.keys import known_keys
 from zstore.engine.config.schema import Settings
@@ -30,7 +30,7 @@ def test_every_row_has_five_cells() -> None:
 
 def test_the_command_writes_it() -> None:
     command = [sys.executable, "-m", "zstore.tools.config_docs"]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == document()
+    assert warm.run(command, check=True, capture_output=True, text=True).stdout == document()
 
 
 def test_arguments_of_deepspeed_scripts() -> None:

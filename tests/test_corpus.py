@@ -1,7 +1,6 @@
 """Text as bytes: order of files, samples by (seed, number) alone, and what is refused."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import warm
 from zstore.errors import ConfigError
 from zstore.tools.corpus import STDLIB_BYTES, Corpus, open_corpus
 
@@ -121,7 +121,7 @@ def test_the_standard_library_stands_in() -> None:
     assert all(file.suffix == ".py" for file in corpus.files)
     assert not any({"site-packages", "test", "tests"} & set(file.parts) for file in corpus.files)
     code = "from zstore.tools.corpus import open_corpus; print(open_corpus().sample(17, 64, 5)[0].tolist())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    other = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert other.stdout.strip() == str(corpus.sample(17, 64, 5)[0].tolist())
 
 

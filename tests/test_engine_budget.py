@@ -72,8 +72,15 @@ def _spilled(engine: Engine) -> int:
     return len(engine.training_state.state.spilled)
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("accumulation", "overlap"),
+    [
+        (1, "backward"),
+        (3, "none"),
+        (3, "forward"),
+        *(pytest.param(*rest, marks=pytest.mark.soak) for rest in ((1, "none"), (1, "forward"), (3, "backward"))),
+    ],
+)
 def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: int) -> None:
     def config(budget: int | None, **keys: Any) -> dict[str, Any]:
         clip = 0.0 if overlap == "backward" else 0.5

@@ -153,10 +153,15 @@ def hostile_hugging_face(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hostile", [hostile_dcp, hostile_deepspeed, hostile_hugging_face])
-def test_hostile_files_take_little_memory(hostile: Any, tmp_path: Path) -> None:
+def test_hostile_files_take_little_memory(hostile: Any, everything: bool, tmp_path: Path) -> None:
     paths = list(hostile(tmp_path / "in"))
-    growth = grown("tests.watching", tmp_path / "in/good", tmp_path / "out", paths)
+    # Pickles of millions of instructions, which take seconds until they are refused, as they are opened.
+    slow = ("lists", "places", "endless")
+    opened = [path for path in paths if path.relative_to(tmp_path / "in").parts[0].startswith(slow) and not everything]
+    assert bool(opened) == (hostile is not hostile_hugging_face and not everything)
+    growth = grown("tests.watching", tmp_path / "in/good", tmp_path / "out", paths, opened=opened)
     assert len(growth) == len(paths)
     assert max(growth.values()) < MOST_GROWN_BYTES, growth
 

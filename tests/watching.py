@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,10 +24,11 @@ MOST_GROWN_BYTES = 160 * 2**20
 _MOST_READ_BYTES = 2**20
 
 _WATCHED = """
-import contextlib, importlib, resource, sys
+import contextlib, importlib, json, resource, sys
 from pathlib import Path
 
-use = importlib.import_module(sys.argv[1]).use
+module = importlib.import_module(sys.argv[1])
+use, opened = module.use, json.loads(sys.argv[4])
 
 # Not ru_maxrss: a process inherits that of the one that started it.
 def peak():
@@ -41,18 +43,21 @@ def begin_anew():
 use(Path(sys.argv[2]), Path(sys.argv[3]) / "warm")
 in_use = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30,) * 2)
-for number, path in enumerate(sys.argv[4:]):
+for number, path in enumerate(sys.argv[5:]):
     before = begin_anew()
-    problems = use(Path(path), Path(sys.argv[3]) / str(number))
+    problems = (module.use_opening if path in opened else use)(Path(path), Path(sys.argv[3]) / str(number))
     assert problems, path
     print("grew", path, peak() - before, flush=True)
 """
 
 
-def grown(module: str, good: Path, out: Path, paths: Sequence[Path]) -> dict[str, int]:
-    """By how many bytes a process grows as `use` of a module uses each of `paths`, after a good one, and finds problems."""
+def grown(module: str, good: Path, out: Path, paths: Sequence[Path], *, opened: Sequence[Path] = ()) -> dict[str, int]:
+    """By how many bytes a process grows as `use` of a module uses each of `paths`, after a good one, and finds problems.
+
+    Those of `opened` are used by `use_opening` instead: their problem is met at the same place, whatever is done with them.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", _WATCHED, module, good, out, *paths],
+        [sys.executable, "-c", _WATCHED, module, good, out, json.dumps(list(map(str, opened))), *paths],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -71,20 +76,28 @@ def sparse(path: Path, nbytes: int) -> None:
 
 def use(path: Path, out: Path) -> list[str]:
     """Do all that one does with a checkpoint of other software; return the errors. Anything but one of ours fails."""
-    problems: list[str] = []
+    out.mkdir(parents=True)
+    return _errors_of(
+        lambda: read_some(path),
+        lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")),
+        lambda: convert_command(path, out / "it.pt", ConvertOptions(to="torch")),
+        lambda: consolidate_command(path, out / "weights", "fp32", 10**9, "error"),
+        lambda: inspect_command(path),
+    )
 
-    def attempt(action: Callable[[], Any]) -> None:
+
+def use_opening(path: Path, out: Path) -> list[str]:
+    """Do one of these things."""
+    return _errors_of(lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")))
+
+
+def _errors_of(*actions: Callable[[], Any]) -> list[str]:
+    problems: list[str] = []
+    for action in actions:
         try:
             action()
         except ZstoreError as error:
             problems.append(str(error))
-
-    out.mkdir(parents=True)
-    attempt(lambda: read_some(path))
-    attempt(lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")))
-    attempt(lambda: convert_command(path, out / "it.pt", ConvertOptions(to="torch")))
-    attempt(lambda: consolidate_command(path, out / "weights", "fp32", 10**9, "error"))
-    attempt(lambda: inspect_command(path))
     return problems
 
 
