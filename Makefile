@@ -5,7 +5,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_FLAGS ?= --only-binary :all:
 # A worker for each core. Each goes through files next to each other, so that module-scoped fixtures are made once; one that is
 # done takes from the end of another's.
-PYTEST_ARGS ?= -n auto --dist worksteal
+PYTEST_ARGS ?= -n auto --maxprocesses 16 --dist worksteal
 # `make bench BENCHMARKS=disk BENCH_ARGS="--path /mnt/nvme"` runs one of them on another drive.
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
@@ -17,34 +17,39 @@ export TORCH
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint format bench gpu soak clean FORCE
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench gpu soak clean FORCE
 
-demo: $(VENV)/stamp-run
-	$(PY) -m zstore.tools.demo
+help: ## list what there is to make
+	@grep -E '^[a-z]+:.* ## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.* ## (.*)/make \1\t\2/' | expand -t 14
+	@echo "Each makes its own environment first; TORCH=..., PYTHON=... and VENV=... choose another: see README.md."
 
-test: $(VENV)/stamp-test
+demo: $(VENV)/stamp-run ## train, resume, reshard and consolidate a small model: a minute
+	@$(PY) -m zstore.tools.demo
+
+test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/test_cli.py -q" runs some
 	$(PY) -m pytest --durations 20 $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
 
-soak: $(VENV)/stamp-test
+soak: $(VENV)/stamp-test ## run the long tests: hours
 	$(PY) -m pytest --new-processes
 	$(PY) -m pytest -m soak --timeout 14400
 
-lint: $(VENV)/stamp-dev
+lint: $(VENV)/stamp-dev ## run ruff, mypy and the import contract
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/stamp-dev
+format: $(VENV)/stamp-dev ## let ruff mend what it can
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(VENV)/stamp-test
+bench: $(VENV)/stamp-test ## run the benchmarks; BENCHMARKS=disk runs one
 	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name $(BENCH_ARGS) || exit 1; done
 
 # Nothing is installed before it is known that there is a device. Without TORCH the torch of an environment that is there stays.
 gpu: GPU_TORCH = $(if $(filter file,$(origin TORCH)),$(if $(wildcard $(VENV)/stamp-torch),TORCH="$$(cat $(VENV)/stamp-torch)"))
-gpu:
+gpu: ## run all that needs a CUDA device, in order of worth: 40 minutes
 	@command -v nvidia-smi > /dev/null || [ -e /dev/nvidiactl ] || { echo 'make gpu: there is no NVIDIA driver here. It needs an NVIDIA GPU, and a torch with CUDA: make gpu TORCH="torch==VERSION --index-url URL"' >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(VENV)/stamp-torch $(GPU_TORCH)
 	@$(PY) -m bench.gpu --check
@@ -53,7 +58,7 @@ gpu:
 	  PIP_FLAGS='$(PIP_FLAGS) --no-binary deepspeed' || echo 'DeepSpeed could not be installed; what is compared with it is left out'
 	@$(PY) -m bench.gpu $(GPU_ARGS)
 
-clean:
+clean: ## remove the environment and all that was made
 	rm -rf $(VENV) demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -62,8 +67,9 @@ clean:
 $(VENV)/stamp-torch: FORCE
 	@set -e; if [ "$$TORCH" != "$$(cat $@ 2>/dev/null)" ]; then \
 	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zstore needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'; \
-	  echo "Making $(VENV) with $$TORCH"; \
+	  echo "Making the environment $(VENV) with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv $(VENV); \
+	  echo "Installing $$TORCH into $(VENV) (up to several GB, unless pip has it)"; \
 	  $(PIP) install --quiet $(PIP_FLAGS) $$TORCH; \
 	  echo "$$TORCH" > $@; \
 	fi
@@ -73,9 +79,11 @@ $(VENV)/constraints.txt: constraints.txt $(VENV)/stamp-torch
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> $@
 
 $(VENV)/stamp-run: $(VENV)/constraints.txt pyproject.toml
-	$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable .
+	@echo "Installing zstore and what it runs on into $(VENV)"
+	@$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable .
 	@touch $@
 
 $(VENV)/stamp-%: $(VENV)/constraints.txt pyproject.toml
-	$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable '.[$*]'
+	@echo "Installing zstore and what its $* needs into $(VENV)"
+	@$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable '.[$*]'
 	@touch $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL = "gpt-small"
+MODEL = "gpt-tiny"
 SAVE_EVERY = 20
+LEARNING_RATE = 4e-3
 MOST_DIFFERENCE = 0.02
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""A model as small as this gains little from torch's threads, and where other programs use the cores they wait for each other
+most of the time."""
 
 
 def main() -> None:
@@ -65,9 +70,9 @@ class Demo:
         config = {
             "train_batch_size": 24,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1.5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.5e-3, "warmup_num_steps": 10}},
+            "bf16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LEARNING_RATE, "warmup_num_steps": 10}},
             "zero_optimization": zero,
         }
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -115,6 +120,7 @@ class Demo:
         from .models import build_model
 
         _say("Load the weights into a fresh plain torch model and let it write")
+        torch.set_num_threads(1)  # see ONE_THREAD
         model = build_model(self.model, 128)
         weights = load_file(self.folder / "weights" / "model.safetensors")
         missing, unexpected = model.load_state_dict({name: w.float() for name, w in weights.items()}, strict=False)
@@ -132,7 +138,7 @@ class Demo:
         """Run a `zstore` command, show what it prints, and note the save stalls."""
         command = [sys.executable, "-m", "zstore", *map(str, words)]
         print("$ zstore " + " ".join(command[3:]), flush=True)
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ONE_THREAD | os.environ) as process:
             for line in process.stderr or ():
                 print(line, end="", file=sys.stderr, flush=True)
                 if "save stall" in line:
@@ -158,6 +164,32 @@ class Demo:
         for name, value in rows:
             table.add_row(name, value)
         Console().print(table)
+        print("\nWhat to type next:")
+        for command, what in next_commands(_shown(self.folder), self.model, self.steps):
+            print(f"  {command}  # {what}")
+
+
+def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
+    """Return commands on the demo's own folder, each with what it does."""
+    script = Path(sys.executable).with_name("zstore")
+    zstore = _shown(script) if script.exists() else f"{sys.executable} -m zstore"
+    run, config = f"{folder}/run", f"{folder}/zero1-memory.json"
+    before, last = f"{run}/step-{steps - SAVE_EVERY:08d}", f"{run}/step-{steps:08d}"
+    on = f"--steps {steps + SAVE_EVERY} --save {run}-1 --resume auto"
+    return [
+        (f"{zstore} ls {run}", "the checkpoints, and what they share"),
+        (f"{zstore} inspect {run} --stats", "the arrays: shape, bytes, range, norm, histogram"),
+        (f"{zstore} diff {before} {last} --values", f"what the last {SAVE_EVERY} steps changed"),
+        (f"{zstore} train --config {config} --model {model} {on}", "train on"),
+        (f"{zstore} doctor --path {folder}", "what this machine and this drive can do"),
+        (f"{zstore} plan --model gpt-base", "what of a larger model's training fits here"),
+    ]
+
+
+def _shown(path: Path) -> str:
+    """Return `path` as a user would type it here."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
