@@ -58,7 +58,9 @@ class ParameterGuard:
         self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
 
     def remove(self) -> None:
-        """Let conversions pass again; a second call does nothing."""
+        """Let everything pass again; a second call does nothing."""
+        for noted in (self._laid_out, self._later, self._tables, self._entries):
+            noted.clear()
         while self._shadows:
             self._shadows.pop().remove()
 

@@ -113,6 +113,7 @@ def test_after_close_the_model_may_be_converted() -> None:
     assert "_apply" not in vars(model)
     assert model.float().head.weight.dtype == torch.float32
     model.load_state_dict(make_net(3).state_dict())
+    assert torch.isfinite(engine(*batch(0, 0, 0)))
 
 
 def test_copies_and_pickles_of_the_model_are_free() -> None:
