@@ -30,6 +30,7 @@ from zstore.checkpoint import (
 )
 from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
 from zstore.errors import UsageError
+from zstore.partition import Grid
 from zstore.store import Snapshot
 from zstore.tiers import PinnedShard
 from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
@@ -225,13 +226,29 @@ class Checkpoints:
         return choices
 
     def pinned_request(
-        self, folder: Path, tag: str, save_id: str, small: Small, *, without_frozen: bool = False
+        self,
+        folder: Path,
+        tag: str,
+        save_id: str,
+        small: Small,
+        *,
+        few_files: bool = True,
+        without_frozen: bool = False,
     ) -> SaveRequest:
-        """Return the request of a save of the present state, whose arrays are pinned from here on."""
+        """Return the request of a save of the present state, whose arrays are pinned from here on.
+
+        With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, which takes no waiting.
+        """
         training = self._training
         state, store = training.state, training.state.store
         records = [one for one in state.records if one.group is not None or not without_frozen]
-        grids = {name: state.grid_in_files(one, name) for one in records for name in state.arrays_of(one)}
+        arrays = [(one, name) for one in records for name in state.arrays_of(one)]
+        grids = {name: state.grid_of_ranks(one, name) for one, name in arrays}
+        pieces: dict[str, Grid] = {}
+        if few_files:
+            stored = {name: state.grid_in_files(one, name) for one, name in arrays}
+            pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
+            grids = stored
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.settle()  # the save reads memory of the device from threads of its own
@@ -248,6 +265,7 @@ class Checkpoints:
                 specs={name: store.spec(name) for name in grids} | small.specs,
                 grids=grids,
                 pins=pins,
+                pieces=pieces,
                 small=small.arrays,
                 rank_state=rng_state(),
                 record=small.state,

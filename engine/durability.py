@@ -187,7 +187,8 @@ class StepSnapshots:
         # The other ranks' copies of what rank 0 stores whole do not count.
         state = self._state() if training.world.rank == 0 else {}
         small = self._checkpoints.collect_small(state)
-        request = self._checkpoints.pinned_request(folder, tag, save_id, small)
+        # Nobody counts a snapshot's files, but a step waits for it.
+        request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
         return save_checkpoint(self._completed(request))
 
     def _completed(self, request: SaveRequest) -> SaveRequest:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from zstore.checkpoint.split import LOW, TIE, ties_spec
-from zstore.partition import BITS, Grid
+from zstore.partition import BITS, Grid, grid_in_checkpoint
 from zstore.store import ModeName, TensorStore
 from zstore.stream import Tile
 
@@ -201,9 +201,14 @@ class OptimizerState:
         self.transfers.copy_into(there, values)
         return there
 
+    def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
+        """Return how an array of the parameter is divided among the ranks."""
+        return record.grid.packed() if _is_packed(name) else record.grid
+
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint."""
-        return record.grid.packed() if _is_packed(name) else record.grid
+        spec = self.store.spec(name)
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""

@@ -29,6 +29,7 @@ from zstore.partition import Grid
 from zstore.shardio import IoResources, ShardSummary
 from zstore.store import TensorStore
 from zstore.tiers import LocalShard, PinnedShard
+from zstore.tiers.base import Bytes
 
 from .lanes import Within
 from .parameters import ParameterRecord
@@ -241,6 +242,10 @@ class LatePin:
     def version(self) -> int | None:
         """See `PinnedShard`."""
         return None
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError where the update failed."""
+        self._made().copy_into(out, grid, shard)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError where the update failed."""

@@ -165,9 +165,15 @@ def test_back_to_none_gives_the_same_files(world_size: int | None, archive: Path
 
 
 def test_the_bits_that_complete_a_master_stay_cut_as_its_rows_are(saved: Path, tmp_path: Path) -> None:
-    reshard_command(saved, tmp_path, 2)
-    with open_checkpoint(tmp_path) as reader:
-        assert reader.arrays[f"{TIE}/split"].grid == make_grid((500, 100), 2).packed()
+    weight = np.zeros((1024, 520), ml_dtypes.bfloat16)
+    arrays = {"model/split": weight, f"{TIE}/split": np.zeros(weight.size // 8, np.uint8)}
+    reshard_command(save_arrays(tmp_path / "one", arrays), tmp_path / "two", 2)
+    reshard_command(saved, tmp_path / "small", 2)
+    with open_checkpoint(tmp_path / "two") as reader:
+        assert reader.arrays[f"{TIE}/split"].grid == make_grid(weight.shape, 2).packed()
+    # Small ones are whole, as all small arrays are.
+    with open_checkpoint(tmp_path / "small") as reader:
+        assert reader.arrays[f"{TIE}/split"].grid == make_grid((500 * 100 // 8,), 1)
 
 
 def test_an_archive_may_be_cut_anew_and_become_another(archive: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def make_arrays(seed: int) -> dict[str, Array]:
     return {
         "model/w": rng.standard_normal((300, 100)).astype(np.float32),
         "optimizer/exp_avg/w": rng.standard_normal((300, 100)).astype(np.float32),
-        "model/b": rng.standard_normal(5).astype(np.float32),
+        "model/b": rng.standard_normal(50).astype(np.float32),
     }
 
 
@@ -108,7 +108,8 @@ class Sweep:
 
     def _save(self, tag: str, *, overwrite: bool, timeout_s: float = 20) -> bool:
         try:
-            self._world.save(self.folder, tag=tag, overwrite=overwrite, timeout_s=timeout_s)
+            few_files = len(self._doubles) > 1
+            self._world.save(self.folder, tag=tag, overwrite=overwrite, timeout_s=timeout_s, few_files=few_files)
         except ZstoreError as error:
             self.error = error
             return False
@@ -248,7 +249,7 @@ def save(folder, point):
     with open_world(make_arrays(2), **options) as world:
         files.operations.clear()
         files.fail_at, files.armed = point, True
-        world.save(folder / "ckpt", tag="first" if point % 2 else "second", overwrite=True)
+        world.save(folder / "ckpt", tag="first" if point % 2 else "second", overwrite=True, few_files={world_size} > 1)
 
 for point in {points!r}:
     pid = os.fork()

@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_may_be_overwritten_but_a_foreign_folder_never(fold
     assert values(folder) == as_bytes(arrays)
     (folder / "mine").mkdir()
     (folder / "mine/thesis.txt").write_text("years")
-    with pytest.raises(CheckpointError, match="no checkpoint of zstore: move it away"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of zstore: move it away"):
         save_arrays(folder, arrays, tag="mine", overwrite=True)
     assert (folder / "mine/thesis.txt").read_text() == "years"
 

@@ -26,6 +26,7 @@ from zstore.errors import (
     CorruptionError,
     UsageError,
 )
+from zstore.partition import WHOLE_BYTES
 from zstore.testing.ranks import run_ranks
 
 STEPS = 2
@@ -147,6 +148,10 @@ def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after:
         assert one.record.run == other.record.run
         for name in one.arrays:
             np.testing.assert_array_equal(one.read_array(name), other.read_array(name), err_msg=name)
+        # Small arrays are one file, those of each rank are of large ones alone.
+        for name, array in [*one.arrays.items(), *other.arrays.items()]:
+            assert array.spec.nbytes >= WHOLE_BYTES or array.grid.num_shards == 1, name
+        assert one.arrays["model/embed.weight"].grid.num_shards == before[0]
 
 
 def test_a_resharded_checkpoint_goes_on_like_the_one_it_came_from(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
 - The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
   array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
+- In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
+  8 KiB at least, so that cutting 512 bytes over 64 ranks would make half a megabyte in 32 files of it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
 FINE_CHUNK_NUMEL = 200 * 1024 // 4
+WHOLE_BYTES = 64 * 1024
+"""Arrays below this are stored as one shard."""
 _CANDIDATES = 256
 _FP32_BYTES = 4
 _CRC_BYTES = 4
@@ -131,6 +135,13 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
         return Grid(rows, row_numel, min_rows, align, cols)
     shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
+
+
+def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
+    """Return how an array is cut in a checkpoint whose ranks hold it on `grid`: small ones are one shard, rank 0's."""
+    if grid.num_shards <= 1 or math.prod(stored_shape) * itemsize >= WHOLE_BYTES:
+        return grid
+    return make_grid(stored_shape, 1)
 
 
 def _chunk_cols(row_numel: int) -> int:

@@ -12,16 +12,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CorruptionError, StorageError
 from ..files import Files
 from ..io import Priority
-from ..shardio import ShardSummary, write_shard
+from ..packedio import open_shard_file
+from ..shardio import ShardSummary, checksum_shard, write_shard
 from ..tiers import PinnedShard
 from .commit import READ_ONLY
 from .format import COMPLETE, Manifest, ShardEntry
 from .known import KnownFile
 from .names import manifest_file, tag_folder
 from .request import SaveRequest
+
+Bytes = npt.NDArray[np.uint8]
+
+_ANY_VERSION = -1
+"""Of a file whose content is compared, whatever versions the ranks' shards have."""
 
 
 class Publisher:
@@ -42,7 +48,8 @@ class Publisher:
     def tasks(self) -> list[Callable[[], ShardSummary]]:
         """Return a task for each shard file of this rank; those in memory first, since an updater waits for them."""
         request = self._request
-        pins = [(name, pin) for name, pin in request.pins.items() if request.file_bytes(name, request.rank)]
+        own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
+        pins = [(name, request.pins[name]) for name in own]
         pins.sort(key=lambda item: item[1].tier == "disk")
         tasks: list[Callable[[], ShardSummary]] = [partial(self._publish, name, pin) for name, pin in pins]
         if request.rank == 0:
@@ -85,18 +92,51 @@ class Publisher:
         return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 
     def _write_small(self, name: str) -> ShardSummary:
-        request = self._request
-        data = np.ascontiguousarray(request.small[name]).reshape(-1).view(np.uint8)
-        itemsize = request.specs[name].itemsize
-
-        def fill(first: int, stop: int, out: npt.NDArray[np.uint8]) -> None:
-            out[:] = data[first * itemsize : stop * itemsize]
-
+        data = np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8)
         path = self._make_room_for(name, 0)
-        summary = write_shard(self._resources, path, request.specs[name], request.grid(name), 0, fill)
+        summary = self._write_whole(name, data, path)
         self._written.append(path)
         os.chmod(path, READ_ONLY)
         return summary
+
+    def _write_whole(self, name: str, data: Bytes, path: Path) -> ShardSummary:
+        spec, grid = self._request.specs[name], self._request.grid(name)
+        return write_shard(self._resources, path, spec, grid, 0, _filler(data, spec.itemsize))
+
+    def store_whole(self, name: str, data: Bytes) -> ShardSummary:
+        """Store an array that was put together from the ranks' pieces: link the last checkpoint's file where that holds the
+        same, else write it (rank 0)."""
+        path = self._make_room_for(name, 0)
+        summary = self._link_equal(name, data, path) or self._write_whole(name, data, path)
+        self._written.append(path)
+        os.chmod(path, READ_ONLY)
+        later = self._target / self._request.shard_path(name, 0)
+        if known := KnownFile.of(later, version=_ANY_VERSION, crcs=summary.crcs, written_as=path):
+            self.known[name] = known
+        return summary
+
+    def _link_equal(self, name: str, data: Bytes, path: Path) -> ShardSummary | None:
+        """Link an earlier checkpoint's file of the same bytes; None where there is none.
+
+        The array has no version, since each rank knows its own piece alone; but it is small enough to compare it all.
+        """
+        request = self._request
+        known, spec, grid = request.known.get(name), request.specs[name], request.grid(name)
+        if known is None or known.crcs != checksum_shard(
+            request.resources, spec, grid, 0, _filler(data, spec.itemsize)
+        ):
+            return None
+        if not known.link(self._files, path):
+            return None
+        stored = np.empty_like(data)
+        try:
+            open_shard_file(self._resources, str(path), (spec, grid, None), 0).read(0, spec.numel, stored)
+        except (CorruptionError, StorageError):
+            stored = stored[:0]
+        if not np.array_equal(stored, data):
+            self._files.unlink(path)
+            return None
+        return ShardSummary(name, 0, request.file_bytes(name, 0), known.crcs, linked=True)
 
     def _make_room_for(self, name: str, shard: int) -> Path:
         self._check_alive()
@@ -148,6 +188,15 @@ class Publisher:
         self._files.write_small(part, manifest.encode())
         os.chmod(part, READ_ONLY)
         self._files.rename(part, path)
+
+
+def _filler(data: Bytes, itemsize: int) -> Callable[[int, int, Bytes], None]:
+    """Return what fills a shard file with the elements in `data`."""
+
+    def fill(first: int, stop: int, out: Bytes) -> None:
+        out[:] = data[first * itemsize : stop * itemsize]
+
+    return fill
 
 
 def sync_file(files: Files, path: Path) -> None:

@@ -47,6 +47,8 @@ class SaveRequest:
     """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name. Rank r stores shard r of the array's grid."""
+    pieces: Mapping[str, Grid] = field(default_factory=dict)
+    """How `pins` cut those arrays that `grids` has in one shard: each rank gives rank 0 its rows, which stores them whole."""
     codec: Codec | None = None
     """What the pins' publishing compresses chunks with, for the metadata: an archive, with no arrays in `small`."""
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
@@ -96,6 +98,11 @@ class SaveRequest:
         for name in [*self.pins, *self.small, *self.grids]:
             if name not in self.specs:
                 raise UsageError(f"array {name!r} has no spec in the save request")
+        for name in self.pieces:
+            if self.grid(name).num_shards > 1:
+                raise UsageError(
+                    f"array {name!r}: expected one shard, which its pieces make, got {self.grid(name).num_shards}"
+                )
         for name, data in self.small.items():
             spec = self.specs[name]
             if data.shape != spec.shape or data.dtype != numpy_dtype(spec.dtype):
@@ -123,6 +130,8 @@ class SaveRequest:
         for name in sorted(self.specs.keys() - self.small.keys()):
             spec, grid = self.specs[name], self.grid(name)
             described.append([name, spec.shape, spec.dtype, grid.shard_rows, grid.chunk_rows, grid.chunk_cols])
+            if name in self.pieces:
+                described[-1].append(self.pieces[name].shard_rows)
         return sha256(json.dumps(described, separators=(",", ":")).encode())
 
     def unchanged(self, name: str) -> KnownFile | None:
@@ -145,8 +154,10 @@ class SaveRequest:
             if pin.tier != "disk" or self.disk_folders.get(name, self.disk_folder) in elsewhere
             if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
-        needed = self.world_size * sum(self.file_bytes(name, self.rank) for name in written)
+        needed = self.world_size * sum(self.file_bytes(n, self.rank) for n in written if n not in self.pieces)
+        # For a while a piece and the whole are both there.
         needed += sum(self.file_bytes(name, 0) for name in self.small)
+        needed += sum(self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces)
         reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
         free = self.resources.files.free_bytes(path)
         if needed + reserved > free:

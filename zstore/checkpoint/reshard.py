@@ -11,9 +11,10 @@ from ..codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..errors import DiskFullError, UsageError
 from ..io import Priority
 from ..packedio import write_packed
-from ..partition import Grid, make_grid
+from ..partition import Grid, grid_in_checkpoint, make_grid
 from ..shardio import IoResources, ShardSummary, checksum_shard, open_resources, write_shard
 from ..tiers import LocalShard
+from ..tiers.base import Bytes
 from .ahead import Range, ReadAhead
 from .commit import Committer
 from .crew import Crew
@@ -53,6 +54,11 @@ class _StoredShard:
             summary = write_packed(res, path, self._codec, spec, grid, shard, fill)
         self._advance(self.local.nbytes)
         return summary
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """See `PinnedShard.copy_into`."""
+        first = shard * grid.shard_numel
+        self._ahead.read(self.local.spec.name, first, first + grid.shard_valid_numel(shard), out)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`."""
@@ -109,6 +115,10 @@ class _Job:
     def _grid(self, name: str) -> Grid:
         if self._keeps_layout:
             return self._reader.arrays[name].grid
+        spec = self._specs[name]
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self._grid_of_ranks(name))
+
+    def _grid_of_ranks(self, name: str) -> Grid:
         if name.startswith(_WHOLE):
             return make_grid(self._specs[name].stored_shape, 1)
         group, _, fqn = name.rpartition(f"{TIE}/")

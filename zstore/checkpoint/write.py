@@ -4,8 +4,9 @@
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
 On rank 0 besides: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
-manifest of every rank; call `before_commit`; commit. The others wait for the commit, so that `wait()` tells the same on
-every rank. A rank that fails writes a manifest that says so; rank 0 then gives up and leaves `abort.json` for all to see.
+manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit. The
+others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
+rank 0 then gives up and leaves `abort.json` for all to see.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .gather import Gatherer
 from .handle import SaveHandle
 from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
+from .pieces import Pieces
 from .publish import Publisher
 from .read import CheckpointReader
 from .request import SaveRequest, SaveSummary
@@ -80,6 +82,7 @@ class _Job:
         self.target = self._committer.target
         self.cancelled = threading.Event()
         self._publisher = Publisher(request, self._folder, self._check_alive)
+        self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
         self._spare: Spare | None = None
         self._started = time.monotonic()
@@ -115,6 +118,8 @@ class _Job:
                     manifests = self._folder / MANIFEST_FOLDER
                     self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 summaries = self._publish(crew)
+                if request.rank == 0 and request.pieces:
+                    summaries += self._assemble(crew)
                 self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
                     self._commit(crew)
@@ -139,7 +144,7 @@ class _Job:
         self._committer.begin(None if spare is None else partial(spare.take, files))
 
     def _publish(self, crew: Crew) -> list[ShardSummary]:
-        tasks: list[Callable[[], ShardSummary | None]] = [*self._publisher.tasks()]
+        tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         if self._request.rank == 0:
             # In between, so that the drive writes shards meanwhile.
             tasks = _in_turn(tasks, self._gatherer.metadata_tasks())
@@ -154,6 +159,16 @@ class _Job:
             # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
             self._check_alive()
             raise
+
+    def _assemble(self, crew: Crew) -> list[ShardSummary]:
+        """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
+        gatherer = self._gatherer
+        self._wait_until(
+            lambda: gatherer.collect() or gatherer.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
+        )
+        found = crew.run(self._pieces.assembling(self._publisher.store_whole))
+        crew.run(self._publisher.syncs())
+        return [summary for summaries in found for summary in summaries]
 
     def _commit(self, crew: Crew) -> None:
         request, gatherer = self._request, self._gatherer
@@ -247,7 +262,7 @@ class _Job:
         return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
 
     def _ranks_missing(self) -> Exception:
-        missing = self._gatherer.missing_ranks()
+        missing = [rank for rank in self._gatherer.missing_ranks() if rank]  # its own manifest is the last
         return CheckpointError(
             f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
         )

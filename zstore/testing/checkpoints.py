@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..arrays import ArraySpec
 from ..checkpoint import SaveHandle, SaveRequest, SaveSummary, new_save_id, save_checkpoint, step_tag
 from ..files import Files
-from ..partition import Grid, make_grid
+from ..partition import Grid, grid_in_checkpoint, make_grid
 from ..store import StoreOptions, TensorStore, TierName
 
 Array = npt.NDArray[Any]
@@ -47,9 +47,17 @@ class World:
                     store.write(name, part).wait()
 
     def request(self, folder: Path, rank: int, save_id: str, *, step: int = 1, **options: Any) -> SaveRequest:
-        """Return rank `rank`'s request to save into `folder`; `options` are further fields of it."""
+        """Return rank `rank`'s request to save into `folder`; `options` are further fields of it.
+
+        With `few_files` rank 0 stores small arrays whole, as an engine's saves do.
+        """
         store = self.stores[rank]
         fields: dict[str, Any] = {"tag": step_tag(step), "small": self.small, "rank_state": {"rank": rank}} | options
+        grids = self.grids
+        if fields.pop("few_files", False):
+            specs = self.specs
+            grids = {n: grid_in_checkpoint(specs[n].stored_shape, specs[n].itemsize, grid) for n, grid in grids.items()}
+            fields["pieces"] = {name: grid for name, grid in self.grids.items() if grids[name] != grid}
         return SaveRequest(
             resources=store.resources,
             folder=folder,
@@ -58,7 +66,7 @@ class World:
             world_size=len(self.stores),
             save_id=save_id,
             specs=self.specs,
-            grids=self.grids,
+            grids=grids,
             pins=store.snapshot().pins,
             **fields,
         )

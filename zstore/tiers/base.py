@@ -138,6 +138,10 @@ class PinnedShard(Protocol):
     def version(self) -> int | None:
         """See `Tier.version`; None where it is not known yet, because an update is to make it."""
 
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError where the pinned
+        shard is on disk."""
+
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
 

@@ -342,6 +342,10 @@ class DiskPin:
         self._file = file
         self.version: int | None = file.version
 
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """See `PinnedShard.copy_into`."""
+        raise UsageError(f"array {self.local.spec.name!r}: a shard on disk is published as the file that it is")
+
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`; of a shard of which nothing or not all was written, none."""
         self._require_layout(grid, shard)

@@ -174,6 +174,12 @@ class MemoryPin:
         low = first - self.local.base
         copy_out(self._memory[low : low + stop - first], out)
 
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard lies within this one."""
+        self._require_within(grid, shard)
+        first = shard * grid.shard_numel
+        self.fill(first, first + grid.shard_valid_numel(shard), out)
+
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
