@@ -18,6 +18,7 @@ from bench.children import Outcome, Told, limited_memory, run_contender
 from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
+from tests import warm
 from zstore.partition import make_grid
 from zstore.shardfile import layout_of
 
@@ -54,6 +55,7 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
     monkeypatch.setattr(limits.shutil, "which", lambda _: None)
     arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
     arguments += ["--budget", "none,peer", "--peer-memory", "2GB"]
+    monkeypatch.setattr(subprocess, "run", warm.run)
     monkeypatch.setattr(offload.signal, "signal", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]

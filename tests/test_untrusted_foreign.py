@@ -32,7 +32,9 @@ from zstore.tools.convert import ConvertOptions, convert_command
 
 LISTS = b"\x80\x04(" + b"]" * 2**22 + b"."
 """A list for each byte."""
-PLACES = b"\x80\x02N" + b"".join(b"r" + n.to_bytes(4, "little") for n in range(2**19)) + b"."
+_PUTS = np.zeros(2**19, np.dtype([("code", "S1"), ("place", "<u4")]))
+_PUTS["code"], _PUTS["place"] = b"r", np.arange(2**19)
+PLACES = b"\x80\x02N" + _PUTS.tobytes() + b"."
 """A place in the memo for every five bytes."""
 
 

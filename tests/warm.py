@@ -1,10 +1,10 @@
 """Python processes for tests that start in a tenth of a second: forked from one that has torch and the engine loaded.
 
-`Popen` and `run` stand in for those of `subprocess`, for commands that begin with this Python and go on with `-c`, `-m` or a
-script. What they start is a process of its own, with its own arguments, environment, standard streams and signals, and it
-ends as Python does; only its imports were done before. What is to run this Python that it starts itself, as a launcher does
-its ranks, are forks of it. With `anew=True`, and in `pytest --new-processes`, they are started as a user does it.
-Not for tests of what is imported, or of how much memory an interpreter takes.
+`Popen` and `run` stand in for those of `subprocess` where a command begins with this Python and goes on with `-c`, `-m` or a
+script; others they leave to it. What they start is a process of its own, with its own arguments, environment, standard
+streams and signals, and it ends as Python does; only its imports were done before. What it starts with this Python itself,
+as a launcher does its ranks, are forks of it. With `anew=True`, and in `pytest --new-processes`, all are started as a user
+does it. Not for tests of what is imported, or of how much memory an interpreter takes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Popen:
     """A process, as `subprocess.Popen` gives it."""
 
     def __new__(cls, args: Sequence[Any], *, anew: bool = False, **options: Any) -> Any:
-        if anew or os.environ.get(NEW_PROCESSES):
+        if anew or os.environ.get(NEW_PROCESSES) or args[0] != sys.executable:
             return subprocess.Popen(args, **options)
         return super().__new__(cls)
 
@@ -52,14 +52,14 @@ class Popen:
         stdout: int | None = None,
         stderr: int | None = None,
         text: bool = False,
+        errors: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Any = None,
         start_new_session: bool = False,
         anew: bool = False,
     ) -> None:
         self.args = args
-        interpreter, *words = map(os.fspath, args)
-        assert interpreter == sys.executable, f"expected a command of {sys.executable}, got {args}"
+        _, *words = map(os.fspath, args)
         theirs: list[int] = []
         ours: list[IO[Any] | None] = []
         for number, wanted in enumerate((stdin, stdout, stderr)):
@@ -71,7 +71,7 @@ class Popen:
             read, write = os.pipe()
             theirs.append(write if number else read)
             end: IO[Any] = os.fdopen(read, "rb") if number else os.fdopen(write, "wb", buffering=0)
-            ours.append(io.TextIOWrapper(end, write_through=True) if text else end)
+            ours.append(io.TextIOWrapper(end, errors=errors, write_through=True) if text else end)
         self.stdin, self.stdout, self.stderr = ours
         self._streams = theirs
         start = _Start(
