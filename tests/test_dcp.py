@@ -72,12 +72,12 @@ def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]
             fully_shard(part, mesh=data)
         fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer)
+    train(model, optimizer, steps=1)
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(2):
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
         torch.manual_seed(step)
         model(torch.randn(5, 24)).square().sum().backward()
         optimizer.step()

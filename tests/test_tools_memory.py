@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ Array = npt.NDArray[Any]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 MEASURE = """
-import contextlib, io, os, sys
-from zstore.tools import cli
+import contextlib, io, json, os, sys
+from zstore.tools import cli, consolidate, convert, diff, inspect, ls, prune, reshard, verify
 import zstore.testing.object_store  # makes its URLs known
 
 os.cpu_count = lambda: 8  # with as many threads as on any machine
@@ -49,14 +51,26 @@ def kib(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name))
 
-small, large = [[word for word in part.split("|")] for part in sys.argv[1:]]
-assert run(small) in (0, 1, None)  # all modules are there, and what they make once
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
-before = kib("VmRSS")
-code = run(large)
-assert "torch" not in sys.modules or "dcp" in large  # DCP's own folders are written with its own classes
-print(code or 0, (kib("VmHWM") - before) * 1024)
+def measure(small, large):
+    assert run(small) in (0, 1, None)  # all modules are there, and what they make once
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = kib("VmRSS")
+    code = run(large)
+    assert "torch" not in sys.modules or "dcp" in large  # DCP's own folders are written with its own classes
+    print(code or 0, (kib("VmHWM") - before) * 1024, flush=True)
+
+# A fork has all modules, and no command ran in it before.
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            measure(*json.loads(line))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            print("failed", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
@@ -103,16 +117,30 @@ def write_deepspeed(root: Path, weight: Array) -> None:
     write(root, model=model, ranks=ranks)
 
 
+@functools.cache
+def measuring() -> subprocess.Popen[str]:
+    """A process that has a fork of itself run a small command and measure a large one, for each line that it reads."""
+    environment = {**os.environ, "ZSTORE_TRACEBACK": "1"}
+    command = [sys.executable, "-c", MEASURE]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    with measuring() as process:
+        process.communicate()
+    measuring.cache_clear()
+
+
 def peak_bytes(small: list[str], large: list[str]) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, "|".join(small), "|".join(large)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "ZSTORE_TRACEBACK": "1"},
-    )
-    code, peak = (int(word) for word in done.stdout.split())
-    assert code in (0, 1), done.stderr
+    process = measuring()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([small, large]) + "\n")
+    process.stdin.flush()
+    code, peak = (int(word) for word in process.stdout.readline().split())
+    assert code in (0, 1)
     return peak
 
 
