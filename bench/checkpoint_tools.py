@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.process import Spec, Tell, drop_page_cache, measured, resident_bytes, serve, versions
-from zstore.buffers import make_slab
 from zstore.checkpoint import ArraySource, open_checkpoint
-from zstore.checkpoint.ahead import Range, read_into
-from zstore.partition import make_grid
-from zstore.shardio import open_resources
+from zstore.checkpoint.lookahead import Range, read_into
+from zstore.format.partition import make_grid
+from zstore.io.buffers import make_slab
+from zstore.io.shards import open_resources
 from zstore.tools.cli import app
 
 _STATE = ("model/", "optimizer/")

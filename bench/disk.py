@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from bench.limits import disk_limit, limit_name
-from zstore.arrays import ArraySpec
-from zstore.partition import make_grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
 from zstore.store import StoreOptions, TensorStore
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from zstore.hostmemory import read_host_memory
+from zstore.io.hostmemory import read_host_memory
 from zstore.sizes import format_bytes
 
 Figures = Any

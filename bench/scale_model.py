@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zstore.arrays import ArraySpec
-from zstore.partition import Grid, make_grid, plan_reads
-from zstore.shardfile import layout_of
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid, plan_reads
+from zstore.format.shardfile import layout_of
 
 GROUPS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from bench.process import Spec, Tell, measured, serve
 from bench.scale_model import Trillion, grids_of
-from zstore.checkpoint.ahead import cut_spans
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import COMPLETE, Record, dump_metadata, sha256
 from zstore.checkpoint.gather import Gatherer
+from zstore.checkpoint.lookahead import cut_spans
 from zstore.checkpoint.metadata import make_documents
 from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
 from zstore.checkpoint.publish import Publisher
-from zstore.checkpoint.read import CheckpointReader
+from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.request import SaveRequest
-from zstore.partition import make_grid, plan_reads
-from zstore.shardfile import layout_of
-from zstore.shardio import IoResources, ShardSummary, open_resources
+from zstore.format.partition import make_grid, plan_reads
+from zstore.format.shardfile import layout_of
+from zstore.io.shards import IoResources, ShardSummary, open_resources
 
 _SAVE_ID = "0" * 32
 _SPAN_BYTES = 8 * 2**20

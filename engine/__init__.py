@@ -5,14 +5,14 @@ then wiring and initialize, and checkpointing with record; and whole, access, ga
 given to the engine: building, init, handover, pretrained.
 """
 
+from .access.gather import gather
+from .build.init import Init
+from .build.pretrained import from_pretrained
 from .config import add_config_arguments
-from .distributed import init_distributed
 from .engine import Engine
-from .gathered import gather
-from .init import Init
 from .initialize import initialize
-from .pretrained import from_pretrained
-from .statistics import EngineStatistics
+from .report.statistics import EngineStatistics
+from .runtime.distributed import init_distributed
 
 __all__ = [
     "Engine",

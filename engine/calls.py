@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from zstore.dist import World
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 from zstore.weights import MAX_FILE_BYTES
 
-from .access import Access
-from .distributed import phase
-from .export import ExportOptions, save_weights
-from .module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .access.access import Access
+from .access.export import ExportOptions, save_weights
+from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .runtime.distributed import phase
 
 
 class StateCalls:

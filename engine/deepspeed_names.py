@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from .monitors import EventMonitor
+    from .report.monitors import EventMonitor
     from .training import Training
 
 

@@ -12,26 +12,26 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zstore.dist import World
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 
-from .access import Access
-from .checkpointing import Checkpoints
+from .access.access import Access
+from .access.generation import in_step
+from .checkpoint.save import Checkpoints
+from .checkpoint.snapshots import StepSnapshots
 from .deepspeed_names import DeepSpeedNames
-from .distributed import phase
-from .durability import StepSnapshots
-from .garbage import CollectorPause
-from .generation import in_step
 from .loader import TrainingLoader
-from .monitors import EventMonitor, Monitors
-from .optimizer import ZeroOptimizer
-from .parameter_guard import ParameterGuard
-from .reporting import RunReport
+from .optim.optimizer import ZeroOptimizer
+from .params.guard import ParameterGuard
+from .params.tensors import cast_floating
+from .report.monitors import EventMonitor, Monitors
+from .report.progress import RunReport
+from .report.statistics import EngineStatistics, engine_statistics
+from .report.timers import Timers
+from .runtime.distributed import phase
+from .runtime.garbage import CollectorPause
+from .runtime.signals import StopSignals
 from .save_calls import SaveCalls
-from .signals import StopSignals
-from .statistics import EngineStatistics, engine_statistics
-from .tensors import cast_floating
-from .timers import Timers
 from .training import Training
 
 

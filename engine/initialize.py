@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zstore.dist import World
 from zstore.errors import ConfigError, UsageError
+from zstore.ranks.world import World
 
+from .build.init import require_no_init
+from .checkpoint.snapshots import require_shared_folder
 from .config import Config, ResolveContext, load_config, read_answers
-from .distributed import init_distributed
-from .durability import require_shared_folder
 from .engine import Engine
-from .init import require_no_init
 from .loader import Collate, TrainingLoader
-from .logs import show_messages
-from .lr_schedules import named_schedule
-from .monitors import open_monitors
-from .optimizer import ZeroOptimizer, optimizer_from_config
-from .rates import MatmulRates, find_rates, tell_choice, warn_of_slow
-from .schedules import Schedule
+from .optim.lr_schedules import named_schedule
+from .optim.optimizer import ZeroOptimizer, optimizer_from_config
+from .optim.schedules import Schedule
+from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .report.monitors import open_monitors
+from .runtime.distributed import init_distributed
+from .runtime.messages import show_messages
 from .wiring import wire
 
 _log = logging.getLogger("zstore")

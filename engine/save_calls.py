@@ -11,13 +11,13 @@ from zstore.errors import CheckpointExistsError
 
 from .batches import BatchCalls
 from .calls import StateCalls
-from .checkpointing import Checkpoints, SaveOptions, SaveTicket
-from .client_state import ClientValues, check
-from .distributed import phase
-from .durability import ClientState, StepSnapshots, present
-from .loading import LoadOptions, LoadReport
-from .renaming import Names
-from .signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
+from .checkpoint.client_state import ClientValues, check
+from .checkpoint.load_plan import LoadOptions, LoadReport
+from .checkpoint.renaming import Names
+from .checkpoint.save import Checkpoints, SaveOptions, SaveTicket
+from .checkpoint.snapshots import ClientState, StepSnapshots, present
+from .runtime.distributed import phase
+from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 
 _log = logging.getLogger("zstore")
 

@@ -10,29 +10,29 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zstore.dist import World
 from zstore.errors import NonFiniteError, UsageError
+from zstore.ranks.world import World
 
-from .accumulation import Accumulation
-from .client_step import ClientStep
-from .collectives import all_gather_rows
 from .config import BatchSizes, Config
-from .gradients import Gradients
-from .hooks import UnitHooks
-from .interrupts import interrupts_wait
 from .loader import TrainingLoader
-from .loss_scale import LossScaler
-from .norm import global_norm, scale_factor
-from .optimizer import ZeroOptimizer
-from .parameters import ParameterRecord, Residency
-from .placement import Plan
-from .schedules import Schedule
-from .sharding import Sharding
-from .state import OptimizerState
-from .unit_gradients import UnitGradients
-from .update import Settings, Update
-from .updater import StepMode, Updater
-from .within import ReadGuard, WithinBackward
+from .optim.client_step import ClientStep
+from .optim.in_backward import ReadGuard, WithinBackward
+from .optim.loss_scale import LossScaler
+from .optim.optimizer import ZeroOptimizer
+from .optim.schedules import Schedule
+from .optim.state import OptimizerState
+from .optim.update import Settings, Update
+from .optim.updater import StepMode, Updater
+from .params.record import ParameterRecord, Residency
+from .params.sharding import Sharding
+from .plan.placement import Plan
+from .runtime.interrupts import interrupts_wait
+from .zero.accumulation import Accumulation
+from .zero.collectives import all_gather_rows
+from .zero.gradients import Gradients
+from .zero.hooks import UnitHooks
+from .zero.norm import global_norm, scale_factor
+from .zero.unit_gradients import UnitGradients
 
 _log = logging.getLogger("zstore")
 

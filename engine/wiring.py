@@ -12,36 +12,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zstore.dist import World
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 
-from .client_step import ClientStep, WholeKernel, check_client
+from .build.takeover import BuiltModel, StoreKey
 from .config import Config
-from .gradient_types import GradientTypes
-from .gradients import Gradients, ReduceRules, WholeGradients
-from .handover import BuiltModel, StoreKey
-from .hooks import UnitHooks
-from .kernel import ELEMENT_WISE, Kernel, kernel_for
-from .lanes import lane_for
+from .device.copies import Transfers
+from .device.streams import lane_for
 from .loader import TrainingLoader
-from .loss_scale import LossScaler
-from .model import check_model, own_memory, place_buffers, place_parameter
-from .optimizer import ZeroOptimizer, group_of_parameters
-from .parameters import ParameterRecord, make_record, named_parameters
-from .placement import Plan
-from .placing import budget_of_rank, check_drives, plan_run
-from .residence import make_residence
-from .schedules import Schedule
-from .sharding import Sharding
-from .spill import GradientSpill, spill_pool_bytes
-from .state import OptimizerState, RowsInStore
-from .tensors import PRECISIONS, map_large_blocks, return_free_memory
+from .optim.client_step import ClientStep, WholeKernel, check_client
+from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
+from .optim.loss_scale import LossScaler
+from .optim.optimizer import ZeroOptimizer, group_of_parameters
+from .optim.schedules import Schedule
+from .optim.state import OptimizerState, RowsInStore
+from .optim.updater import StepMode, Updater
+from .params.gradient_types import GradientTypes
+from .params.model import check_model, own_memory, place_buffers, place_parameter
+from .params.record import ParameterRecord, make_record, named_parameters
+from .params.sharding import Sharding
+from .params.tensors import PRECISIONS, map_large_blocks, return_free_memory
+from .params.units import Unit, find_units
+from .plan.placement import Plan
+from .plan.run import budget_of_rank, check_drives, plan_run
 from .training import Training
-from .transfers import Transfers
-from .unit_gradients import GradientRules, UnitGradients
-from .units import Unit, find_units
-from .updater import StepMode, Updater
+from .zero.gradients import Gradients, ReduceRules, WholeGradients
+from .zero.hooks import UnitHooks
+from .zero.spill import GradientSpill, spill_pool_bytes
+from .zero.unit_gradients import GradientRules, UnitGradients
+from .zero.unshard import make_residence
 
 _TRIM_BYTES = 64 * 1024 * 1024
 """Bytes of parameters laid out between two calls that give freed memory back to the system."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm
-from zstore.hostmemory import read_host_memory
+from zstore.io.hostmemory import read_host_memory
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing import ranks
 from zstore.testing.faults import FaultyFiles

@@ -27,18 +27,18 @@ from safetensors.numpy import load_file
 
 import zstore
 from tests.forging import Forge, data_start, index_of
-from zstore.arrays import ArraySpec
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.split import LOW, TIE
-from zstore.codecs import CODECS, Codec, CodecError, most_stored_bytes, parse_codec
 from zstore.errors import CheckpointMismatchError, CorruptionError, DiskFullError, UsageError
-from zstore.packed import decode_packed_index, encode_packed_index
-from zstore.packedio import PackedReader, write_packed
-from zstore.partition import make_grid
-from zstore.shardfile import ShardLayout
-from zstore.shardio import open_resources
+from zstore.format.archive import decode_packed_index, encode_packed_index
+from zstore.format.arrays import ArraySpec
+from zstore.format.codecs import CODECS, Codec, CodecError, most_stored_bytes, parse_codec
+from zstore.format.partition import make_grid
+from zstore.format.shardfile import ShardLayout
+from zstore.io.archives import PackedReader, write_packed
+from zstore.io.shards import open_resources
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
@@ -321,7 +321,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     code = """
 import resource, sys
 import numpy as np
-from zstore.codecs import CODECS, CodecError
+from zstore.format.codecs import CODECS, CodecError
 from numcodecs import zstd, blosc
 bombs = {"zstd": open(sys.argv[1], "rb").read(), "blosc": open(sys.argv[2], "rb").read()}
 out = np.empty(2**16, np.uint8)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.arrays import FLOATING, ArraySpec, numpy_dtype
+from zstore.format.arrays import FLOATING, ArraySpec, numpy_dtype
 
 NAMES = [
     "bool",

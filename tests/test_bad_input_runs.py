@@ -152,7 +152,7 @@ def test_what_all_ranks_say_is_said_once_under_torchrun(tmp_path: Path) -> None:
 FAILING = """
 import os, sys
 import zstore
-from zstore.dist import World
+from zstore.ranks.world import World
 from zstore.errors import ConfigError
 from zstore.tools.rank_errors import said_once
 

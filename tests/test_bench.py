@@ -19,8 +19,8 @@ from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
 from tests import warm
-from zstore.partition import make_grid
-from zstore.shardfile import layout_of
+from zstore.format.partition import make_grid
+from zstore.format.shardfile import layout_of
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.boxes import Box, Run, cut_numel, gather, spans, tiles
+from zstore.format.boxes import Box, Run, cut_numel, gather, spans, tiles
 
 
 @st.composite

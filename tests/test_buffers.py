@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zstore import buffers
-from zstore.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Buffer, Pool, make_slab
 from zstore.errors import BudgetError, UsageError
+from zstore.io import buffers
+from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Buffer, Pool, make_slab
 
 KIB = 1024
 MIB = 1024 * 1024

@@ -19,8 +19,8 @@ import pytest
 
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
-from zstore.files import OpenFile
-from zstore.store import TierName
+from zstore.io.files import OpenFile
+from zstore.store.store import TierName
 from zstore.testing.checkpoints import World, open_world, save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, Kind
 

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.arrays import ArraySpec
 from zstore.checkpoint import Manifest, Record, ShardEntry
 from zstore.checkpoint.format import MAX_JSON_BYTES, decode_state, encode_state, parse_json, read_json
 from zstore.checkpoint.metadata import array_document, make_documents, parse_array, parse_root
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
-from zstore.partition import make_grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -15,8 +15,8 @@ import pytest
 from zstore.checkpoint import KnownFile, SaveSummary, open_checkpoint, verify_checkpoint
 from zstore.checkpoint.commit import discard
 from zstore.errors import DiskFullError
-from zstore.files import Files
-from zstore.store import TierName
+from zstore.io.files import Files
+from zstore.store.store import TierName
 from zstore.testing.checkpoints import World, open_world
 from zstore.testing.faults import UnlinkableFiles
 

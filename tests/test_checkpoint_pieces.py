@@ -16,8 +16,8 @@ import zarr
 from zstore.checkpoint import open_checkpoint, publish, save_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint import pieces as pieces_module
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError
-from zstore.files import OpenFile
-from zstore.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
+from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
+from zstore.io.files import OpenFile
 from zstore.testing.checkpoints import open_world, save_arrays, wait_all
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.inspect import inspect_command

@@ -17,20 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.arrays import ArraySpec
 from zstore.checkpoint import Keep, new_save_id, open_checkpoint, save_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
-from zstore.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    DiskFullError,
-    RankError,
-    StorageError,
-    UsageError,
-)
-from zstore.files import Files, OpenFile
-from zstore.partition import make_grid
+from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.files import Files, OpenFile
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.faults import CallingFiles, FaultyFiles, ShortFiles, UnlinkableFiles
 

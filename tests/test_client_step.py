@@ -17,7 +17,7 @@ from tests.engine_models import batch, make_net
 from tests.reference import Reference
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.tensors import as_torch
+from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.testing.ranks import run_ranks
 

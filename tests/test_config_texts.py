@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zstore.engine.config import Config, ResolveContext, load_config
-from zstore.engine.kernel import ELEMENT_WISE
-from zstore.engine.needs import placement_settings
+from zstore.engine.optim.kernel import ELEMENT_WISE
+from zstore.engine.plan.needs import placement_settings
 from zstore.engine.wiring import store_key
 from zstore.errors import ConfigError
 

@@ -32,8 +32,8 @@ from zstore.errors import (
     UsageError,
     ZstoreError,
 )
-from zstore.shardio import open_resources
-from zstore.sources import open_source
+from zstore.io.shards import open_resources
+from zstore.open.sources import open_source
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.cli import app
 from zstore.tools.convert import ConvertOptions, convert_command

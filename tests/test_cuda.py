@@ -23,9 +23,9 @@ from tests.engine_runs import make_config, start
 from tests.reference import Reference
 from tests.test_engine_bits import ADAM, digest, rows_at_rest
 from zstore.engine import Engine
-from zstore.engine.lanes import CudaLane
-from zstore.engine.tensors import as_torch
-from zstore.pinning import PinnedSlabs, clear_cuda_error
+from zstore.engine.device.streams import CudaLane
+from zstore.engine.params.tensors import as_torch
+from zstore.io.pinning import PinnedSlabs, clear_cuda_error
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
 

@@ -26,7 +26,7 @@ import zstore.dcp
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.sources import open_source
+from zstore.open.sources import open_source
 from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
 

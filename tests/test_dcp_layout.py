@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.arrays import ArraySpec
-from zstore.boxes import Box
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.dcp.layout import ArrayLayout, lay_out
 from zstore.dcp.work import PIECES_FOLDER, Share, Workplace, Wrote, assemble
 from zstore.errors import CheckpointError
-from zstore.shardio import ShardReader, open_resources
+from zstore.format.arrays import ArraySpec
+from zstore.format.boxes import Box
+from zstore.io.shards import ShardReader, open_resources
 
 Array = npt.NDArray[np.float32]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.foreign.dcp_names import Path, key_of, name_arrays, paths_of
-from zstore.foreign.dcp_values import DcpState, NotPlainError, Room, decode_value, encode_value, make_document
+from zstore.interop.dcp_names import Path, key_of, name_arrays, paths_of
+from zstore.interop.dcp_values import DcpState, NotPlainError, Room, decode_value, encode_value, make_document
 
 
 def there_and_back(paths: list[Path]) -> dict[str, str]:

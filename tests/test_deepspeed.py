@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from tests.deepspeed_data import CASES, NUMBERS, expected, facts, model_states, root_of, states, write
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
-from zstore.engine.tensors import as_torch
+from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
-from zstore.foreign.deepspeed import open_deepspeed
-from zstore.sources import open_source
+from zstore.interop.deepspeed import open_deepspeed
+from zstore.open.sources import open_source
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common

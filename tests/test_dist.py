@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from zstore.dist import World
 from zstore.errors import DiskFullError, RankError
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zstore.engine.rates import measure_rates
+from zstore.engine.plan.rates import measure_rates
 from zstore.errors import ConfigError
 from zstore.tools import doctor
 from zstore.tools.doctor import Report, doctor_command, examine

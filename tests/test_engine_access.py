@@ -17,7 +17,8 @@ import zstore
 from tests.engine_models import batch, make_net
 from tests.reference import Reference
 from tests.test_engine_bits import ADAM, STATIC_SCALE, Case, engine_digests, reference_digests
-from zstore.engine import Engine, safe_access
+from zstore.engine import Engine
+from zstore.engine.access import safe_access
 from zstore.errors import RankError, UsageError
 from zstore.testing.ranks import run_ranks
 

@@ -16,13 +16,7 @@ import zstore
 from tests.engine_models import Net, batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, unchanged, whole
 from tests.test_engine_bits import digest
-from zstore.errors import (
-    ConfigError,
-    NonFiniteError,
-    RankError,
-    RunFolderError,
-    UsageError,
-)
+from zstore.errors import ConfigError, NonFiniteError, RankError, RunFolderError, UsageError
 from zstore.testing.ranks import run_ranks
 
 # -- initialize -----------------------------------------------------------------------------------------------------

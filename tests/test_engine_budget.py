@@ -12,10 +12,11 @@ import torch
 import zstore
 from tests.engine_models import batch
 from tests.test_engine_bits import digest
-from zstore.engine import Engine, placing
-from zstore.engine.tensors import as_torch
+from zstore.engine import Engine
+from zstore.engine.params.tensors import as_torch
+from zstore.engine.plan import run as placing
 from zstore.errors import BudgetError
-from zstore.hostmemory import GroupMemory, HostMemory
+from zstore.io.hostmemory import GroupMemory, HostMemory
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools.models import build_model

@@ -17,7 +17,6 @@ import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint
-from zstore.dist import World
 from zstore.engine import Engine
 from zstore.errors import (
     CheckpointExistsError,
@@ -26,7 +25,8 @@ from zstore.errors import (
     CorruptionError,
     UsageError,
 )
-from zstore.partition import WHOLE_BYTES
+from zstore.format.partition import WHOLE_BYTES
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 STEPS = 2

@@ -229,7 +229,7 @@ def test_a_snapshot_of_before_a_power_cut_counts_where_it_is_whole(
         engine.save_checkpoint(ckpt)
         step(engine)
         abandon(engine)
-    monkeypatch.setattr("zstore.engine.durability.boot_id", lambda: "another")
+    monkeypatch.setattr("zstore.engine.checkpoint.snapshots.boot_id", lambda: "another")
     with trained(nvme, 0) as engine:
         engine.load_checkpoint(ckpt)
         assert engine.global_steps == 2

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import zstore
 from tests.engine_runs import make_config, start, step
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
-from zstore.engine import Engine, export
+from zstore.engine import Engine
+from zstore.engine.access import export
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks

@@ -19,10 +19,11 @@ import torch
 
 from tests import warm
 from tests.engine_runs import make_config, start, step, unchanged
-from zstore import incident
 from zstore.checkpoint import tags
-from zstore.engine import Engine, checkpointing, wiring
+from zstore.engine import Engine, wiring
+from zstore.engine.checkpoint import save as checkpointing
 from zstore.errors import RankError, UsageError
+from zstore.ranks import incident
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks

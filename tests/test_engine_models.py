@@ -18,7 +18,7 @@ from tests.engine_models import Block
 from tests.reference import Reference
 from tests.test_engine_bits import ADAM, engine_digests, reference_digests
 from zstore.engine import Engine
-from zstore.engine.parameters import Residency
+from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 

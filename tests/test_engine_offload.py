@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import zstore
-import zstore.store
+import zstore.store.store
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import Case, compare
-from zstore.engine import Engine, fetch
-from zstore.engine.parameters import Residency
-from zstore.engine.residence import UnitStatistics
+from zstore.engine import Engine
+from zstore.engine.params.record import Residency
+from zstore.engine.zero import fetch
+from zstore.engine.zero.unshard import UnitStatistics
 from zstore.errors import RankError, RunFolderError, StorageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks

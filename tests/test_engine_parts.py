@@ -18,22 +18,22 @@ from torch import nn
 import zstore
 from tests.engine_models import make_net
 from tests.reference import sum_of_squares_by_halves
-from zstore.dist import World
-from zstore.engine import norm
-from zstore.engine.client_state import join, split
-from zstore.engine.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
+from zstore.engine.checkpoint.client_state import join, split
+from zstore.engine.checkpoint.record import plain, restored
+from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config import BatchSizes
-from zstore.engine.hooks import tensors_in
 from zstore.engine.loader import TrainingLoader
-from zstore.engine.norm import norm_of_sums, scale_factor, sum_of_squares, sums_by_halves
-from zstore.engine.parameters import ParameterRecord, make_record, named_parameters
-from zstore.engine.record import plain, restored
-from zstore.engine.rng import derive_rng_state, load_rng_state, rng_state
-from zstore.engine.sharding import Sharding
-from zstore.engine.tensors import as_numpy, as_torch, dtype_name
-from zstore.engine.units import find_units
+from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
+from zstore.engine.params.sharding import Sharding
+from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name
+from zstore.engine.params.units import find_units
+from zstore.engine.zero import norm
+from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
+from zstore.engine.zero.hooks import tensors_in
+from zstore.engine.zero.norm import norm_of_sums, scale_factor, sum_of_squares, sums_by_halves
 from zstore.errors import UsageError
-from zstore.files import Files
+from zstore.io.files import Files
+from zstore.ranks.world import World
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

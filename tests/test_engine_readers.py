@@ -60,7 +60,7 @@ def read_by_zarr(checkpoint: Path, name: str) -> subprocess.CompletedProcess[byt
     program = (
         "import sys, zarr\n"
         "values = zarr.open_array(sys.argv[1], mode='r')[:]\n"
-        "assert not {'torch', 'zstore.checkpoint', 'zstore.shardio'} & set(sys.modules)\n"
+        "assert not {'torch', 'zstore.checkpoint', 'zstore.io.shards'} & set(sys.modules)\n"
         "sys.stdout.buffer.write(values.tobytes())\n"
     )
     command = [sys.executable, "-c", program, str(checkpoint / name)]

@@ -18,10 +18,10 @@ import torch
 from tests import warm
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, step
-from zstore.engine.garbage import CollectorPause
-from zstore.engine.logs import show_messages
-from zstore.engine.memory import MemoryStatistics
-from zstore.engine.timers import Timers
+from zstore.engine.report.memory import MemoryStatistics
+from zstore.engine.report.timers import Timers
+from zstore.engine.runtime.garbage import CollectorPause
+from zstore.engine.runtime.messages import show_messages
 from zstore.testing.ranks import run_ranks
 
 LOGGER = logging.getLogger("zstore")
@@ -294,7 +294,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_a_forked_child_has_its_collector(tmp_path: Path) -> None:
     code = (
-        "import gc, os; from zstore.engine.garbage import CollectorPause; pause = CollectorPause(); child = os.fork()\n"
+        "import gc, os; from zstore.engine.runtime.garbage import CollectorPause; pause = CollectorPause(); child = os.fork()\n"
         "if child == 0: os._exit(0 if gc.isenabled() else 1)\n"
         "code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); print(code, gc.isenabled())"
     )

@@ -18,10 +18,11 @@ from bench.process import forget_peak, peak_bytes, resident_bytes
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint import open_checkpoint, tags
-from zstore.checkpoint.ahead import ReadAhead
-from zstore.engine import Engine, restoring, wiring
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.engine import Engine, wiring
+from zstore.engine.checkpoint import load as restoring
 from zstore.errors import CheckpointError, RankError, StorageError
-from zstore.files import Files
+from zstore.io.files import Files
 from zstore.store import TensorStore
 from zstore.testing.faults import CallingFiles, Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks

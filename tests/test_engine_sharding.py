@@ -12,7 +12,7 @@ from torch import nn
 import zstore
 from tests.engine_models import Block
 from tests.test_engine_models import Base
-from zstore.engine.parameters import Residency
+from zstore.engine.params.record import Residency
 from zstore.testing.ranks import run_ranks
 
 WIDTH, IDS = 24, torch.arange(12).view(2, 6)

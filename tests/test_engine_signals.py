@@ -19,9 +19,9 @@ import pytest
 from tests import warm
 from tests.engine_runs import start, step
 from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
-from zstore.dist import World
-from zstore.engine.signals import STOP_SIGNALS, StopSignals
+from zstore.engine.runtime.signals import STOP_SIGNALS, StopSignals
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -30,8 +30,9 @@ from tests.test_engine_step_modes import (
     say,
     step,
 )
-from zstore.engine import Engine, wiring, within
+from zstore.engine import Engine, wiring
 from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.optim import in_backward as within
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles

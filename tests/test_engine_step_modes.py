@@ -22,9 +22,9 @@ from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from zstore.checkpoint import tags
 from zstore.engine import Engine, wiring
-from zstore.engine.updater import LatePin
+from zstore.engine.optim.updater import LatePin
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError
-from zstore.files import OpenFile
+from zstore.io.files import OpenFile
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks

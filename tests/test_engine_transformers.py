@@ -14,7 +14,7 @@ from tests.reference import DTYPES, Reference
 from tests.test_engine_bits import ADAM, engine_digests, reference_digests
 from tests.test_engine_models import all_released
 from tests.transformers_models import ARCHITECTURES, PAD, VOCAB, batch_for, build, checkpoint_layers, loss_of
-from zstore.engine.generation import in_step
+from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
 
 WORLD_SIZE, STEPS = 2, 3

@@ -15,9 +15,10 @@ from tests import test_engine_bits
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import Case, compare
-from zstore import pinning
-from zstore.engine import norm, spill, wiring
+from zstore.engine import wiring
+from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
+from zstore.io import pinning
 from zstore.testing.fake_device import FakeDevice, HandOverError
 from zstore.testing.ranks import run_ranks
 

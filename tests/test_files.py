@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zstore.buffers import Bytes, make_slab
 from zstore.errors import DiskFullError, StorageError
-from zstore.files import Files, OpenFile, UnsyncedFiles
+from zstore.io.buffers import Bytes, make_slab
+from zstore.io.files import Files, OpenFile, UnsyncedFiles
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
 
 SHM = Path("/dev/shm")

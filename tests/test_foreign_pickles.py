@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import CheckpointMismatchError, CorruptionError
-from zstore.foreign import pickles
-from zstore.foreign.deepspeed.values import Plain
-from zstore.foreign.pickled_numpy import NUMPY, numpy_value
-from zstore.foreign.pickles import PickledObject, Table, inert, load_pickle
+from zstore.interop import pickles
+from zstore.interop.deepspeed.values import Plain
+from zstore.interop.pickled_numpy import NUMPY, numpy_value
+from zstore.interop.pickles import PickledObject, Table, inert, load_pickle
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 

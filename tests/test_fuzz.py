@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.forging import Forge, data_start, index_of, record_digest
 from zstore.checkpoint import open_checkpoint, verify_checkpoint
 from zstore.errors import ZstoreError
-from zstore.shardio import IoResources, open_resources
+from zstore.io.shards import IoResources, open_resources
 from zstore.testing.checkpoints import save_arrays
 
 LIMIT_S = 10.0

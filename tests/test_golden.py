@@ -18,10 +18,10 @@ import zarr
 import zstore.dcp
 from tests.data.golden import make
 from tests.test_checkpoint_docs import printed_reader
-from zstore.arrays import numpy_dtype
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.split import complete_master
+from zstore.format.arrays import numpy_dtype
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.children import limited_memory
-from zstore.hostmemory import read_host_memory
+from zstore.io.hostmemory import read_host_memory
 from zstore.tools.plan_machine import host_memory_bytes
 
 GB = 2**30
@@ -111,7 +111,7 @@ import json, sys, torch
 import zstore
 from torch import nn
 from zstore.errors import BudgetError
-from zstore.hostmemory import read_host_memory
+from zstore.io.hostmemory import read_host_memory
 from zstore.tools.plan_machine import host_memory_bytes
 torch.set_num_threads(1)
 

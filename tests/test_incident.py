@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from zstore.connections import Connections, listed
-from zstore.incident import ABSENT_S, SAME_S, Outcome, Report, explain, judge
+from zstore.ranks.connections import Connections, listed
+from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, Report, explain, judge
 
 LATER_S = SAME_S + 1
 

@@ -22,10 +22,10 @@ from tests.engine_models import make_net
 from tests.engine_runs import make_config, state_of, step
 from tests.init_models import Handmade, Stack, seeded
 from tests.transformers_models import ARCHITECTURES
-from zstore.engine import placing
-from zstore.engine.building import find_built
+from zstore.engine.build.parked import find_built
+from zstore.engine.plan import run as placing
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
-from zstore.hostmemory import HostMemory
+from zstore.io.hostmemory import HostMemory
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)
@@ -197,7 +197,7 @@ def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(
     model = make_net()
     built_bytes = sum(p.nbytes for p in model.parameters() if p.nbytes >= 64 * 1024)
     free = SimpleNamespace(free=needed_bytes - built_bytes)
-    monkeypatch.setattr("zstore.engine.placing.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("zstore.engine.plan.run.shutil.disk_usage", lambda _: free)
     with pytest.raises(DiskFullError):
         zstore.initialize(model=make_net(), config=config)
     zstore.Init(module=model, config=config)

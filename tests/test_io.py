@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from zstore.errors import UsageError
-from zstore.io import IoQueue, Priority, Ticket, settle
+from zstore.io.queue import IoQueue, Priority, Ticket, settle
 
 
 class Holder:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zstore.dist import CountedWork
-from zstore.links import LinkCounters, LinkStatistics, total
+from zstore.io.links import LinkCounters, LinkStatistics, total
+from zstore.ranks.world import CountedWork
 
 
 class Clock:

@@ -19,7 +19,7 @@ from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from zstore.engine import Engine
 from zstore.engine.config import LossScaling
-from zstore.engine.loss_scale import LossScaler
+from zstore.engine.optim.loss_scale import LossScaler
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
 

@@ -18,7 +18,7 @@ import zstore
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start
 from tests.test_engine_bits import digest, engine_digests
-from zstore.dist import World
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -16,14 +16,8 @@ import pytest
 import torch
 
 import zstore
-from zstore.arrays import ArraySpec
-from zstore.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CorruptionError,
-    UsageError,
-)
+from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.format.arrays import ArraySpec
 from zstore.testing import checkpoints
 from zstore.testing.checkpoints import save_arrays
 

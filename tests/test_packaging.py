@@ -73,7 +73,7 @@ def test_entry_points_and_licence(wheel: Path) -> None:
     points = configparser.ConfigParser()
     points.read_string(archive.read(f"{info}/entry_points.txt").decode())
     assert points["console_scripts"]["zstore"] == "zstore.tools.cli:main"
-    assert points["zarr.data_type"]["bfloat16"] == "zstore.zarr_dtypes:BFloat16"
+    assert points["zarr.data_type"]["bfloat16"] == "zstore.format.zarr_dtypes:BFloat16"
     metadata = archive.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert f"{info}/licenses/LICENSE" in archive.namelist()

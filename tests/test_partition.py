@@ -9,15 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zstore.partition import (
-    ALIGN_NUMEL,
-    MAX_CHUNK_NUMEL,
-    MIN_CHUNK_NUMEL,
-    Grid,
-    make_grid,
-    plan_reads,
-)
-from zstore.shardfile import layout_of
+from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
+from zstore.format.shardfile import layout_of
 from zstore.tools import models
 
 Shape = tuple[int, ...]

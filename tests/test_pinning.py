@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine_runs import make_config, start
-from zstore import pinning
-from zstore.arrays import ArraySpec
 from zstore.engine import wiring
-from zstore.engine.lanes import HostLane
-from zstore.partition import make_grid
-from zstore.pinning import PinnedSlabs
+from zstore.engine.device.streams import HostLane
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io import pinning
+from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
 

@@ -10,13 +10,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from zstore.arrays import ArraySpec
-from zstore.engine.placement import FP32, Need, Placement, PlacementSettings, Plan, make_plan
-from zstore.engine.placement_report import check_device, check_host, describe
+from zstore.engine.plan.placement import FP32, Need, Placement, PlacementSettings, Plan, make_plan
+from zstore.engine.plan.report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
-from zstore.partition import make_grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
 from zstore.sizes import format_bytes
-from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import SMALL_SHARD_BYTES
 
 MB = 2**20
 SLOTS = ("exp_avg", "exp_avg_sq")

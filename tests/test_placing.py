@@ -13,7 +13,8 @@ import torch
 
 import zstore
 from tests.test_engine_budget import make_config
-from zstore.engine import Engine, placing
+from zstore.engine import Engine
+from zstore.engine.plan import run as placing
 from zstore.errors import DiskFullError
 from zstore.tools.models import build_model
 
@@ -33,7 +34,8 @@ def two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, P
         folder.mkdir()
     monkeypatch.setattr(placing, "_drive_of", lambda path: folders.index(folder_of(path)))
     monkeypatch.setattr(
-        "zstore.engine.placing.shutil.disk_usage", lambda path: SimpleNamespace(free=free.get(folder_of(path), 1 << 40))
+        "zstore.engine.plan.run.shutil.disk_usage",
+        lambda path: SimpleNamespace(free=free.get(folder_of(path), 1 << 40)),
     )
     return (*folders, free.update)
 

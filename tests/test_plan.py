@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import zstore
 from tests.test_cli import run
 from zstore.engine.config import load_config
-from zstore.engine.rates import MatmulRates, measure_rates
+from zstore.engine.plan.rates import MatmulRates, measure_rates
 from zstore.errors import ConfigError, UsageError
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
@@ -23,14 +23,7 @@ from zstore.tools.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 from zstore.tools.plan import PlanOptions, make_job, plan_command
 from zstore.tools.plan_choices import Job, Outcome, all_choices, ladder, plan_of
 from zstore.tools.plan_estimate import activation_bytes, step_seconds
-from zstore.tools.plan_machine import (
-    Machine,
-    Rates,
-    device_flops,
-    find_precision,
-    host_memory_bytes,
-    measured_rates,
-)
+from zstore.tools.plan_machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
 from zstore.tools.plan_model import shape_of_model, shape_of_numbers
 
 GB = 10**9

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.engine.prefetch import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
+from zstore.engine.plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 
 
 @dataclass(frozen=True)

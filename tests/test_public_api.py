@@ -61,7 +61,7 @@ def test_help_needs_no_torch(name: str) -> None:
 
 
 def test_zarrs_plugin_needs_no_torch() -> None:
-    assert "torch" not in imported_after("import zstore.zarr_dtypes")
+    assert "torch" not in imported_after("import zstore.format.zarr_dtypes")
 
 
 @pytest.mark.parametrize("module", ["store", "checkpoint", "opened", "zarr_dtypes"])

@@ -18,10 +18,10 @@ import torch
 import zstore
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start, step
-from zstore.dist import World
 from zstore.engine.config import load_config
-from zstore.engine.rates import SLOW_RATIO, MatmulRates, find_rates, measure_rates, tell_choice, warn_of_slow
-from zstore.engine.tensors import PRECISIONS
+from zstore.engine.params.tensors import PRECISIONS
+from zstore.engine.plan.rates import SLOW_RATIO, MatmulRates, find_rates, measure_rates, tell_choice, warn_of_slow
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -189,7 +189,7 @@ import sys, torch, zstore
 from tests.engine_models import make_net
 from tests.engine_runs import make_config
 from tests.test_engine_bits import engine_digests
-from zstore.engine.rates import measure_rates
+from zstore.engine.plan.rates import measure_rates
 for enabled in (True, "auto"):
     with zstore.initialize(model=make_net(), config=make_config(bf16={"enabled": enabled}))[0] as engine:
         engine.load_checkpoint(sys.argv[1])

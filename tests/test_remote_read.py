@@ -12,9 +12,9 @@ import pytest
 
 from zstore.checkpoint import CheckpointReader, ReadAhead, open_checkpoint, refused, tags, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
+from zstore.open.sources import folder_of, open_source
 from zstore.remote import Retries, is_url, open_folder, parse_options
 from zstore.remote.url import shown
-from zstore.sources import folder_of, open_source
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 

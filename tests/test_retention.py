@@ -26,7 +26,7 @@ from zstore.checkpoint.format import Record
 from zstore.checkpoint.keep import metric_of
 from zstore.engine.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
-from zstore.files import Files
+from zstore.io.files import Files
 from zstore.remote import open_folder, upload_checkpoint
 from zstore.testing.checkpoints import open_world, save_arrays
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, denied

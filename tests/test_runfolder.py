@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from zstore.errors import ConfigError, RunFolderError, StorageError
-from zstore.files import Files
-from zstore.runfolder import RunFolder
+from zstore.io.files import Files
+from zstore.store.runfolder import RunFolder
 from zstore.testing.faults import Fault, FaultyFiles
 
 HOLD = """
 import sys
-from zstore.files import Files
-from zstore.runfolder import RunFolder
+from zstore.io.files import Files
+from zstore.store.runfolder import RunFolder
 folder = RunFolder(sys.argv[1], int(sys.argv[2]), Files())
 (folder.path / "left.0.shard").write_bytes(b"x" * 100)
 print("held", flush=True)

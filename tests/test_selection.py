@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zstore import selection
-from zstore.arrays import ArraySpec
 from zstore.errors import BudgetError
-from zstore.lazy import LazyArray
-from zstore.selection import select
+from zstore.format import selection
+from zstore.format.arrays import ArraySpec
+from zstore.format.selection import select
+from zstore.open.lazy import LazyArray
 
 Array = npt.NDArray[Any]
 
@@ -171,7 +171,7 @@ def test_a_lazy_array_says_what_it_is() -> None:
 def test_rows_are_iterated_without_reading_chunks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(60, dtype=np.int32).reshape(12, 5)
     stored = Stored(values, 10)
-    monkeypatch.setattr("zstore.lazy._ITER_BYTES", 80)
+    monkeypatch.setattr("zstore.open.lazy._ITER_BYTES", 80)
     assert np.array_equal(np.stack(list(stored.lazy)), values)
     assert len(stored.chunks_read) == 6
 

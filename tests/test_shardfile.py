@@ -9,10 +9,10 @@ from crc32c import crc32c
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zstore.arrays import ArraySpec
 from zstore.errors import CorruptionError
-from zstore.partition import Grid, make_grid
-from zstore.shardfile import (
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid
+from zstore.format.shardfile import (
     BLOCK_BYTES,
     MISSING,
     ShardLayout,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.arrays import ArraySpec
-from zstore.buffers import Bytes
 from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.io import Priority
-from zstore.partition import Grid, make_grid, plan_reads
-from zstore.shardfile import layout_of
-from zstore.shardio import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid, plan_reads
+from zstore.format.shardfile import layout_of
+from zstore.io.buffers import Bytes
+from zstore.io.queue import Priority
+from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
 from zstore.testing.oracle import (
     random_values,

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from zstore.dist import World
-from zstore.engine import spill as spill_module
-from zstore.engine.gradients import ReduceRules
-from zstore.engine.lanes import HostLane
-from zstore.engine.norm import sum_of_squares
-from zstore.engine.parameters import ParameterRecord, make_record
-from zstore.engine.sharding import Sharding
-from zstore.engine.spill import GradientSpill
-from zstore.engine.transfers import Transfers
-from zstore.engine.unit_gradients import GradientRules, UnitGradients
-from zstore.engine.units import Unit
+from zstore.engine.device.copies import Transfers
+from zstore.engine.device.streams import HostLane
+from zstore.engine.params.record import ParameterRecord, make_record
+from zstore.engine.params.sharding import Sharding
+from zstore.engine.params.units import Unit
+from zstore.engine.zero import spill as spill_module
+from zstore.engine.zero.gradients import ReduceRules
+from zstore.engine.zero.norm import sum_of_squares
+from zstore.engine.zero.spill import GradientSpill
+from zstore.engine.zero.unit_gradients import GradientRules, UnitGradients
 from zstore.errors import StorageError
-from zstore.files import Files
-from zstore.links import LinkCounters
+from zstore.io.files import Files
+from zstore.io.links import LinkCounters
+from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 

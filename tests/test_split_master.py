@@ -21,9 +21,9 @@ from tests.test_engine_bits import Case, compare, digest, engine_digests
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
 from zstore.checkpoint.split import complete_master
 from zstore.engine import Engine
-from zstore.engine.split import join_master, split_master
+from zstore.engine.optim.split_master import join_master, split_master
 from zstore.errors import CheckpointMismatchError, ConfigError
-from zstore.partition import make_grid
+from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks
 from zstore.weights import list_weights, plan_files, write_weights
 

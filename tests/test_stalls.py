@@ -17,14 +17,14 @@ import torch
 
 from tests.engine_runs import make_config, start, step
 from zstore.engine import wiring
-from zstore.engine.transfers import Transfers
-from zstore.io import Ticket
-from zstore.links import LinkCounters, LinkStatistics
+from zstore.engine.device.copies import Transfers
+from zstore.io.links import LinkCounters, LinkStatistics
+from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
+from zstore.store.tiers.memory import MemoryTier
 from zstore.testing.fake_device import FakeDevice, FakeMark
 from zstore.testing.faults import GatedFiles
 from zstore.testing.stores import create
-from zstore.tiers.memory import MemoryTier
 
 PASSED_S = 5.0
 ON_DISK = ["model/embed.weight", "optimizer/exp_avg/embed.weight", "optimizer/exp_avg_sq/embed.weight"]
@@ -60,8 +60,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the store."""
     found = Clock()
-    monkeypatch.setattr("zstore.stream.time", found)
-    monkeypatch.setattr("zstore.io.time", SimpleNamespace(perf_counter=found.read_in_queue))
+    monkeypatch.setattr("zstore.store.stream.time", found)
+    monkeypatch.setattr("zstore.io.queue.time", SimpleNamespace(perf_counter=found.read_in_queue))
     return found
 
 
@@ -206,7 +206,7 @@ class SlowDevice(FakeDevice):
 def test_a_copy_that_was_begun_earlier_counts_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, links = SlowDevice(), LinkCounters()
     device.clock_of_host = Clock()
-    monkeypatch.setattr("zstore.engine.transfers.time", device.clock_of_host)
+    monkeypatch.setattr("zstore.engine.device.copies.time", device.clock_of_host)
     transfers = Transfers(device, links)
     copy = transfers.begin(device.empty_host(6, torch.bfloat16), torch.ones(6, dtype=torch.bfloat16))
     device.clock_of_host.now += 3.0  # computing

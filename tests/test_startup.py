@@ -25,10 +25,10 @@ print(json.dumps(sorted(sys.modules)))
 HEAVY = {"torch", "asyncio", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
 UNUSED = {
     "zstore.store",
-    "zstore.tiers",
-    "zstore.stream",
+    "zstore.store.tiers",
+    "zstore.store.stream",
     "zstore.engine",
-    "zstore.checkpoint.write",
+    "zstore.checkpoint.save",
     "zstore.remote.save",
 }
 
@@ -59,7 +59,7 @@ def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, sa
 
 def test_help_loads_no_arrays() -> None:
     modules = loaded("--help")
-    assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.arrays", "torch"} == set()
+    assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()
 
 
 def processor_s(*words: str) -> float:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.arrays import ArraySpec
-from zstore.buffers import Buffer
 from zstore.errors import BudgetError, DiskFullError, StorageError, UsageError
-from zstore.io import Priority
-from zstore.partition import Grid, make_grid
-from zstore.shardio import ShardReader
-from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid
+from zstore.io.buffers import Buffer
+from zstore.io.queue import Priority
+from zstore.io.shards import ShardReader
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import SMALL_SHARD_BYTES
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import random_values, same_bits

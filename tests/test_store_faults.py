@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.arrays import ArraySpec
 from zstore.errors import ConfigError, DiskFullError, RunFolderError, UsageError
-from zstore.files import Files
-from zstore.partition import make_grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
@@ -130,8 +130,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from zstore.arrays import ArraySpec
-from zstore.partition import make_grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
 from zstore.store import StoreOptions, TensorStore
 store = TensorStore(StoreOptions(run_path=Path(sys.argv[1])))
 store.create(ArraySpec(name="model/w", shape=(100_000,), dtype="float32"), grid=make_grid((100_000,), 1), shard=0, tier="disk")

@@ -8,12 +8,12 @@ import pytest
 
 from zstore.errors import BudgetError, StorageError, UsageError
 from zstore.store import StoreOptions, TensorStore
+from zstore.store.tiers.device import DEVICE_TILE_NUMEL
+from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 from zstore.testing.stores import create, other_than
-from zstore.tiers.device import DEVICE_TILE_NUMEL
-from zstore.tiers.memory import MEMORY_TILE_NUMEL
 
 TIERS = ("device", "host", "disk")
 

@@ -6,9 +6,10 @@ from typing import cast
 
 import pytest
 
-from zstore.arrays import ArraySpec
 from zstore.errors import BudgetError, UsageError
-from zstore.store import StoreOptions, TensorStore, TierName
+from zstore.format.arrays import ArraySpec
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import TierName
 from zstore.testing.oracle import same_bits
 from zstore.testing.stores import LARGE, create, other_than
 

@@ -13,17 +13,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from zstore.arrays import ArraySpec
 from zstore.errors import StorageError, UsageError
-from zstore.io import Priority, Ticket, settle
-from zstore.partition import make_grid
-from zstore.shardio import ShardReader
-from zstore.store import Snapshot, StoreOptions, TensorStore
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.queue import Priority, Ticket, settle
+from zstore.io.shards import ShardReader
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import Snapshot
+from zstore.store.tiers import LocalShard
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.model import ModelStore
 from zstore.testing.oracle import random_values, same_bits
-from zstore.tiers import LocalShard
 
 # (group, tier, shape, dtypes, world size, shard): a group's arrays share a layout. On disk they have 64 KiB at least.
 GROUPS = [

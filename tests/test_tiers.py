@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.arrays import ArraySpec
 from zstore.errors import BudgetError, UsageError
-from zstore.io import Priority
-from zstore.partition import make_grid
-from zstore.shardio import IoResources
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.queue import Priority
+from zstore.io.shards import IoResources
+from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
+from zstore.store.tiers.views import copy_out
 from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
-from zstore.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
-from zstore.tiers.views import copy_out
 
 
 def in_thread(act: Callable[[], None]) -> threading.Thread:
@@ -68,7 +68,7 @@ class MemoryContract(TierContract):
         on_disk = LocalShard(ArraySpec(name="model/disk", shape=(700, 256), dtype="float32"), memory.grid, 0)
         disk.create(on_disk)
         pin = bench.tier.pin(memory.spec.name)
-        from zstore.stream import Pass, Stream, StreamCounters  # the pass itself, for two tiers at once
+        from zstore.store.stream import Pass, Stream, StreamCounters  # the pass itself, for two tiers at once
 
         stream = Stream(
             Pass(groups=[[on_disk.spec.name, memory.spec.name]], mode=Mode.UPDATE, pool=bench.res.pool),

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.arrays import ArraySpec
 from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.io import Priority
-from zstore.partition import make_grid
-from zstore.shardfile import layout_of
-from zstore.shardio import IoResources
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.format.shardfile import layout_of
+from zstore.io.queue import Priority
+from zstore.io.shards import IoResources
+from zstore.store.tiers import DiskTier, Drives, LocalShard, Mode, Tier
 from zstore.testing.contract import TierBench, TierContract, as_array
 from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_zarr, same_bits, write_zarr_json
-from zstore.tiers import DiskTier, Drives, LocalShard, Mode, Tier
 
 SHM = Path("/dev/shm")
 
@@ -379,7 +379,7 @@ class TestDiskTier(TierContract):
 
     def test_a_span_is_saved_in_a_changing_pass_only(self, bench: TierBench) -> None:
         local = self.filled(bench)
-        from zstore.tiers import Span
+        from zstore.store.tiers import Span
 
         with pytest.raises(UsageError, match="only be saved in a pass that changes"):
             bench.tier.save(local.spec.name, Span(0, 1), np.empty(0, np.uint8))

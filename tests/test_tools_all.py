@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from zstore.files import Files
+from zstore.io.files import Files
 from zstore.remote import RemoteFolder
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools import cli, cli_checkpoints, opening

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from zstore.checkpoint import open_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
-from zstore.shardio import open_resources
+from zstore.io.shards import open_resources
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
 from zstore.tools.consolidate import consolidate_command

@@ -13,7 +13,7 @@ from zstore.testing.checkpoints import save_arrays
 
 INTERRUPT = """
 import os, signal, sys
-from zstore.files import Files
+from zstore.io.files import Files
 from zstore.tools import cli
 
 write = Files.write_from

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 import zstore
 from zstore.checkpoint import ArraySource, Record, StoredArray
 from zstore.errors import BudgetError, CheckpointMismatchError, UsageError
-from zstore.io import Priority
-from zstore.partition import make_grid
-from zstore.shardio import IoResources
+from zstore.format.partition import make_grid
+from zstore.io.queue import Priority
+from zstore.io.shards import IoResources
 from zstore.testing.checkpoints import describe, save_arrays
 from zstore.tools import opening
 from zstore.tools.consolidate import Which, consolidate_command
@@ -77,7 +77,8 @@ class Others(ArraySource):
 @pytest.fixture(autouse=True)
 def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder that opens as `Others`; all other places open as ever."""
-    from zstore import opened, sources
+    from zstore.open import checkpoint as opened
+    from zstore.open import sources
 
     folder = tmp_path / "others"
     folder.mkdir()

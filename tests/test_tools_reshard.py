@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tests.deepspeed_data import DATA
 from zstore.checkpoint import ReadAhead, open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
-from zstore.checkpoint import ahead as ahead_module
-from zstore.checkpoint.ahead import Span
+from zstore.checkpoint import lookahead as ahead_module
+from zstore.checkpoint.lookahead import Span
 from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.partition import WHOLE_BYTES, make_grid
-from zstore.shardio import open_resources
-from zstore.sources import open_source
+from zstore.format.partition import WHOLE_BYTES, make_grid
+from zstore.io.shards import open_resources
+from zstore.open.sources import open_source
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.reshard import reshard_command

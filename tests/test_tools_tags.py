@@ -13,7 +13,7 @@ import pytest
 
 from zstore.checkpoint import open_checkpoint
 from zstore.errors import UsageError
-from zstore.sources import split_location
+from zstore.open.sources import split_location
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools import cli
 from zstore.tools.resume import resume_source

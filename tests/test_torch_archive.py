@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.arrays import numpy_dtype
 from zstore.errors import CheckpointError, UsageError
-from zstore.foreign import torch_archive
-from zstore.foreign.torch_archive import Archive, Tensor, pickle_of
+from zstore.format.arrays import numpy_dtype
+from zstore.interop import torch_archive
+from zstore.interop.torch_archive import Archive, Tensor, pickle_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64"]

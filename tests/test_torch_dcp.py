@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.files import Files
-from zstore.foreign import dcp_entries
-from zstore.foreign.dcp_entries import Entries, Opaque, Place
-from zstore.foreign.torch_archive import Archive
-from zstore.shardio import open_resources
-from zstore.sources import open_source
+from zstore.interop import dcp_entries
+from zstore.interop.dcp_entries import Entries, Opaque, Place
+from zstore.interop.torch_archive import Archive
+from zstore.io.files import Files
+from zstore.io.shards import open_resources
+from zstore.open.sources import open_source
 from zstore.tools.convert import ConvertOptions, convert_command
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

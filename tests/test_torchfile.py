@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from zstore.engine.tensors import as_torch
+from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, CorruptionError
-from zstore.files import Files
-from zstore.foreign.torchfile import TorchTensor, load_torch_file
+from zstore.interop.torchfile import TorchTensor, load_torch_file
+from zstore.io.files import Files
 
 FILES = Files(direct=False)
 
@@ -98,7 +98,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": torch.ones(3)}, path)
     code = (
-        "import sys, pathlib; from zstore.foreign.torchfile import load_torch_file; import zstore.foreign.deepspeed\n"
+        "import sys, pathlib; from zstore.interop.torchfile import load_torch_file; import zstore.interop.deepspeed\n"
         f"print(load_torch_file(pathlib.Path({str(path)!r}))['a'].shape, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -26,8 +26,8 @@ from tests import deepspeed_data
 from tests.forging import tree_of
 from tests.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.errors import CorruptionError, ZstoreError
-from zstore.shardio import IoResources, open_resources
-from zstore.sources import open_source
+from zstore.io.shards import IoResources, open_resources
+from zstore.open.sources import open_source
 from zstore.tools.convert import ConvertOptions, convert_command
 
 LISTS = b"\x80\x04(" + b"]" * 2**22 + b"."

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tests.test_fuzz import mutate
 from zstore.checkpoint import ArraySource
 from zstore.errors import CorruptionError, ZstoreError
-from zstore.sources import open_source
+from zstore.open.sources import open_source
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 W = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -12,7 +12,7 @@ import tensorstore as ts
 import zarr
 from zarr.dtype import data_type_registry
 
-from zstore.zarr_dtypes import BFloat16
+from zstore.format.zarr_dtypes import BFloat16
 
 SPECIAL = [0.0, -0.0, 1.5, np.inf, -np.inf, np.nan, 2.0**-133]
 
@@ -76,7 +76,7 @@ def test_written_by_tensorstore_read_by_zarr(tmp_path: Path) -> None:
     [
         "import zarr; array = zarr.open_group(root, mode='r')['x/a']",
         "import zarr; array = zarr.open(root, mode='r')['x']['a']",
-        "import zarr, zstore.zarr_dtypes; array = zarr.open_array(root + '/x/a', mode='r')",
+        "import zarr, zstore.format.zarr_dtypes; array = zarr.open_array(root + '/x/a', mode='r')",
     ],
 )
 def test_a_fresh_process_opens_it(tmp_path: Path, code: str) -> None:

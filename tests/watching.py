@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from zstore.arrays import numpy_dtype
 from zstore.errors import ZstoreError
-from zstore.sources import open_source
+from zstore.format.arrays import numpy_dtype
+from zstore.open.sources import open_source
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.inspect import inspect_command

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zstore.arrays import numpy_dtype
 from zstore.checkpoint import ArraySource
-from zstore.checkpoint.ahead import Span, use_spans
+from zstore.checkpoint.lookahead import Span, use_spans
+from zstore.format.arrays import numpy_dtype
 
 Array = npt.NDArray[Any]
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from zstore.arrays import numpy_dtype
 from zstore.checkpoint import ArraySource, ReadAhead, StoredArray
-from zstore.checkpoint.ahead import Range, Span, use_spans
+from zstore.checkpoint.lookahead import Range, Span, use_spans
+from zstore.format.arrays import numpy_dtype
 from zstore.weights import natural_key
 
 Array = npt.NDArray[Any]

@@ -10,9 +10,9 @@ from pathlib import Path
 from zstore.checkpoint import ArraySource, CheckpointReader, new_folder
 from zstore.checkpoint.names import tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
+from zstore.open.sources import split_location
 from zstore.remote import is_url, shown
 from zstore.sizes import format_bytes, format_count
-from zstore.sources import split_location
 from zstore.weights import (
     DTYPES,
     FileLayout,

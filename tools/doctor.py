@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from zstore._version import __version__
-from zstore.buffers import HUGE_PAGE_BYTES, make_slab
-from zstore.hostmemory import read_host_memory
-from zstore.pinning import clear_cuda_error
+from zstore.io.buffers import HUGE_PAGE_BYTES, make_slab
+from zstore.io.hostmemory import read_host_memory
+from zstore.io.pinning import clear_cuda_error
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
@@ -193,7 +193,7 @@ def _with_rates(device: Device, index: int) -> Device:
         return device
     import torch
 
-    from zstore.engine.rates import measure_rates
+    from zstore.engine.plan.rates import measure_rates
 
     rates = measure_rates(torch.device("cuda", index) if device.kind == "cuda" else torch.device("cpu"))
     return replace(device, matmul_flops=rates.flops, matmul_text=rates.text(), native=tuple(sorted(rates.native)))

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from zstore.arrays import numpy_dtype
 from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import DiskFullError
-from zstore.files import Files, OpenFile
-from zstore.foreign.torch_archive import Archive, Tensor
+from zstore.format.arrays import numpy_dtype
+from zstore.interop.torch_archive import Archive, Tensor
+from zstore.io.files import Files, OpenFile
 from zstore.weights import Lost, Weight, cast_into, list_weights
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.arrays import numpy_dtype
 from zstore.checkpoint import ArraySource, ReadAhead
-from zstore.files import Files
-from zstore.foreign.dcp_names import Path as KeyPath
-from zstore.foreign.dcp_names import key_of
-from zstore.foreign.dcp_values import PICKLE, DcpState, decode_value
-from zstore.foreign.torch_archive import Archive, Tensor
+from zstore.format.arrays import numpy_dtype
+from zstore.interop.dcp_names import Path as KeyPath
+from zstore.interop.dcp_names import key_of
+from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
+from zstore.interop.torch_archive import Archive, Tensor
+from zstore.io.files import Files
 
 from .export import Advance, FileSink, check_room, stored_dtype, values_of
 

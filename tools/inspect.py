@@ -13,18 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zstore.checkpoint import (
-    ArraySource,
-    CheckpointReader,
-    Refusal,
-    StoredArray,
-    TagInfo,
-    count_files,
-    list_tags,
-)
+from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, count_files, list_tags
+from zstore.open.sources import folder_of, split_location
 from zstore.remote import shown
 from zstore.sizes import format_bytes, format_count
-from zstore.sources import folder_of, split_location
 from zstore.weights import natural_key
 
 from .array_stats import ArrayStats, collect_stats

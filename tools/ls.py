@@ -14,8 +14,8 @@ from rich.table import Table
 
 from zstore.checkpoint import Catalog, Folder, TagInfo, list_tags, size_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
+from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
-from zstore.sources import folder_of
 
 from .listing import check_listing, records_bytes
 from .opening import DEFAULTS, Common, open_location, print_json, require_listing_memory

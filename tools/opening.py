@@ -14,7 +14,7 @@ from zstore.errors import CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource, CheckpointReader, Reading
-    from zstore.shardio import IoResources
+    from zstore.io.shards import IoResources
 
     from .progress import Progress
 
@@ -75,12 +75,12 @@ def open_location(
     """Open what `location` and `tag` mean for the length of a `with` block.
 
     `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR:TAG`
-    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.sources.open_source` for the rest.
+    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for the rest.
     """
     from zstore.checkpoint.source import NUM_THREADS
+    from zstore.io.shards import open_resources
+    from zstore.open.sources import split_location
     from zstore.remote import is_url
-    from zstore.shardio import open_resources
-    from zstore.sources import split_location
 
     place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
@@ -96,8 +96,8 @@ def open_location(
 def _open(place: str, tag: str | None, resources: IoResources, common: Common) -> ArraySource:
     """Open a checkpoint; the error for a path that is not there names the tags that its folder has."""
     from zstore.checkpoint import tags, tags_text
+    from zstore.open.sources import open_source
     from zstore.remote import is_url
-    from zstore.sources import open_source
 
     try:
         return open_source(place, tag, resources=resources, storage_options=common.storage_options)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zstore.engine.placement_report import describe
+from zstore.engine.plan.report import describe
 from zstore.errors import UsageError
 from zstore.sizes import format_bytes
 

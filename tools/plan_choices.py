@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from zstore.engine.config import Config, ResolveContext, load_config
-from zstore.engine.needs import find_needs, placement_settings
-from zstore.engine.placement import OffloadTier, Plan, make_plan
+from zstore.engine.plan.needs import find_needs, placement_settings
+from zstore.engine.plan.placement import OffloadTier, Plan, make_plan
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from zstore.engine.config import ResolveContext, load_config
-from zstore.engine.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
-from zstore.engine.tensors import PRECISIONS
+from zstore.engine.params.tensors import PRECISIONS
+from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.errors import ConfigError
-from zstore.hostmemory import read_host_memory
+from zstore.io.hostmemory import read_host_memory
 
 from .drive import RATE_BYTES, measure_drive, probe_folder
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from zstore.engine.needs import ParameterShape, shapes_of_model, units_of_model
-from zstore.engine.tensors import PRECISIONS, dtype_name
+from zstore.engine.params.tensors import PRECISIONS, dtype_name
+from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
 
 from .models import build_model

@@ -9,10 +9,10 @@ from typing import Any
 
 from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, prune, weigh
 from zstore.errors import CheckpointNotFoundError, UsageError
-from zstore.files import Files
+from zstore.io.files import Files
+from zstore.open.sources import folder_of, maker_of
 from zstore.remote import RemoteFolder, remove_checkpoints
 from zstore.sizes import format_bytes
-from zstore.sources import folder_of, maker_of
 
 from .listing import check_listing, records_bytes
 from .opening import DEFAULTS, Common, print_json, require_listing_memory

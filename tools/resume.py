@@ -10,8 +10,8 @@ from typing import Any
 
 from zstore.checkpoint import step_tag, tags
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
+from zstore.open.sources import folder_of, open_source, split_location
 from zstore.remote import is_url
-from zstore.sources import folder_of, open_source, split_location
 
 
 def resume_source(
@@ -49,7 +49,7 @@ def _snapshot(
     steps: Path | None, checkpoints: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str] | None:
     """Return folder and tag of the snapshot that the run goes on from; None where the newest checkpoint is as new."""
-    from zstore.engine.step_folder import boot_id, choose_snapshot
+    from zstore.engine.checkpoint.snapshot_folder import boot_id, choose_snapshot
 
     if steps is None:
         return None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import LocalFolder
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, storage_error
+from zstore.open.sources import folder_of
 from zstore.remote import is_url, open_folder
-from zstore.sources import folder_of
 
 from .companions import companions
 from .launch import end_with_launcher, launch

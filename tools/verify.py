@@ -9,8 +9,8 @@ from typing import Any
 
 from zstore.checkpoint import Fault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError
+from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
-from zstore.sources import folder_of, split_location
 
 from .opening import DEFAULTS, Common, open_location, own_reader, print_json
 from .printable import printable

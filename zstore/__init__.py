@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed, initialize
 
     from .errors import ZstoreError
-    from .opened import load_state_dict, open_checkpoint
+    from .open.checkpoint import load_state_dict, open_checkpoint
     from .store import TensorStore
 
 __all__ = [
@@ -42,8 +42,8 @@ _HOMES = {
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
     "initialize": "zstore.engine",
-    "load_state_dict": "zstore.opened",
-    "open_checkpoint": "zstore.opened",
+    "load_state_dict": "zstore.open.checkpoint",
+    "open_checkpoint": "zstore.open.checkpoint",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

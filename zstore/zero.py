@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from zstore.engine import Init, gather
-from zstore.engine.gathered import Parameters
+from zstore.engine.access.gather import Parameters
 
 __all__ = ["GatheredParameters", "Init"]
 

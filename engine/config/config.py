@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from zstore.checkpoint.keep import Keep
 from zstore.errors import ConfigError, UsageError
-from zstore.runfolder import RUN_FOLDER
+from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc

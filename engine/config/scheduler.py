@@ -7,18 +7,7 @@ from pydantic import PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import Section, built
-from .values import (
-    Auto,
-    AutoPositive,
-    Bool,
-    Count,
-    Number,
-    OneOf,
-    PerGroup,
-    Positive,
-    Real,
-    Whole,
-)
+from .values import Auto, AutoPositive, Bool, Count, Number, OneOf, PerGroup, Positive, Real, Whole
 
 ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
 

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 from ..handout import on_first_use
 
 if TYPE_CHECKING:
-    from .ahead import ReadAhead
     from .catalog import Catalog, Refusal, TagInfo, list_tags, tags_text
     from .commit import new_folder, temporary_folder
     from .folder import Folder, LocalFolder, Traffic
     from .format import Manifest, Record, ShardEntry
     from .handle import SaveHandle
     from .keep import Keep
-    from .known import KnownFile
+    from .lookahead import ReadAhead
     from .names import new_save_id, step_tag, tag_text
-    from .read import CheckpointReader, Reading, open_checkpoint, refused, tags
+    from .reader import CheckpointReader, Reading, open_checkpoint, refused, tags
     from .request import SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
     from .retention import Fate, prune, retire, weigh
+    from .reuse import KnownFile
+    from .save import save_checkpoint
     from .source import ArraySource, StoredArray
     from .usage import StoredFile, bytes_freed, count_files, size_bytes, stored_files
     from .verify import Fault, verify_checkpoint
-    from .write import save_checkpoint
 
 __all__ = [
     "ArraySource",

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CheckpointExistsError, StorageError, ZstoreError
-from ..files import Files
+from ..io.files import Files
 from .catalog import TagInfo, check_tag_is_free, read_record, scan
 from .format import Record
 from .lock import SaveLock, owner_is_dead

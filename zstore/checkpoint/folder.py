@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptionError, UsageError
-from ..shardio import IoResources
+from ..io.shards import IoResources
 from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
 from .inside import PlainFolder, leads_out
 from .names import RECORD_FILE

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, RankError
+from ..io.pool import Crew
 from .commit import READ_ONLY
-from .crew import Crew
 from .format import COMPLETE, Manifest, Record, dump_metadata, read_json, sha256
 from .metadata import make_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..arrays import FLOATING, ArraySpec, numpy_dtype
-from ..codecs import Codec, parse_codec
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
-from ..partition import ALIGN_NUMEL, Grid
+from ..format.arrays import FLOATING, ArraySpec, numpy_dtype
+from ..format.codecs import Codec, parse_codec
+from ..format.partition import ALIGN_NUMEL, Grid
 from .format import brief
 from .names import METADATA_FILE, array_path
 

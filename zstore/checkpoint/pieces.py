@@ -23,7 +23,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from ..shardio import ShardSummary
+from ..io.shards import ShardSummary
 from .names import manifest_file
 from .request import SaveRequest
 

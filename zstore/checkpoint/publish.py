@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError, CorruptionError, StorageError
-from ..files import Files
-from ..io import Priority
-from ..packedio import open_shard_file
-from ..shardio import ShardSummary, checksum_shard, write_shard
-from ..tiers import PinnedShard
+from ..io.archives import open_shard_file
+from ..io.files import Files
+from ..io.queue import Priority
+from ..io.shards import ShardSummary, checksum_shard, write_shard
+from ..store.tiers import PinnedShard
 from .commit import READ_ONLY
 from .format import COMPLETE, Manifest, ShardEntry
-from .known import KnownFile
 from .names import manifest_file, tag_folder
 from .request import SaveRequest
+from .reuse import KnownFile
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
-from ..codecs import Codec
 from ..errors import DiskFullError, UsageError
-from ..partition import Grid, make_grid
-from ..shardfile import layout_of
-from ..shardio import IoResources
-from ..tiers import PinnedShard
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.codecs import Codec
+from ..format.partition import Grid, make_grid
+from ..format.shardfile import layout_of
+from ..io.shards import IoResources
+from ..store.tiers import PinnedShard
 from .format import sha256
 from .keep import Keep
-from .known import KnownFile
 from .names import array_path, check_save_id, shard_file, tag_text
+from .reuse import KnownFile
 
 if TYPE_CHECKING:
-    from .read import CheckpointReader
+    from .reader import CheckpointReader
     from .spare import Spare
 
 

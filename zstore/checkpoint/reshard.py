@@ -7,19 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ..codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..errors import DiskFullError, UsageError
-from ..io import Priority
-from ..packedio import write_packed
-from ..partition import Grid, grid_in_checkpoint, make_grid
-from ..shardio import IoResources, ShardSummary, checksum_shard, open_resources, write_shard
-from ..tiers import LocalShard
-from ..tiers.base import Bytes
-from .ahead import Range, ReadAhead
+from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
+from ..format.partition import Grid, grid_in_checkpoint, make_grid
+from ..io.archives import write_packed
+from ..io.pool import Crew
+from ..io.queue import Priority
+from ..io.shards import IoResources, ShardSummary, checksum_shard, open_resources, write_shard
+from ..store.tiers import LocalShard
+from ..store.tiers.base import Bytes
 from .commit import Committer
-from .crew import Crew
 from .format import COMPLETE
 from .gather import Gatherer
+from .lookahead import Range, ReadAhead
 from .names import new_save_id
 from .publish import Publisher
 from .request import SaveRequest
@@ -78,10 +78,10 @@ def reshard_checkpoint(
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
-    `codec`, one of `zstore.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays what it was but
-    for the layout; what belongs to single ranks (RNG states) stays where the world size does, and is left out else. `advance`
-    is told the bytes that were written, before compression. Returns the tag's folder. Raises CheckpointExistsError where
-    `folder` has that tag.
+    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays what it
+    was but for the layout; what belongs to single ranks (RNG states) stays where the world size does, and is left out else.
+    `advance` is told the bytes that were written, before compression. Returns the tag's folder. Raises
+    CheckpointExistsError where `folder` has that tag.
     """
     world_size = reader.record.world_size if world_size is None else world_size
     if world_size < 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointNotFoundError
-from ..files import Files
+from ..io.files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
 from .folder import Place

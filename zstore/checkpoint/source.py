@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
-from ..codecs import Codec
 from ..errors import BudgetError, CheckpointMismatchError, UsageError
-from ..io import Priority
-from ..partition import Grid
-from ..shardfile import layout_of
-from ..shardio import IoResources, open_resources
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.codecs import Codec
+from ..format.partition import Grid
+from ..format.shardfile import layout_of
+from ..io.queue import Priority
+from ..io.shards import IoResources, open_resources
 from .format import Record
 from .names import shard_file
 
 if TYPE_CHECKING:
-    from .read import Reading
+    from .reader import Reading
 
 NUM_THREADS = 4
 """I/O threads of a source that is given none."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ZstoreError
-from ..files import Files
+from ..io.files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
 from .format import Manifest, read_json

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
 from ..errors import CheckpointMismatchError
-from ..partition import BITS
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import BITS
 from .source import ArraySource, StoredArray
 
 LOW = "optimizer/master_low"

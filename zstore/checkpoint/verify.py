@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
-from ..packedio import open_shard_file
-from ..shardio import ShardReader
-from .crew import Crew
+from ..io.archives import open_shard_file
+from ..io.pool import Crew
+from ..io.shards import ShardReader
 from .format import parse_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
-from .read import CheckpointReader
+from .reader import CheckpointReader
 from .source import StoredArray
 
 Advance = Callable[[int], None]

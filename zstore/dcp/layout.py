@@ -13,17 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zstore.arrays import ArraySpec, numpy_dtype
-from zstore.boxes import Box, cut_numel
 from zstore.checkpoint.metadata import MAX_CHUNKS_PER_SHARD
-from zstore.partition import (
-    CHUNKS_PER_SHARD,
-    MAX_CHUNK_NUMEL,
-    MIN_CHUNK_NUMEL,
-    Grid,
-    make_grid,
-)
-from zstore.shardfile import layout_of
+from zstore.format.arrays import ArraySpec, numpy_dtype
+from zstore.format.boxes import Box, cut_numel
+from zstore.format.partition import CHUNKS_PER_SHARD, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
+from zstore.format.shardfile import layout_of
 
 _MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
 _LEAST_RUN_BYTES = 64 * 1024

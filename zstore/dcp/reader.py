@@ -32,16 +32,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zstore.arrays import numpy_dtype
-from zstore.boxes import Box, spans
 from zstore.checkpoint import ArraySource, ReadAhead, open_checkpoint
-from zstore.checkpoint.ahead import MEMORY_BYTES, Range, Span
-from zstore.checkpoint.crew import Crew
+from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, Span
 from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import UsageError
-from zstore.foreign.dcp_names import key_of
-from zstore.foreign.dcp_values import PICKLE, DcpState, decode_value
-from zstore.sources import open_source
+from zstore.format.arrays import numpy_dtype
+from zstore.format.boxes import Box, spans
+from zstore.interop.dcp_names import key_of
+from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
+from zstore.io.pool import Crew
+from zstore.open.sources import open_source
 
 from .tensors import torch_dtype
 

@@ -13,23 +13,23 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
-from zstore.arrays import ArraySpec
-from zstore.boxes import Box, tiles
 from zstore.checkpoint import SaveRequest, new_save_id
 from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
-from zstore.checkpoint.crew import Crew
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.gather import Gatherer
 from zstore.checkpoint.names import array_path, shard_file
 from zstore.checkpoint.publish import Publisher
 from zstore.errors import CheckpointError, DiskFullError, UsageError
-from zstore.files import Files
-from zstore.foreign.dcp_names import STATE, Names, name_arrays
-from zstore.foreign.dcp_names import Path as KeyPath
-from zstore.foreign.dcp_values import make_document
-from zstore.partition import Grid, make_grid
-from zstore.shardfile import layout_of
-from zstore.shardio import ShardSummary, open_resources
+from zstore.format.arrays import ArraySpec
+from zstore.format.boxes import Box, tiles
+from zstore.format.partition import Grid, make_grid
+from zstore.format.shardfile import layout_of
+from zstore.interop.dcp_names import STATE, Names, name_arrays
+from zstore.interop.dcp_names import Path as KeyPath
+from zstore.interop.dcp_values import make_document
+from zstore.io.files import Files
+from zstore.io.pool import Crew
+from zstore.io.shards import ShardSummary, open_resources
 
 from .layout import ArrayLayout, lay_out
 from .tensors import dtype_name

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zstore.arrays import numpy_dtype
 from zstore.errors import UsageError
+from zstore.format.arrays import numpy_dtype
 
 if TYPE_CHECKING:
     from typing import Any

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from zstore.arrays import ArraySpec
-from zstore.boxes import Box, gather
 from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
-from zstore.files import Files, OpenFile
-from zstore.io import Priority
-from zstore.partition import Grid
-from zstore.shardfile import layout_of
-from zstore.shardio import IoResources, ShardWriter, write_index
+from zstore.format.arrays import ArraySpec
+from zstore.format.boxes import Box, gather
+from zstore.format.partition import Grid
+from zstore.format.shardfile import layout_of
+from zstore.io.files import Files, OpenFile
+from zstore.io.queue import Priority
+from zstore.io.shards import IoResources, ShardWriter, write_index
 
 from .layout import ArrayLayout
 

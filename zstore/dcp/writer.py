@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zstore.arrays import ArraySpec
-from zstore.boxes import Box
-from zstore.checkpoint.crew import Crew
 from zstore.errors import UsageError
-from zstore.foreign.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.partition import make_grid
-from zstore.shardio import open_resources
+from zstore.format.arrays import ArraySpec
+from zstore.format.boxes import Box
+from zstore.format.partition import make_grid
+from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
+from zstore.io.pool import Crew
+from zstore.io.shards import open_resources
 
 from .save import Save, Stored
 from .tensors import bytes_of, dtype_name

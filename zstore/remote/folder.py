@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.crew import Crew
 from ..checkpoint.folder import Entries, Folder, Traffic, not_local
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
-from ..files import Files, OpenFile
-from ..shardio import IoResources
+from ..io.files import Files, OpenFile
+from ..io.pool import Crew
+from ..io.shards import IoResources
 from .retries import Retries
 from .send import send_file
 from .url import shown

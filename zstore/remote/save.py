@@ -27,14 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.commit import discard
-from ..checkpoint.crew import Crew
 from ..checkpoint.handle import SaveHandle
 from ..checkpoint.lock import SaveLock, owner_is_dead
 from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
-from ..checkpoint.read import CheckpointReader, open_checkpoint
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.write import save_checkpoint
+from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
+from ..io.pool import Crew
 from .commit import RemoteCommitter, retire
 from .folder import RemoteFolder
 from .retries import PATIENT, Retries

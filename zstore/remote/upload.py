@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalog import TagInfo
-from ..checkpoint.crew import Crew
 from ..checkpoint.folder import Place
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
-from ..checkpoint.read import CheckpointReader, open_checkpoint
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..errors import BudgetError
+from ..io.pool import Crew
 from .commit import RemoteCommitter
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec
 from ..checkpoint import SaveHandle, SaveRequest, SaveSummary, new_save_id, save_checkpoint, step_tag
-from ..files import Files
-from ..partition import Grid, grid_in_checkpoint, make_grid
-from ..store import StoreOptions, TensorStore, TierName
+from ..format.arrays import ArraySpec
+from ..format.partition import Grid, grid_in_checkpoint, make_grid
+from ..io.files import Files
+from ..store import StoreOptions, TensorStore
+from ..store.store import TierName
 
 Array = npt.NDArray[Any]
 

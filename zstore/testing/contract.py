@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ..arrays import ArraySpec, numpy_dtype
 from ..errors import StorageError, UsageError
-from ..io import Priority
-from ..partition import make_grid
-from ..shardfile import layout_of, slot_views
-from ..shardio import IoResources, ShardReader, ShardSummary, open_resources
-from ..stream import Pass, Stream, StreamCounters, Tile
-from ..tiers import LocalShard, Mode, PinnedShard, Tier
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import make_grid
+from ..format.shardfile import layout_of, slot_views
+from ..io.queue import Priority
+from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources
+from ..store.stream import Pass, Stream, StreamCounters, Tile
+from ..store.tiers import LocalShard, Mode, PinnedShard, Tier
 from .faults import Fault, FaultyFiles
 from .oracle import random_values, read_with_zarr, same_bits, shard_name, write_zarr_json
 

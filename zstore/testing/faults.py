@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import storage_error
-from ..files import Files, OpenFile
+from ..io.files import Files, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
 

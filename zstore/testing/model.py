@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
-from ..partition import Grid
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import Grid
 
 Array = npt.NDArray[Any]
 

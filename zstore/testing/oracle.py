@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec, numpy_dtype
-from ..partition import Grid
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import Grid
 
 Array = npt.NDArray[Any]
 
@@ -74,7 +74,7 @@ def read_with_zarr(folder: Path) -> Array:
     """Read the whole array with zarr-python alone (and the data type bfloat16 that zstore registers)."""
     import zarr
 
-    from .. import zarr_dtypes  # noqa: F401  (registers bfloat16 for an array opened by its own path)
+    from ..format import zarr_dtypes  # noqa: F401  (registers bfloat16 for an array opened by its own path)
 
     return np.asarray(zarr.open_array(folder, mode="r")[...])
 

@@ -7,9 +7,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import ArraySpec
-from ..partition import make_grid
-from ..store import TensorStore, TierName
+from ..format.arrays import ArraySpec
+from ..format.partition import make_grid
+from ..store import TensorStore
+from ..store.store import TierName
 from .oracle import random_values
 
 Array = npt.NDArray[Any]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import numpy_dtype
+from ..format.arrays import numpy_dtype
 
 Array = npt.NDArray[Any]
 Overflow = Literal["error", "inf", "clamp"]

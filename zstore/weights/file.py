@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..buffers import PAGE_BYTES, make_slab
-from ..files import Files, OpenFile
+from ..io.buffers import PAGE_BYTES, make_slab
+from ..io.files import Files, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
 

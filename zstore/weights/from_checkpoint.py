@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import FLOATING, empty_array, numpy_dtype
 from ..checkpoint import ArraySource
-from ..checkpoint.ahead import Span, cut_spans, use_spans
+from ..checkpoint.lookahead import Span, cut_spans, use_spans
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
+from ..format.arrays import FLOATING, empty_array, numpy_dtype
 from .cast import Overflow, cast_into
 from .layout import FileLayout, Weight
 from .writer import Lost, WeightsWriter

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import numpy_dtype
+from ..format.arrays import numpy_dtype
 
 SUFFIX = ".safetensors"
 STEM = "model"

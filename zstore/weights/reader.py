@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import MAX_NAME, numpy_dtype
 from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, storage_error
+from ..format.arrays import MAX_NAME, numpy_dtype
 from .layout import SAFETENSORS_DTYPES
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000

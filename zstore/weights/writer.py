@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import numpy_dtype
 from ..errors import CheckpointError, DiskFullError
-from ..files import Files
+from ..format.arrays import numpy_dtype
+from ..io.files import Files
 from .cast import Overflow, cast_into
 from .file import BlockFile, Slabs
 from .layout import FileLayout, index_document, index_file

@@ -29,7 +29,7 @@ import zstore
 import zstore.dcp
 from zstore.checkpoint import open_checkpoint, reshard_checkpoint
 from zstore.engine import Engine
-from zstore.engine.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.ranks import run_ranks
 

@@ -1,0 +1,1 @@
+"""Whole tensors of a run, read and changed by name, and weights for other software."""

@@ -1,0 +1,411 @@
+"""A run's state as a training script sees it: whole tensors by name, read and set, whatever is sharded and wherever it
+rests.
+
+Everything here is a collective: all ranks call it, with the same names, in the same order. Values are read from the
+arrays in the store, so that reading disturbs nothing; `finished` is where pending work is completed first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.format.partition import BITS
+
+from ..params.record import ParameterRecord, Residency
+from ..params.tensors import as_torch
+from ..zero.gradients import WholeGradients, agree_any
+from .full_tensors import Piece, Source, WholeArrays
+from .statedict import StateDictGuard
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+
+class Access:
+    """Whole tensors of one run. `before_changes` ends what must not see the state change in place (a save)."""
+
+    def __init__(self, training: Training, before_changes: Callable[[], None]) -> None:
+        self.training = training
+        self._before_changes = before_changes
+        self._under_way: list[str] = []
+        self.open_blocks = 0
+        """Blocks of `zstore.gather` that are open."""
+        self.accepted: dict[ParameterRecord, int] = {}
+        """Version counters of parameters after changes that were written back."""
+        self._kept: dict[ParameterRecord, torch.Tensor] = {}
+        """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
+        self._by_name = {name: record for record in training.state.records for name in (record.name, *record.aliases)}
+        self._by_parameter = {record.parameter: record for record in training.state.records}
+        self.guard = StateDictGuard(training.model, self.record_of, self._loses)
+        """Watches the state dicts of the model."""
+        _live.add(self)
+
+    # -- which, and when --------------------------------------------------------------------------------------------
+
+    def record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
+        """Return the record of a parameter of this run, None for any other."""
+        return self._by_parameter.get(parameter)
+
+    def _loses(self, record: ParameterRecord) -> bool:
+        """Return whether values that a script writes into a parameter now are replaced by the next step."""
+        return record.group is not None and not self.open_blocks and not self.training.state.is_master(record)
+
+    def find(self, name: str) -> ParameterRecord | None:
+        """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
+        return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
+
+    def record(self, name: str) -> ParameterRecord:
+        """Return the record of a parameter by its name.
+
+        Raises UsageError with the nearest names.
+        """
+        found = self.find(name)
+        if found is None:
+            raise UsageError(f"the model has no parameter {name!r}; {_nearest(name, self._by_name)}")
+        return found
+
+    def slots_of(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of what the optimizer keeps of a parameter in the parameter's shape."""
+        return () if record.group is None else self.training.state.kernels[record.group].slots
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Note that a forward or a backward of the engine is under way."""
+        self._under_way.append(what)
+        try:
+            yield
+        finally:
+            self._under_way.pop()
+
+    def require_no_block(self, call: str) -> None:
+        """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
+        if self.open_blocks:  # as on the other ranks
+            error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
+            self.training.world.raise_together(error)
+
+    def finished(self, call: str, check: Callable[[], Any] | None = None, *, changes: bool = False) -> None:
+        """Return once the state is that of the last step, and the ranks agree on `call` (all ranks).
+
+        Raises on every rank what `check` raised on any, and UsageError for state that cannot be had or changed now.
+        """
+        error: Exception | None = None
+        try:
+            if self.training.within is not None:
+                raise UsageError(
+                    f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
+                    "then; call step() first"
+                )
+            self.training.complete()
+            self.training.require_whole()
+            if changes and self._under_way:
+                raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
+            if check is not None:
+                check()
+        except Exception as raised:
+            error = raised
+        world = self.training.world
+        world.raise_together(error)
+        calls = world.all_gather_object(call)
+        if len(set(calls)) > 1:
+            listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
+            raise UsageError(f"all ranks have to make the same call, but they made different ones: {listed}")
+        if changes:
+            self._before_changes()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def parameter(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return a parameter's fp32 master, or itself where it is not trained."""
+        self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
+        record = self.record(name)
+        return self._whole(self.master(record), rank0_only)
+
+    def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
+        self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._check_slot(name, slot))
+        record = self.record(name)
+        scalars = self.training.state.scalars[record]
+        if slot in scalars:
+            return torch.tensor(scalars[slot]) if self.training.world.rank == 0 or not rank0_only else None
+        return self._whole(self.source(record, f"optimizer/{slot}"), rank0_only)
+
+    def _check_slot(self, name: str, slot: str) -> ParameterRecord:
+        record = self.record(name)
+        if record.group is None:
+            raise UsageError(f"parameter {name!r} is not trained, so the optimizer keeps nothing of it")
+        slots = (*self.slots_of(record), *self.training.state.scalars[record])
+        if slot not in slots:
+            raise UsageError(f"the optimizer keeps no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
+        return record
+
+    def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return the mean over ranks of the gradient that the step under way has so far; None where there is none."""
+        self.finished(f"get_gradient({name!r})", lambda: self.record(name))
+        training, record = self.training, self.record(name)
+        if record.group is None:
+            return None
+        gradients = training.gradients
+        if isinstance(gradients, WholeGradients):
+            mean = gradients.mean(record)
+            found = None if mean is None else mean.cpu().view(record.parameter.shape)
+        else:
+            rows = gradients.owned(record)
+            if not agree_any(training.world, [rows is not None])[0]:
+                return None
+            mine = torch.zeros(0) if rows is None else rows
+
+            def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+                return mine[first:stop].float
+
+            # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
+            source = Source(record=record, name=f"gradient/{record.name}", dtype=torch.float32, begin=begin)
+            found = self._whole(source, rank0_only)
+        if found is None or (rank0_only and training.world.rank > 0):
+            return None
+        return found.float().div_(training.scaler.scale)
+
+    def master(self, record: ParameterRecord) -> Source:
+        """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""
+        state = self.training.state
+        if not state.is_split(record):
+            return self.source(record, "model")
+
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            weight, low, ties = state.master_arrays(record)
+            tickets = [state.store.read(name, first, stop) for name in (weight, low)]
+            tickets.append(state.store.read(ties, first // BITS, -(-stop // BITS)))
+            return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
+
+        return Source(record=record, name=f"model/{record.name}", dtype=torch.float32, begin=begin)
+
+    def source(self, record: ParameterRecord, group: str) -> Source:
+        """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
+        store, name = self.training.state.store, f"{group}/{record.name}"
+
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            ticket = store.read(name, first, stop)
+            return lambda: as_torch(ticket.wait())
+
+        dtype: torch.dtype = getattr(torch, store.spec(name).dtype)
+        return Source(record=record, name=name, dtype=dtype, begin=begin)
+
+    def fill(self, records: Sequence[ParameterRecord]) -> None:
+        """Bring the rows of sharded parameters, as they rest, into `full` of each, which has room (all ranks)."""
+
+        def take(piece: Piece) -> None:
+            piece.source.record.full[piece.first : piece.stop] = piece.values
+
+        self.each([self._resting(record) for record in records], take, rank0_only=False)
+
+    def _resting(self, record: ParameterRecord) -> Source:
+        if record.rest is not None:
+            return self.source(record, record.rest.partition("/")[0])
+        return self._rows_of(record, record.owned())
+
+    def _rows_of(self, record: ParameterRecord, rows: torch.Tensor) -> Source:
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            return lambda: rows[first:stop]
+
+        return Source(record=record, name=f"parameter/{record.name}", dtype=record.dtype, begin=begin)
+
+    def each(self, sources: Sequence[Source], take: Callable[[Piece], None], *, rank0_only: bool) -> None:
+        """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
+        training = self.training
+        WholeArrays(training.world, sources, sharded=training.sharding.optimizer_state).each(
+            take, rank0_only=rank0_only
+        )
+
+    def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
+        wanted = self.training.world.rank == 0 or not rank0_only
+        out = torch.empty(source.record.numel if wanted else 0, dtype=source.dtype)
+
+        def take(piece: Piece) -> None:
+            out[piece.first : piece.stop] = piece.values
+
+        self.each([source], take, rank0_only=rank0_only)
+        return out.view(source.record.parameter.shape) if wanted else None
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take so many samples a step from now on."""
+        training = self.training
+        self.finished(f"set_train_batch_size({train_batch_size!r})", lambda: training.batch_of(train_batch_size))
+        training.resize(training.batch_of(train_batch_size))
+
+    def set_parameter(self, name: str, values: Any) -> None:
+        """Replace a parameter and its master by rank 0's `values`."""
+        call = f"set_full_parameter({name!r})"
+        self.finished(call, lambda: self._check_values(self.record(name), values), changes=True)
+        self.set_from_rank0(self.record(name), values)
+
+    def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
+        """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
+        dtype = torch.float32 if record.group is not None else record.dtype
+        self.write([(record, self._from_rank0(record, values, dtype))])
+
+    def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
+        """Replace what the optimizer keeps of a parameter under `slot` by rank 0's `values`."""
+
+        def check() -> None:
+            record = self._check_slot(name, slot)
+            scalars = self.training.state.scalars[record]
+            if scalars.get("updates") == 0:
+                raise UsageError(
+                    f"the optimizer makes its state of parameter {name!r} in the first step, and would overwrite {slot!r}: "
+                    "set it after a step"
+                )
+            if slot in scalars:
+                float(values)
+            else:
+                self._check_values(record, values)
+
+        self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
+        record = self.record(name)
+        scalars = self.training.state.scalars[record]
+        if slot in scalars:
+            scalars[slot] = float(self.training.world.broadcast_object(float(values)))
+            return
+        full = self._from_rank0(record, values, torch.float32)
+        self._changing(lambda: self._fill(record, full, f"optimizer/{slot}/{record.name}"))
+
+    def _check_values(self, record: ParameterRecord, values: Any) -> None:
+        if values is None and self.training.world.rank > 0:
+            return
+        shape = tuple(torch.as_tensor(values).shape)
+        if shape != tuple(record.parameter.shape):
+            raise UsageError(
+                f"parameter {record.name!r}: expected values of shape {tuple(record.parameter.shape)}, got {shape}"
+            )
+
+    def _from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return rank 0's values on every rank, 1-D [numel]."""
+        world = self.training.world
+        if world.rank == 0:
+            full = torch.as_tensor(values).detach().to(world.device, dtype).reshape(-1).contiguous()
+        else:
+            full = torch.empty(record.numel, dtype=dtype, device=world.device)
+        world.broadcast(full)
+        return full
+
+    def write(self, values: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
+        """Replace parameters and their masters by the same values, 1-D [numel], on every rank (all ranks)."""
+
+        def each() -> None:
+            for record, full in values:
+                self._fill(record, full, *self.training.state.master_arrays(record))
+                if record.rest is not None and record.rest != f"model/{record.name}":
+                    self._fill(record, full, record.rest)
+                elif record.shard is not None:
+                    record.shard.copy_(full[slice(*record.owned_range)])
+                if record.residency is not Residency.RELEASED and record.full is not full:
+                    record.full.copy_(full)
+                if record in self._kept:
+                    self._kept[record].copy_(record.owned())
+
+        self._changing(each)
+
+    def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
+        """Set this rank's rows of an array, or of what a master is made of, to those of `full`."""
+        first, stop = record.owned_range
+        rows = full[first:stop]
+        state = self.training.state
+        with state.passing([names], "fill") as tiles:
+            for tile in tiles:
+                state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
+
+    def _changing(self, change: Callable[[], None]) -> None:
+        training = self.training
+        error: Exception | None = None
+        if training.hooks is not None:
+            training.hooks.residence.forget()
+        training.torn = True
+        try:
+            change()
+        except Exception as raised:
+            raised.add_note("The state was changed in part: load a checkpoint before going on.")
+            error = raised
+        training.world.raise_together(error)
+        training.torn = False
+
+    def enter_block(self, records: Sequence[ParameterRecord]) -> None:
+        """Note that a block of `zstore.gather` begins."""
+        self.open_blocks += 1
+        for record in records:
+            resident = record.residency is Residency.RESIDENT
+            if resident and self.training.state.is_split(record) and record not in self._kept:
+                self._kept[record] = record.owned().clone()
+
+    def leave_block(self) -> None:
+        """Note that a block ends."""
+        self.open_blocks -= 1
+        if not self.open_blocks:
+            self._kept.clear()
+
+    def differ(self, records: Sequence[ParameterRecord]) -> list[bool]:
+        """Return for each parameter, all of whose values are in `full`, whether it differs from its master on any rank.
+
+        Bits are compared, in the parameter's type (all ranks).
+        """
+        found = [False] * len(records)
+        error: Exception | None = None
+        try:
+            with self.training.state.passing([[f"model/{record.name}"] for record in records], "read") as tiles:
+                for tile in tiles:
+                    record = records[tile.group]
+                    first = record.owned_range[0]
+                    here = record.full[first + tile.first : first + tile.stop]
+                    kept = self._kept.get(record)
+                    there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
+                    there = there.to(here.device, record.dtype)
+                    found[tile.group] |= not torch.equal(here.view(torch.uint8), there.view(torch.uint8))
+        except Exception as raised:
+            error = raised
+        self.training.world.raise_together(error)
+        return agree_any(self.training.world, found)
+
+    def restore(self, records: Sequence[ParameterRecord]) -> None:
+        """Cast masters into all values of parameters that are not released (all ranks)."""
+
+        def take(piece: Piece) -> None:
+            record = piece.source.record
+            if record.residency is not Residency.RELEASED:
+                record.full[piece.first : piece.stop] = piece.values.to(record.full.device)
+
+        kept = (self._rows_of(r, self._kept[r]) if r in self._kept else self.source(r, "model") for r in records)
+        self.each(list(kept), take, rank0_only=False)
+        self.accept(records)
+
+    def accept(self, records: Sequence[ParameterRecord]) -> None:
+        """Note that the parameters are as they should be."""
+        self.accepted |= {record: record.parameter._version for record in records}
+
+    def close(self) -> None:
+        """Let `zstore.gather` forget this run, and take the hooks off the model."""
+        _live.discard(self)
+        self.guard.remove()
+
+
+_live: weakref.WeakSet[Access] = weakref.WeakSet()
+"""Of every engine that is not closed: a parameter alone must be enough to find its run."""
+
+
+def live() -> list[Access]:
+    """Return the runs whose engines are open."""
+    return list(_live)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(map(repr, close)) + "?"
+    return f"there are {', '.join(map(repr, names[:5]))}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,181 @@
+"""The model's weights for other software: safetensors files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from zstore.checkpoint import new_folder, temporary_folder
+from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
+from zstore.format.arrays import FLOATING
+from zstore.io.files import Files
+from zstore.weights import DTYPES, MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
+from zstore.weights.layout import STEM, SUFFIX, index_file
+
+from ..params.model import save_config, stored_buffers
+from ..params.tensors import as_numpy, dtype_name
+from .full_tensors import Piece
+
+if TYPE_CHECKING:
+    from ..params.record import ParameterRecord
+    from ..training import Training
+    from .access import Access
+
+_log = logging.getLogger("zstore")
+
+
+_PICKLED = {".bin", ".pt", ".pth"}
+"""What the names of files end with that other software pickles weights into."""
+_PICKLED_STEM = "pytorch_model"
+"""What transformers calls a pickled model; one in safetensors it calls `STEM`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What `save_16bit_model` is asked for."""
+
+    filename: str | None = None
+    """None: as `from_pretrained` finds it."""
+    dtype: str | None = None
+    """One of `DTYPES`; None: what the model computes in."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    without_frozen: bool = False
+
+    @property
+    def written_name(self) -> str | None:
+        """The name of the file in place of one that other software pickles weights into."""
+        if self.filename is None or PurePath(self.filename).suffix not in _PICKLED:
+            return self.filename
+        stem = PurePath(self.filename).stem
+        return (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
+
+
+def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
+    """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
+    training = access.training
+    precision = options.dtype or training.config.precision
+    filename = options.written_name
+    stem = STEM if filename is None else filename.removesuffix(SUFFIX)
+
+    def check() -> None:
+        if precision not in DTYPES:
+            raise UsageError(f"save_16bit_model(dtype={precision!r}): expected one of {', '.join(DTYPES)}")
+        if filename is not None and (not filename.endswith(SUFFIX) or not stem or "/" in filename):
+            raise UsageError(
+                f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the format that is "
+                "written"
+            )
+        if training.world.rank == 0:
+            _check_free(folder, stem)
+
+    which = "without frozen parameters" if options.without_frozen else "all parameters"
+    access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
+    if filename != options.filename and training.world.rank == 0:
+        _log.warning(
+            "save_16bit_model: %s is written in place of %s: weights are safetensors", filename, options.filename
+        )
+    records = [r for r in training.state.records if r.group is not None or not options.without_frozen]
+    layouts = plan_files(_weights(training, records, DTYPES[precision]), options.max_file_bytes, stem)
+    sources = {f"model/{record.name}": access.master(record) for record in records}
+    ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
+    error: Exception | None = None
+    try:
+        with ExitStack() as opened:
+            export = _Export(training.model, folder, layouts, opened)
+            access.each(ordered, export.put, rank0_only=True)
+            if training.world.rank == 0:
+                export.finish(precision)
+    except Exception as raised:
+        error = raised
+    training.world.raise_together(error)
+    names = [layout.name for layout in layouts]
+    return [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
+
+
+def _check_free(folder: Path, stem: str) -> None:
+    """Raise CheckpointExistsError where the folder has weights of that name already."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointExistsError(f"{folder} exists and is no folder: name another one to write")
+    if not folder.exists():
+        return
+    numbered = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
+    if numbered:
+        raise CheckpointExistsError(
+            f"{folder} has weights already, as {min(numbered)}: remove them, or name another folder or filename"
+        )
+
+
+def _weights(training: Training, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
+    """Return what is written: what `zstore consolidate` finds in a checkpoint."""
+    stored = [(f"model/{record.name}", tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
+    stored += [(f"buffer/{n}", tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(training.model)]
+    return [
+        Weight(name=array.partition("/")[2], array=array, shape=shape, dtype=dtype if kind in FLOATING else kind)
+        for array, shape, kind in stored
+    ]
+
+
+class _Export:
+    """Rank 0's part of `save_weights`. What it opens is closed by `opened`, and published where no error came."""
+
+    def __init__(self, model: nn.Module, target: Path, layouts: Sequence[FileLayout], opened: ExitStack) -> None:
+        self._model = model
+        self._target = target
+        self._is_new = not target.exists()
+        self._layouts = layouts
+        self._opened = opened
+        self._files = Files()
+        self._folder = target
+        self._writer: WeightsWriter | None = None
+        self._due = deque(weight for layout in layouts for weight in layout.weights)
+        self._buffers = {f"buffer/{name}": buffer for name, buffer in stored_buffers(model)}
+
+    def _open(self) -> WeightsWriter:
+        """Return the writer. Opened with the first piece, so that an error here is one of `put`."""
+        if self._writer is None:
+            place = (
+                new_folder(self._files, self._target)
+                if self._is_new
+                else temporary_folder(self._files, self._target, self._layouts[0].name)
+            )
+            self._folder = self._opened.enter_context(place)
+            writer = WeightsWriter(self._files, self._layouts, self._folder, overflow="error")
+            self._writer = self._opened.enter_context(writer)
+        return self._writer
+
+    def put(self, piece: Piece) -> None:
+        """Write a piece, and the buffers that come before it in the files."""
+        writer = self._open()
+        self._put_buffers(writer, piece.source.name)
+        writer.put(piece.source.name, piece.first, as_numpy(piece.values))
+
+    def _put_buffers(self, writer: WeightsWriter, stop: str | None) -> None:
+        while self._due and self._due[0].array != stop:
+            array = self._due.popleft().array
+            if array in self._buffers and self._buffers[array].numel():
+                values = self._buffers[array].detach().cpu().contiguous().view(-1)
+                writer.put(array, 0, as_numpy(values))
+
+    def finish(self, precision: str) -> None:
+        """Make everything durable under its name."""
+        writer = self._open()
+        self._put_buffers(writer, None)
+        names = writer.finish()
+        if writer.lost():
+            raise CheckpointError(lost_text(writer.lost(), precision, 'Pass dtype="bf16"'))
+        save_config(self._model, self._folder)
+        if self._is_new:
+            return
+        # Weights go last, and the index after them: until then nobody takes the folder for a whole model.
+        others = [name for name in os.listdir(self._folder) if name not in names]
+        for name in [name for name in others if not (self._target / name).exists()] + names:
+            self._files.rename(self._folder / name, self._target / name)
+        self._files.sync_folder(self._target)

@@ -1,0 +1,156 @@
+"""Whole tensors out of every rank's rows, piece by piece in flat order, in bounded memory.
+
+[Note: pieces]
+The flat elements of an array are cut where shards end, and into pieces of whole chunks, about 8 MiB. Who owns a piece
+reads it ahead of its turn and gives it to rank 0, or to all. Every rank goes through all pieces in the same order. Where
+state is not sharded every rank has everything, and nothing is sent.
+
+A rank that fails goes on with zeros, so that the others are not left waiting, and all ranks agree on errors every now
+and then, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zstore.format.partition import Grid
+from zstore.ranks.world import World
+
+from ..params.record import ParameterRecord
+
+_PIECE_NUMEL = 2 * 1024 * 1024
+_PIECES_AHEAD = 2
+_AGREE_NUMEL = 32 * 1024 * 1024
+"""Elements after which the ranks agree on errors: as many move in vain at most."""
+
+Read = Callable[[], torch.Tensor]
+"""Waits for a reading that was begun and returns its elements, 1-D, on any device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An array of which this rank has its rows."""
+
+    record: ParameterRecord
+    name: str
+    """Of the array."""
+    dtype: torch.dtype
+    begin: Callable[[int, int], Read]
+    """Begins to read local flat elements `[first, stop)` of this rank's shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Global flat elements from `first` on of the array of `source`."""
+
+    source: Source
+    first: int
+    values: torch.Tensor
+    """1-D, on the CPU."""
+
+    @property
+    def stop(self) -> int:
+        """End of the elements."""
+        return self.first + self.values.numel()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    source: Source
+    shard: int
+    first: int
+    stop: int
+
+
+class WholeArrays:
+    """Brings `sources` together; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
+
+    def __init__(self, world: World, sources: Sequence[Source], *, sharded: bool) -> None:
+        self._world = world
+        self._sources = sources
+        self._sharded = sharded and world.world_size > 1
+        self._error: Exception | None = None
+
+    def each(self, take: Callable[[Piece], None], *, rank0_only: bool) -> None:
+        """Call `take` with every piece, in order, on every rank or on rank 0 alone (all ranks).
+
+        Raises on every rank what `take` or a reading raised on any.
+        """
+        mine = (plan for plan in self._plans() if self._has(plan, rank0_only))
+        ahead: deque[Read] = deque()
+        since_numel = 0
+        for plan in self._plans():
+            values: torch.Tensor | None = None
+            if self._has(plan, rank0_only):
+                while len(ahead) <= _PIECES_AHEAD and (coming := next(mine, None)) is not None:
+                    ahead.append(self._begin(coming))
+                values = self._finish(ahead.popleft(), plan)
+            if self._sharded:
+                values = self._move(plan, values, rank0_only)
+            if values is not None and self._error is None:
+                self._hand_over(plan, values, take)
+            since_numel += plan.stop - plan.first
+            if since_numel >= _AGREE_NUMEL:
+                self._world.raise_together(self._error)
+                since_numel = 0
+        self._world.raise_together(self._error)
+
+    def _plans(self) -> Iterator[_Plan]:
+        for source in self._sources:
+            grid = source.record.state_grid
+            for shard in range(grid.num_shards):
+                valid, step = grid.shard_valid_numel(shard), _step_numel(grid)
+                for first in range(0, valid, step):
+                    yield _Plan(source, shard, first, min(valid, first + step))
+
+    def _has(self, plan: _Plan, rank0_only: bool) -> bool:
+        if self._sharded:
+            return plan.shard == self._world.rank
+        return self._world.rank == 0 or not rank0_only
+
+    def _begin(self, plan: _Plan) -> Read:
+        try:
+            return plan.source.begin(plan.first, plan.stop)
+        except Exception as error:
+            raised = error
+
+        def fail() -> torch.Tensor:
+            raise raised
+
+        return fail
+
+    def _finish(self, read: Read, plan: _Plan) -> torch.Tensor:
+        try:
+            return read()
+        except Exception as error:
+            self._error = self._error or error
+            return torch.zeros(plan.stop - plan.first, dtype=plan.source.dtype)
+
+    def _move(self, plan: _Plan, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
+        """Return the piece where it is wanted, None elsewhere."""
+        world = self._world
+        if rank0_only and world.rank not in (0, plan.shard):
+            return None
+        if values is None:
+            values = torch.empty(plan.stop - plan.first, dtype=plan.source.dtype, device=world.device)
+        values = values.to(world.device)
+        if rank0_only:
+            world.transfer(values, plan.shard, 0)
+            return values if world.rank == 0 else None
+        world.broadcast(values, plan.shard)
+        return values
+
+    def _hand_over(self, plan: _Plan, values: torch.Tensor, take: Callable[[Piece], None]) -> None:
+        first = plan.shard * plan.source.record.state_grid.shard_numel + plan.first
+        try:
+            take(Piece(source=plan.source, first=first, values=values.cpu()))
+        except Exception as error:
+            self._error = error
+
+
+def _step_numel(grid: Grid) -> int:
+    return max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel

@@ -1,0 +1,254 @@
+"""`gather`: whole parameters in a `with` block, and their changes written back.
+
+[Note: changes in a block]
+With a `modifier_rank`, that rank's values go to all ranks at the end of the block, and into the fp32 masters of every
+parameter of which a bit changed: the master becomes the new value. A parameter that was left alone keeps its master, which
+has more digits than the parameter. Without one the block is for reading. A change that shows in the parameter's version
+counter, or in the rows that this rank keeps of a sharded parameter, is undone and answered with an error; what is
+written through `.data` elsewhere is lost without one. An fp32 parameter that is its own master (fp32, whole on every
+rank, state on the device) has no other copy to be undone from, and keeps what was written, as without an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..build.parked import Builder, Built, find_built
+from ..params.record import ParameterRecord, Residency
+from ..zero.gradients import agree_any
+from .access import Access, live
+
+Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
+
+
+@contextmanager
+def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
+    """Give parameters all their values for the length of a `with` block (all ranks, with the same parameters).
+
+    `params` is one parameter, several, or a module. With `modifier_rank`, what that rank made of the values in the block
+    is the parameter's value on every rank afterwards, and its fp32 master's. Without, the block is for reading: a change
+    is undone and raises UsageError, as far as it is seen (see [Note: changes in a block]). An error in the block, on any
+    rank, ends it on all ranks, and changes are undone.
+
+    Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
+    the block stay valid after it. Parameters of a model that was built within `zstore.Init`, or loaded by
+    `zstore.from_pretrained`, and not yet given to `initialize` are given their values likewise. Others are left alone.
+
+    Raises UsageError for changes within a forward or backward, and where the ranks gather different parameters.
+    """
+    listed = _listed(params)
+    blocks: list[_Block | _BuiltBlock] = [_Block(access, records, modifier_rank) for access, records in _by_run(listed)]
+    blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in _by_builder(listed)]
+    opened: list[_Block | _BuiltBlock] = []
+    error: BaseException | None = None
+    try:
+        for block in blocks:
+            with block.world.calling("gather"):
+                block.open()
+            opened.append(block)
+        yield
+    except BaseException as raised:
+        error = raised
+    for block in reversed(opened):
+        try:
+            with block.world.calling("gather"):
+                block.close(error)
+        except BaseException as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+
+
+def _listed(params: Parameters) -> list[nn.Parameter]:
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    elif isinstance(params, nn.Module):
+        params = params.parameters()
+    listed = list(dict.fromkeys(params))
+    strange = [type(item).__name__ for item in listed if not isinstance(item, nn.Parameter)]
+    if strange:
+        raise UsageError(f"gather() expects parameters, or a module, got {strange[0]}")
+    return listed
+
+
+def _by_run(parameters: Sequence[nn.Parameter]) -> list[tuple[Access, list[ParameterRecord]]]:
+    """Return the parameters' records by the run that they belong to; others are left out."""
+    found: list[tuple[Access, list[ParameterRecord]]] = []
+    for access in live():
+        records = [record for p in parameters if (record := access.record_of(p)) is not None]
+        if records:
+            found.append((access, records))
+    return found
+
+
+def _by_builder(parameters: Sequence[nn.Parameter]) -> list[tuple[Builder, list[Built]]]:
+    """Return what rests in shards of models that are not trained yet, by who built it."""
+    found: dict[Builder, list[Built]] = {}
+    for parameter in parameters:
+        one = find_built(parameter)
+        if one is not None:
+            found.setdefault(one[0], []).append(one[1])
+    return list(found.items())
+
+
+class _Block:
+    """The part of a block that belongs to one run."""
+
+    def __init__(self, access: Access, records: Sequence[ParameterRecord], modifier_rank: int | None) -> None:
+        self.world = access.training.world
+        self._access = access
+        self._records = records
+        self._modifier_rank = modifier_rank
+        names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
+        self._call = f"gather() of {len(records)} parameters ({names}), modifier_rank={modifier_rank}"
+        self._shapes = [record.parameter.shape for record in records]
+        self._versions: list[int] = []
+
+    def open(self) -> None:
+        """Give the parameters their values (all ranks)."""
+        self._access.finished(self._call, self._check, changes=self._modifier_rank is not None)
+        hooks = self._access.training.hooks
+        if hooks is not None:
+            hooks.residence.hold(self._records, self._access.fill)
+        self._access.enter_block(self._records)
+        self._versions = [record.parameter._version for record in self._records]
+
+    def _check(self) -> None:
+        world_size = self.world.world_size
+        rank = self._modifier_rank
+        if rank is not None and not 0 <= rank < world_size:
+            raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world_size - 1}")
+
+    def close(self, error: BaseException | None) -> None:
+        """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
+        training = self._access.training
+        try:
+            # Ctrl-C, or the interpreter's end, is this rank's alone: it does not wait for the others.
+            if error is None or isinstance(error, Exception):
+                self._end_together(error)
+                if self._modifier_rank is None:
+                    self._undo()
+                else:
+                    self._write_back(self._modifier_rank)
+        finally:
+            for record, shape in zip(self._records, self._shapes, strict=True):
+                _take_over(record, shape, keep=False)
+            self._access.leave_block()
+            if training.hooks is not None:
+                training.hooks.residence.let_go(self._records)
+
+    def _end_together(self, error: BaseException | None) -> None:
+        """Raise what ended the block on any rank, after the parameters have their values of before."""
+        try:
+            self.world.raise_together(error)
+        except Exception:
+            with suppress(Exception):
+                self._access.restore(self._records)
+            raise
+
+    def _write_back(self, rank: int) -> None:
+        world = self.world
+        error: Exception | None = None
+        try:
+            for record, shape in zip(self._records, self._shapes, strict=True):
+                _take_over(record, shape, keep=world.rank == rank)
+        except Exception as raised:
+            error = raised
+        world.raise_together(error)
+        for record in self._records:
+            world.broadcast(record.full, rank)
+        changed = self._access.differ(self._records)
+        self._access.write([(r, r.full) for r, any_ in zip(self._records, changed, strict=True) if any_])
+        self._access.accept(self._records)
+
+    def _undo(self) -> None:
+        """Raise UsageError on every rank where a parameter was changed on any, and give it its values again."""
+        pairs = zip(self._records, self._versions, strict=True)
+        changed = agree_any(self.world, [self._is_changed(*pair) for pair in pairs])
+        found = [record for record, any_ in zip(self._records, changed, strict=True) if any_]
+        if not found:
+            return
+        self._access.restore(found)
+        names = ", ".join(repr(record.name) for record in found[:5])
+        raise UsageError(
+            f"gather() without modifier_rank is for reading, but {names} changed in the block on some rank; the change is "
+            "undone (but for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep what that rank "
+            "makes of them"
+        )
+
+    def _is_changed(self, record: ParameterRecord, version: int) -> bool:
+        if record.parameter._version not in (version, self._access.accepted.get(record)):
+            return True
+        if record.shard is None or record.residency is not Residency.GATHERED:
+            return False
+        first, stop = record.owned_range
+        here = record.full[first:stop]
+        return not torch.equal(here.view(torch.uint8), record.shard.view(torch.uint8))
+
+
+class _BuiltBlock:
+    """The part of a block that belongs to a model that is not trained yet."""
+
+    def __init__(self, builder: Builder, built: Sequence[Built], modifier_rank: int | None) -> None:
+        self.world = builder.world
+        self._builder = builder
+        self._built = built
+        self._modifier_rank = modifier_rank
+        self._parameters = [parameter for one in built if (parameter := one.ref()) is not None]
+        self._versions: list[int] = []
+        self._guard = ExitStack()
+
+    def open(self) -> None:
+        """Give the parameters their values (all ranks)."""
+        rank, world_size = self._modifier_rank, self.world.world_size
+        if rank is not None and not 0 <= rank < world_size:
+            raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world_size - 1}")
+        for built in self._built:
+            self._builder.touch(built)
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._guard.enter_context(self._builder.guard.suspended())
+
+    def close(self, error: BaseException | None) -> None:
+        """Write changes back, or drop them; `error` ended the block (all ranks)."""
+        self._guard.close()
+        changed = [p._version != version for p, version in zip(self._parameters, self._versions, strict=True)]
+        kept = False
+        try:
+            if error is None or isinstance(error, Exception):
+                self.world.raise_together(error)
+                if self._modifier_rank is None and any(agree_any(self.world, changed)):
+                    raise UsageError(
+                        "gather() without modifier_rank is for reading, but parameters changed in the block on some rank; the "
+                        "change is undone. Pass modifier_rank=RANK to keep what that rank makes of them"
+                    )
+                kept = self._modifier_rank is not None
+        finally:
+            for built, parameter in zip(self._built, self._parameters, strict=True):
+                if not kept:
+                    self._builder.make_hole(built, parameter)
+        if self._modifier_rank is not None:
+            for built, parameter in zip(self._built, self._parameters, strict=True):
+                self.world.broadcast(parameter.data, self._modifier_rank)
+                self._builder.put_away(built, parameter)
+
+
+def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:
+    """Give a parameter its own memory again where the block put other in its place (`p.data = ...`), with the values
+    that it has there if `keep`."""
+    values = record.parameter.data
+    if keep and values.shape != shape:
+        raise UsageError(
+            f"parameter {record.name!r} has shape {tuple(values.shape)} at the end of gather(), expected {tuple(shape)}: "
+            "build the model in its final size before initialize()"
+        )
+    if values.data_ptr() != record.full.data_ptr() or not values.is_contiguous():
+        if keep:
+            record.full.copy_(values.reshape(-1))
+        record.parameter.data = record.full.view(shape)

@@ -1,0 +1,159 @@
+"""The model's state dict, whole: given out, and loaded with the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..params.record import ParameterRecord, Residency
+from .full_tensors import Piece
+from .gather import gather
+
+if TYPE_CHECKING:
+    from .access import Access
+
+CustomLoad = Callable[..., Any]
+"""Called as `custom(src=state_dict, dst=model)`."""
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` of torch returns."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+_MOST_LISTED = 10
+_ENGINES = "module."
+"""What the names of `engine.state_dict()` begin with."""
+
+
+def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
+    """Return the model's state dict; see `Engine.module_state_dict` (all ranks)."""
+    training = access.training
+    found: dict[str, Any] = training.model.state_dict() if training.hooks is None else _whole_state_dict(access)
+    if exclude_frozen:
+        for name in [name for name in found if _is_frozen(access.find(name))]:
+            del found[name]
+    return found
+
+
+def _is_frozen(record: ParameterRecord | None) -> bool:
+    return record is not None and record.group is None
+
+
+def _whole_state_dict(access: Access) -> dict[str, Any]:
+    """Return copies on the CPU of all that is in the state dict, on rank 0, and nothing on others (all ranks)."""
+    training = access.training
+    access.finished("module_state_dict()")
+    leader = training.world.rank == 0
+    sharded = [record for record in training.state.records if record.residency is not Residency.RESIDENT]
+    values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
+
+    def take(piece: Piece) -> None:
+        values[piece.source.record][piece.first : piece.stop] = piece.values
+
+    access.each([access.master(record) for record in sharded], take, rank0_only=True)
+    if not leader:
+        return {}
+    with access.guard.suspended():
+        found: dict[str, Any] = training.model.state_dict()
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            record = access.find(name)
+            whole = None if record is None else values.get(record)
+            found[name] = value.detach().to("cpu", copy=True) if whole is None else whole.view(value.shape)
+    return found
+
+
+def load_module_state(
+    access: Access, state: Mapping[str, Any], *, strict: bool, custom: CustomLoad | None = None
+) -> IncompatibleKeys:
+    """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the names that were missing in
+    it, and those that the model does not have (all ranks).
+
+    Raises UsageError on every rank, before anything was changed, that lists what does not fit. `custom` loads it in its own
+    way, with all parameters gathered.
+    """
+    world, model = access.training.world, access.training.model
+    if custom is not None:
+        with gather(model, modifier_rank=0):
+            if world.rank == 0:
+                custom(src=state, dst=model)
+        _share_buffers(access, (value for _, value in _entries(access) if isinstance(value, torch.Tensor)))
+        return IncompatibleKeys([], [])
+    entries = dict(_entries(access))
+    given = dict(state) if world.rank == 0 else {}
+
+    def check() -> None:
+        if world.rank == 0:
+            _check(access, entries, given, strict=strict)
+
+    access.finished("load_module_state_dict()", check, changes=True)
+    names: list[str] = world.broadcast_object([name for name in entries if name in given])
+    unexpected: list[str] = world.broadcast_object([name for name in given if name not in entries])
+    loaded: set[torch.Tensor] = set()
+    for name in names:
+        target = entries[name]
+        if not isinstance(target, torch.Tensor) or target in loaded:
+            continue
+        loaded.add(target)
+        record = access.record_of(target) if isinstance(target, nn.Parameter) else None
+        if record is not None:
+            access.set_from_rank0(record, given.get(name))
+        elif world.rank == 0:
+            target.copy_(given[name])
+    _share_buffers(access, loaded)
+    return IncompatibleKeys([name for name in entries if name not in names], unexpected)
+
+
+def _entries(access: Access) -> Iterable[tuple[str, Any]]:
+    """Return the names of the model's state dict and what stands behind them: parameters and buffers themselves."""
+    with access.guard.suspended():
+        found: dict[str, Any] = access.training.model.state_dict(keep_vars=True)
+    return found.items()
+
+
+def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
+    """Give all ranks rank 0's values of the buffers among `tensors` (all ranks)."""
+    for tensor in tensors:
+        if not isinstance(tensor, nn.Parameter):
+            access.training.world.broadcast(tensor)
+
+
+def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+    faults: list[str] = []
+    if strict:
+        faults += _listed("missing", [name for name in entries if name not in given])
+        faults += _listed("not in the model", [name for name in given if name not in entries])
+    for name, target in entries.items():
+        if name not in given:
+            continue
+        if not isinstance(target, torch.Tensor):
+            faults.append(f"{name}: extra state of a module, which is not loaded while the model is in training")
+        elif not isinstance(given[name], torch.Tensor) or given[name].shape != target.shape:
+            got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
+            faults.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
+    if faults:
+        more = len(faults) - _MOST_LISTED
+        lines = faults[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return [f"{what}: {', '.join(names[:_MOST_LISTED])}{more}"]
+
+
+def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with the model's own names, where all of it has those of `engine.state_dict()`."""
+    if state and all(name.startswith(_ENGINES) for name in state):
+        return {name.removeprefix(_ENGINES): value for name, value in state.items()}
+    return state

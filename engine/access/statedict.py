@@ -1,0 +1,86 @@
+"""State dicts of a model in training: an error that says what to do, where torch would give NaN, or load values that the
+next step would replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zstore.errors import UsageError
+
+from ..params.record import ParameterRecord, Residency
+
+
+class StateDictGuard:
+    """Lets `state_dict()` raise where parameters are sharded, and `load_state_dict()` also where masters would not follow.
+
+    `loses(parameter)` says whether values that are loaded into a parameter would be lost. Copies of the model are not
+    watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record_of: Callable[[nn.Parameter], ParameterRecord | None],
+        loses: Callable[[ParameterRecord], bool],
+    ) -> None:
+        self._record_of = record_of
+        self._loses = loses
+        self._is_suspended = False
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(self._before),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
+            ]
+
+    def _records(self, module: nn.Module) -> Iterator[ParameterRecord]:
+        for _, parameter in module.named_parameters(recurse=False):
+            record = None if self._is_suspended else self._record_of(parameter)
+            if record is not None:
+                yield record
+
+    def _released(self, module: nn.Module) -> bool:
+        return any(record.residency is Residency.RELEASED for record in self._records(module))
+
+    def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._released(module):
+            raise UsageError(
+                "state_dict() of a model whose parameters are sharded: call engine.module_state_dict(), "
+                "engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
+                "`with zstore.gather(model):` around it"
+            )
+
+    def _before_load(self, module: nn.Module, *others: Any) -> None:
+        if self._released(module) or any(map(self._loses, self._records(module))):
+            raise UsageError(
+                "load_state_dict() of a model in training: the engine has its values in shards, or in fp32 masters from which "
+                "the next step would set them again. Call engine.load_module_state_dict(state) on all ranks, or load before "
+                "initialize(), or `with zstore.gather(model, modifier_rank=0):` around it"
+            )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let everything pass for the length of a `with` block."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    def remove(self) -> None:
+        """Take the hooks off the modules; a second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles of the model have hooks that do nothing."""
+        return _watches_nothing, ()
+
+
+def _watches_nothing() -> StateDictGuard:
+    return StateDictGuard(nn.Module(), lambda _: None, lambda _: False)

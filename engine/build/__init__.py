@@ -1,0 +1,1 @@
+"""Models built or loaded straight into shards."""

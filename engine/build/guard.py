@@ -1,0 +1,67 @@
+"""Modules whose parameters were put away while they were built: an error that says what to do, in place of NaN."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from .parked import Builder
+
+
+class BuildingGuard:
+    """Lets a call, `state_dict()` and `load_state_dict()` of such modules raise. The modules keep the builder alive."""
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = weakref.ref(builder)
+        self._suspended = 0
+        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Watch over these modules too."""
+        builder = self._builder()
+
+        def before(module: nn.Module, *others: Any) -> None:
+            self._check(module, builder)
+
+        for module in modules:
+            if module not in self._handles:
+                self._handles[module] = [
+                    module.register_forward_pre_hook(before),
+                    module.register_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                ]
+
+    def _check(self, module: nn.Module, builder: Builder | None) -> None:
+        if self._suspended or builder is None:
+            return
+        for name, parameter in module.named_parameters(recurse=False):
+            built = builder.find(parameter)
+            if built is not None and built.hole is not None:
+                raise UsageError(
+                    f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values rest "
+                    "in shards: give the model to zstore.initialize() first, or read and change it within "
+                    "`with zstore.gather(model, modifier_rank=0):` or the same `with init:`"
+                )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let everything pass for the length of a `with` block."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+
+    def let_go(self, model: nn.Module) -> None:
+        """Take the hooks off the modules of `model`."""
+        for module in model.modules():
+            for handle in self._handles.pop(module, []):
+                handle.remove()

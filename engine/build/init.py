@@ -1,0 +1,363 @@
+"""`zstore.Init`: a model is built for real, and what is built moves into shards as it goes.
+
+[Note: what the block sees]
+torch's own hooks tell of every parameter that a module gets, and of every module that another gets; a torch function
+mode tells of every torch function that is called, attributes of tensors included, with its arguments. So user code runs
+as it is: a parameter that it touches is brought back first, whatever way it is touched. What other threads do is not
+seen. See [Note: a parameter put away] for which parameters are in memory when.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from zstore.errors import UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.ranks.world import World
+
+from ..config import Config, load_config
+from ..params.tensors import dtype_name
+from ..runtime.distributed import init_distributed
+from ..runtime.garbage import CollectorPause
+from ..runtime.messages import show_messages
+from .destination import open_building, plan_building
+from .parked import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
+
+
+class Init(AbstractContextManager["Init"]):
+    """Within the block, models are built in shards: the values of the plain model, in little memory (all ranks).
+
+    `config` (or `config_dict_or_path`) is the one that `initialize` gets. Large parameters go where it lets them rest, each
+    rank's rows of them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded.
+    Without a config each rank's rows go to host memory. Where that saves nothing, the block does nothing.
+
+    At most `live_bytes` of large parameters stay in memory, beside the one that is worked on. `dtype`: floating tensors
+    that name no type are of this one in the block. `module`: a model that was built before; it is put away at once.
+
+    `remote_device` is where the rows may rest: "cpu" is what a block without a config does, and with one the config decides;
+    "nvme" needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed:
+    what is pinned later the config says, and values do not depend on either.
+
+    Every rank runs the same code under the same seed, or the block ends with UsageError. After the block such a parameter
+    reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. An error
+    in the block leaves no files.
+
+    Raises UsageError for a block within a block and for parameters on the meta device, and what opening a store raises.
+    """
+
+    def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
+        self,
+        module: nn.Module | None = None,
+        *,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        live_bytes: int = DEFAULT_LIVE_BYTES,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        mpu: Any = None,
+        mem_efficient_linear: bool = True,
+    ) -> None:
+        if config is not None and config_dict_or_path is not None and config != config_dict_or_path:
+            raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
+        if mpu is not None:
+            raise UsageError(
+                "Init(mpu=...): parameters are sharded over all ranks, for there is no model parallelism; leave mpu out"
+            )
+        self._source = config if config is not None else config_dict_or_path
+        self._remote_device = remote_device
+        self._enabled = enabled
+        self._dtype = dtype
+        self._live_bytes = live_bytes
+        self._builder: Builder | None = None
+        self._threshold_numel = 0
+        self._ends = ExitStack()
+        self._meta: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._thread = 0
+        self._busy = False
+        self._began_empty = True
+        if module is not None and enabled:
+            with self:
+                self._enter_module(module)
+
+    # -- the block --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if not self._enabled:
+            return self
+        if _active:
+            raise UsageError("zstore.Init within a zstore.Init: build the whole model within one block")
+        self._open()
+        with ExitStack() as stack:
+            _active.append(self)
+            stack.callback(_active.remove, self)
+            if self._dtype is not None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)
+            if self._builder is not None:
+                self._watch(self._builder, stack)
+            self._ends = stack.pop_all()
+        return self
+
+    def _open(self) -> None:
+        """Open the store, where there is something to put away."""
+        if self._builder is not None and not (self._builder.is_closed or self._builder.is_handed_over):
+            self._began_empty = False
+            return
+        show_messages()
+        init_distributed()
+        world = World.current()
+        config = None if self._source is None else load_config(self._source)
+        _check_remote_device(self._remote_device, config)
+        plan = plan_building(config, world)
+        if plan is None:
+            self._builder = None
+            return
+        self._threshold_numel = plan.threshold_numel
+        self._builder, self._began_empty = open_building(config, world, plan)
+
+    def _watch(self, builder: Builder, stack: ExitStack) -> None:
+        """Begin to see what [Note: what the block sees] lists."""
+        self._thread = threading.get_ident()
+        self._meta.clear()
+        stack.enter_context(builder.guard.suspended())
+        if builder.world.world_size > 1:
+            stack.callback(CollectorPause().end)
+        stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
+        stack.callback(register_module_module_registration_hook(self._on_module).remove)
+        stack.enter_context(_Watch(self._before))
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._enabled:
+            return
+        self._ends.close()
+        builder = self._builder
+        if builder is None:
+            return
+        if value is None or not self._began_empty:
+            self._end(builder, value)
+        else:
+            if isinstance(value, Exception) and not builder.failed:
+                with suppress(Exception):
+                    builder.agree("the end of the block", value)
+            builder.close()
+
+    def _end(self, builder: Builder, raised: BaseException | None) -> None:
+        """Put away what is live, and agree with the other ranks that all is well."""
+        error = raised
+        try:
+            builder.put_away_all()
+            if error is None:
+                error = self._left_on_meta()
+        except Exception as failure:
+            error = error or failure
+        owners = builder.owners()
+        builder.guard.watch(owners)
+        try:
+            builder.agree_on_values(error)
+            if not owners:
+                builder.close()
+        except BaseException as failure:
+            if self._began_empty:
+                builder.close()
+            if failure is not raised:
+                raise
+
+    def _left_on_meta(self) -> UsageError | None:
+        for ref, name in self._meta:
+            module = ref()
+            parameter = None if module is None else module._parameters.get(name)
+            if parameter is not None and parameter.is_meta:
+                return UsageError(
+                    f"parameter {name!r} of a {type(module).__name__} is on the meta device and has no values: zstore.Init "
+                    "builds models for real. Leave the meta device out, or load weights with zstore.from_pretrained()"
+                )
+        return None
+
+    # -- what happens within ----------------------------------------------------------------------------------------
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not self._busy and threading.get_ident() == self._thread:
+            with self._alone() as builder:
+                self._enter(builder, module, name, parameter)
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Take note of parameters that no module was seen to get, as those of a copy."""
+        if child is not None and not self._busy and threading.get_ident() == self._thread:
+            with self._alone():
+                self._enter_module(child)
+
+    def _enter_module(self, root: nn.Module) -> None:
+        builder = self._builder
+        if builder is None:
+            return
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and builder.find(parameter) is None:
+                    self._enter(builder, module, name, parameter)
+
+    def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if parameter.is_meta:
+            self._meta.append((weakref.ref(module), name))
+        elif parameter.numel() >= max(1, self._threshold_numel) and _can_rest(parameter):
+            built = builder.enter(parameter, module, f"{name!r} of a {type(module).__name__}")
+            # The newest stays: it is not set yet.
+            builder.limit(self._live_bytes, {built.number})
+
+    @contextmanager
+    def _alone(self) -> Iterator[Builder]:
+        """Let what the block does itself pass unseen."""
+        if self._builder is None:
+            raise UsageError("this zstore.Init puts nothing away")
+        self._busy = True
+        try:
+            yield self._builder
+        finally:
+            self._busy = False
+
+    def _before(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Bring back the parameters that a torch function is called with."""
+        if self._busy or self._builder is None:
+            return
+        find = self._builder.find
+        touched = [built for tensor in _tensors((args, kwargs)) if (built := find(tensor)) is not None]
+        if not touched:
+            return
+        with self._alone() as builder:
+            keep = {built.number for built in touched}
+            missing = {built.number: built for built in touched if built.hole is not None}
+            needed_bytes = sum(_whole_bytes(built) for built in missing.values())
+            builder.limit(self._live_bytes - needed_bytes, keep)
+            target = args[0] if args else kwargs.get("tensor")
+            overwrites = len(touched) == 1 and function in _overwriting() and target is touched[0].ref()
+            for built in touched:
+                builder.touch(built, overwritten=overwrites)
+
+    def statistics(self) -> BuildStatistics:
+        """Return what building took so far."""
+        return BuildStatistics() if self._builder is None else self._builder.statistics()
+
+    @property
+    def puts_away(self) -> bool:
+        """Whether the block does anything."""
+        return self._builder is not None
+
+    def close(self) -> None:
+        """Remove the files of models that were built and not given to `initialize`; their values are gone."""
+        if self._builder is not None:
+            self._builder.close()
+
+
+class _Watch(TorchFunctionMode):
+    """Tells of every torch function before it runs, but of those that no values matter to."""
+
+    def __init__(self, before: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _valueless():
+            self._before(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _check_remote_device(device: str | None, config: Config | None) -> None:
+    """Raise UsageError for a `remote_device` that parameters cannot rest on."""
+    if device not in (None, "none", "cpu", "nvme"):
+        raise UsageError(f'Init(remote_device={device!r}): expected "cpu", "nvme" or None')
+    if device == "nvme" and (config is None or config.offload_param.device != "nvme"):
+        raise UsageError(
+            'Init(remote_device="nvme"): the config does not say where: pass one with zero_optimization.stage 3 and '
+            'offload_param {"device": "nvme", "nvme_path": FOLDER}'
+        )
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names]
+
+
+def _setters(*names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__set__ for name in names]
+
+
+@cache
+def _valueless() -> frozenset[Any]:
+    """Return the torch functions whose result does not depend on a parameter's values, nor on its memory."""
+    names = "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized"
+    tensor = torch.Tensor
+    return frozenset([
+        *_getters(*names.split(), "grad_fn", "itemsize", "nbytes", "_backward_hooks", "_version"),
+        *_setters("requires_grad", "grad"),
+        tensor.size, tensor.dim, tensor.numel, tensor.nelement, tensor.element_size, tensor.__len__,
+        tensor.is_floating_point, tensor.is_complex, tensor.requires_grad_, tensor.register_hook,
+        tensor.register_post_accumulate_grad_hook, torch.is_floating_point, torch.is_complex, torch.numel,
+        torch.is_tensor,
+    ])  # fmt: skip
+
+
+@cache
+def _overwriting() -> frozenset[Any]:
+    """Return the torch functions that set every element of their first argument and read none of it."""
+    init, tensor = nn.init, torch.Tensor
+    return frozenset([
+        init.normal_, init.uniform_, init.trunc_normal_, init.constant_, init.ones_, init.zeros_, init.eye_, init.dirac_,
+        init.xavier_normal_, init.xavier_uniform_, init.kaiming_normal_, init.kaiming_uniform_, init.orthogonal_,
+        init.sparse_, tensor.normal_, tensor.uniform_, tensor.zero_, tensor.fill_, tensor.copy_,
+        *_setters("data"),
+    ])  # fmt: skip
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, also those in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _whole_bytes(built: Built) -> int:
+    rows = built.rows
+    return 0 if rows is None else rows.spec.numel * rows.dtype.itemsize
+
+
+def _can_rest(parameter: nn.Parameter) -> bool:
+    """Return whether the store has room for such values; others stay in memory."""
+    if type(parameter) is not nn.Parameter or is_lazy(parameter):
+        return False
+    try:
+        ArraySpec(name="building/0", shape=tuple(parameter.shape), dtype=dtype_name(parameter.dtype))
+    except UsageError:
+        return False
+    return parameter.layout == torch.strided
+
+
+_active: list[Init] = []
+"""The block that is open, if one is."""
+
+
+def require_no_init(call: str) -> None:
+    """Raise UsageError where `call` comes within a block of `zstore.Init`."""
+    if any(init.puts_away for init in _active):
+        raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")

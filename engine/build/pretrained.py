@@ -1,0 +1,301 @@
+"""`from_pretrained`: a model from a Hugging Face folder, straight from the files into shards.
+
+[Note: the skeleton]
+The model's class builds it as ever, but each parameter moves to the meta device as soon as a module has it, before
+anything is written to it: nothing is initialised, nothing large is in memory. Buffers are built for real, since many are
+in no file (the frequencies of rotary embeddings). Then each parameter is replaced by one that rests in the store, or is
+in memory where it is small, and filled from the file: every rank reads its own rows alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedParameter
+
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
+from zstore.ranks.world import World
+from zstore.weights import StoredWeight, WeightsReader
+
+from ..config import load_config
+from ..params.model import stored_buffers
+from ..params.record import named_parameters
+from ..params.tensors import as_numpy, return_free_memory
+from ..runtime.distributed import init_distributed
+from ..runtime.messages import show_messages
+from .destination import open_building, plan_building
+from .init import require_no_init
+from .parked import Builder
+
+T = TypeVar("T")
+
+_TRIM_BYTES = 64 * 1024 * 1024
+_NAMED = 8
+"""Keys of a kind that an error lists."""
+_NEVER_EXPECTED = r"rotary_emb\.inv_freq"
+"""What older files have and models compute, as transformers leaves it out."""
+
+
+def from_pretrained(
+    cls: Any, folder: str | os.PathLike[str], *, config: Any = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return a model with the weights of a Hugging Face folder, in eval mode, for `zstore.initialize` (all ranks).
+
+    `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
+    `config.json`, or a function without arguments that builds the model. `config` is the one that `initialize` gets:
+    large parameters go straight to where it lets them rest, as with `zstore.Init`, and only this rank's rows are read.
+    Without one they go to host memory with several ranks, and stay whole alone. `dtype`: the parameters' floating type; by
+    default that of each tensor in its file.
+
+    Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` has the model, a large parameter
+    reads as NaN outside of `zstore.gather`.
+
+    Raises CheckpointMismatchError that lists the keys that are missing, not expected, or of another shape, as
+    transformers does, and what reading and opening a store raises. Pickled weights (`.bin`) are refused.
+    """
+    require_no_init("from_pretrained()")
+    show_messages()
+    init_distributed()
+    world = World.current()
+    loaded = None if config is None else load_config(config)
+    plan = plan_building(loaded, world)
+    path = Path(folder).expanduser()
+    with ExitStack() as files:
+        reader = _together(world, lambda: files.enter_context(WeightsReader(path)))
+        model, found = _together(world, lambda: _skeleton(cls, reader, dtype))
+        builder = None if plan is None else open_building(loaded, world, plan)[0]
+        filling = _Filling(reader, dtype, builder, 0 if plan is None else plan.threshold_numel)
+        _together(world, lambda: filling.fill(model, found))
+    return model.eval()
+
+
+def _together(world: World, make: Callable[[], T]) -> T:
+    """Return what `make` returns, where it returns on every rank; else raise on all (all ranks)."""
+    made: list[T] = []
+    error: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as raised:
+        error = raised
+    world.raise_together(error)
+    return made[0]
+
+
+# -- the skeleton -----------------------------------------------------------------------------------------------------
+
+
+def _skeleton(cls: Any, reader: WeightsReader, dtype: torch.dtype | None) -> tuple[nn.Module, dict[str, StoredWeight]]:
+    """Return the model with parameters on the meta device, and the tensor in the files of each parameter and buffer."""
+    with _parameters_on_meta():
+        model = _build(cls, reader.folder, dtype)
+    return model, match_weights(model, reader)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or threading.get_ident() != thread:
+            return None
+        if parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return None
+        moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    options = {} if dtype is None else {"dtype": dtype}
+    if callable(getattr(cls, "from_config", None)) or callable(getattr(cls, "_from_config", None)):
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"transformers finds no model in {folder}: {error}") from error
+        # The automatic classes have the one, those of a model the other.
+        build = cls.from_config if callable(getattr(cls, "from_config", None)) else cls._from_config
+        model = build(config, **options)
+        _take_generation_config(model, folder)
+    else:
+        model = cls()
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"from_pretrained() expects a transformers class or a function that builds a torch.nn.Module, got {cls!r}, "
+            f"which gives {type(model).__name__}"
+        )
+    return model
+
+
+def _take_generation_config(model: Any, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+# -- which tensor is which --------------------------------------------------------------------------------------------
+
+
+def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWeight]:
+    """Return the tensor in the files for each parameter and stored buffer, by its first name in the model.
+
+    Raises CheckpointMismatchError.
+    """
+    wanted = {name: (aliases, parameter.shape) for name, aliases, parameter in named_parameters(model)}
+    parameters = set(wanted)
+    wanted |= {name: ((), buffer.shape) for name, buffer in stored_buffers(model)}
+    names = {key for name, (aliases, _) in wanted.items() for key in (name, *aliases)}
+    stored = _with_prefix(reader.weights, names, getattr(model, "base_model_prefix", ""))
+    found: dict[str, StoredWeight] = {}
+    missing, mismatched = [], []
+    for name, (aliases, shape) in wanted.items():
+        weight = next((stored[key] for key in (name, *aliases) if key in stored), None)
+        if weight is not None and weight.shape == tuple(shape):
+            found[name] = weight
+        elif weight is not None:
+            mismatched.append(f"{name} (file: {list(weight.shape)}, model: {list(shape)})")
+        elif name in parameters or not _matches(name, getattr(model, "_keys_to_ignore_on_load_missing", None)):
+            missing.append(name)
+    known = names | {name for name, _ in model.named_buffers()}
+    ignored = [_NEVER_EXPECTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    unexpected = [name for name in stored if name not in known and not _matches(name, ignored)]
+    if missing or unexpected or mismatched:
+        raise CheckpointMismatchError(_misfit(model, reader.folder, missing, unexpected, mismatched))
+    return found
+
+
+def _with_prefix(stored: Mapping[str, StoredWeight], names: Iterable[str], base: str) -> dict[str, StoredWeight]:
+    """Return `stored` under the model's names: files of a base model lack its prefix in a model with a head, and have
+    it too much the other way."""
+    prefix = f"{base}."
+    in_model, in_files = (any(name.startswith(prefix) for name in keys) for keys in (names, stored))
+    if not base or in_model == in_files:
+        return dict(stored)
+    known = set(names)
+    if in_files:
+        return {key.removeprefix(prefix): weight for key, weight in stored.items()}
+    return {prefix + key if prefix + key in known else key: weight for key, weight in stored.items()}
+
+
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _misfit(
+    model: nn.Module, folder: Path, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+) -> str:
+    kinds = {
+        "missing in the files": missing,
+        "unexpected in the files": unexpected,
+        "of another shape": mismatched,
+    }
+    lines = [f"the weights in {folder} are not those of a {type(model).__name__}:"]
+    for kind, keys in kinds.items():
+        if keys:
+            more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+            lines.append(f"  {len(keys)} {kind}: {', '.join(keys[:_NAMED])}{more}")
+    lines.append(
+        "Give the class that the folder was saved from. Where transformers changes the layout of weights as it loads them, "
+        "load with it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"
+    )
+    return "\n".join(lines)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+class _Filling:
+    """Puts values into a skeleton: large ones into the store of `builder`, if there is one, others into memory."""
+
+    def __init__(
+        self, reader: WeightsReader, dtype: torch.dtype | None, builder: Builder | None, threshold_numel: int
+    ) -> None:
+        self._reader = reader
+        self._dtype = dtype
+        self._builder = builder
+        self._threshold_numel = threshold_numel
+
+    def fill(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
+        """Give every parameter and stored buffer its values."""
+        names = {parameter: name for name, _, parameter in named_parameters(model)}
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, attribute))
+        moved_bytes = 0
+        for parameter, spots in places.items():
+            filled = self._parameter(parameter, found[names[parameter]], spots[0])
+            for module, attribute in spots:
+                setattr(module, attribute, filled)
+            moved_bytes += filled.nbytes
+            if moved_bytes >= _TRIM_BYTES:
+                moved_bytes = 0
+                return_free_memory()
+        self._buffers(model, found)
+        if self._builder is not None:
+            self._builder.guard.watch(self._builder.owners())
+
+    def _parameter(self, meta: nn.Parameter, weight: StoredWeight, spot: tuple[nn.Module, str]) -> nn.Parameter:
+        """Return a parameter with the values of `weight`, at rest or in memory."""
+        dtype = self._type_of(weight)
+        if not dtype.is_floating_point and meta.requires_grad:
+            raise CheckpointMismatchError(
+                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() reads "
+                "no quantised weights"
+            )
+        rests = self._builder is not None and meta.numel() >= max(1, self._threshold_numel)
+        memory = torch.empty(1, dtype=dtype).expand(meta.shape) if rests else torch.empty(meta.shape, dtype=dtype)
+        parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
+        parameter.__dict__.update(meta.__dict__)
+        if self._builder is not None and rests:
+            module, attribute = spot
+            label = f"{attribute!r} of a {type(module).__name__}"
+            self._builder.enter_at_rest(parameter, module, label, lambda first, out: self._read(weight, first, out))
+        else:
+            self._read(weight, 0, parameter.data.view(-1))
+        return parameter
+
+    def _type_of(self, weight: StoredWeight) -> torch.dtype:
+        stored: torch.dtype = getattr(torch, weight.dtype)
+        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+
+    def _read(self, weight: StoredWeight, first: int, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D on the CPU, with flat elements of `weight` from `first` on, cast to its type."""
+        stored: torch.dtype = getattr(torch, weight.dtype)
+        target = out if out.dtype == stored else torch.empty(out.numel(), dtype=stored)
+        if target.numel():
+            self._reader.read_into(weight, first, as_numpy(target))
+        if target is not out:
+            out.copy_(target)
+
+    def _buffers(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
+        stored = dict(stored_buffers(model))
+        for name, buffer in model.named_buffers():
+            weight = found.get(name) if name in stored else None
+            if weight is not None and not buffer.is_meta:
+                values = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
+                self._read(weight, 0, values.view(-1))
+                buffer.copy_(values)
+            elif buffer.is_meta:
+                raise UsageError(
+                    f"buffer {name!r} of a {type(model).__name__} has no values: it is made from a parameter, or on the meta "
+                    "device. Build the model within zstore.Init() instead, and load the weights there"
+                )

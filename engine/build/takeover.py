@@ -1,0 +1,122 @@
+"""From a model that was built in shards to one that is trained: stores and rows change hands, nothing is gathered whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+from zstore.store import TensorStore
+
+from ..config import IoConfig
+from ..optim.state import RowsInStore
+from .parked import Builder, Built, find_built, gone
+
+
+@dataclass(frozen=True)
+class StoreKey:
+    """What a store is opened by."""
+
+    paths: tuple[tuple[Path, ...], ...]
+    """Folders for the optimizer's state, and for parameters."""
+    io: IoConfig
+    host_budget_bytes: int | Literal["auto"] | None
+    verify: bool
+    pin_memory: bool
+
+
+class BuiltModel:
+    """What `initialize` takes over of a model that may have been built in shards.
+
+    Raises UsageError, on all ranks, for parameters that were changed after they were put away (all ranks).
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self._model = model
+        found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
+        self._found: dict[nn.Parameter, tuple[Builder, Built]] = found
+        self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
+        self._taken_over: Builder | None = None
+        self._in_store: dict[nn.Parameter, RowsInStore] = {}
+        world.raise_together(self._changed())
+
+    def _changed(self) -> UsageError | None:
+        if any(builder.is_closed for builder in self._builders):
+            return gone()
+        for name, parameter in self._model.named_parameters():
+            if parameter in self._found and not self._found[parameter][1].is_intact(parameter):
+                return UsageError(
+                    f"parameter {name!r} was built within zstore.Init and changed after the block, where it had no values: "
+                    "do it within the block. Leave casts and moves (.half(), .to(), .cuda()) to initialize()"
+                )
+        return None
+
+    def store_of(self, key: StoreKey) -> TensorStore | None:
+        """Return the store that the model was built in, where `key` opens that; it stays the builder's.
+
+        Raises UsageError where it has the same run folder by other settings.
+        """
+        builder = self._builder_of(key)
+        return None if builder is None else builder.store
+
+    def take_over(self, key: StoreKey) -> TensorStore | None:
+        """As `store_of`; the store is the caller's to close from now on."""
+        self._taken_over = self._builder_of(key)
+        return None if self._taken_over is None else self._taken_over.hand_over_store()
+
+    def _builder_of(self, key: StoreKey) -> Builder | None:
+        for builder in self._builders:
+            if builder.is_handed_over or not isinstance(builder.key, StoreKey):
+                continue
+            if builder.key == key:
+                return builder
+            shared = _folders(builder.key) & _folders(key)
+            if shared:
+                raise UsageError(
+                    f"zstore.Init() and initialize() got configs that use {min(shared)} in different ways: {builder.key} "
+                    f"and {key}. Give both the same config"
+                )
+        return None
+
+    def rows(self, parameter: nn.Parameter, *, in_memory: bool) -> torch.Tensor | RowsInStore | None:
+        """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else where they
+        are; None where they are not those it needs."""
+        builder, built = self._found.get(parameter, (None, None))
+        if builder is None or built is None or builder.world.world_size != self.world.world_size:
+            return None
+        if in_memory or builder is not self._taken_over or built.rows is None:
+            return builder.own_rows(built)
+        rows = self._in_store[parameter] = RowsInStore(built.rows.spec.name)
+        return rows
+
+    def restore(self, parameter: nn.Parameter) -> bool:
+        """Give a parameter in shards all its values on its device; false where it is not, or not of these ranks (all
+        ranks)."""
+        builder, built = self._found.get(parameter, (None, None))
+        if builder is None or built is None:
+            return False
+        parameter.data = builder.whole(built).to(self.world.device)
+        parameter.grad = None
+        return builder.world.world_size == self.world.world_size
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget the rows of a parameter: they are where they are trained."""
+        builder, built = self._found.pop(parameter, (None, None))
+        if builder is not None and built is not None:
+            rows = self._in_store.pop(parameter, None)
+            builder.give(built, keep_rows=rows is not None and rows.is_taken)
+
+    def end(self) -> None:
+        """Let the modules be called: every parameter was taken over."""
+        for builder in self._builders:
+            builder.guard.let_go(self._model)
+
+
+def _folders(key: StoreKey) -> set[Path]:
+    return {path for paths in key.paths for path in paths}

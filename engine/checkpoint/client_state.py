@@ -1,0 +1,124 @@
+"""The client's state in a checkpoint: JSON in the record, its tensors as arrays under `client/`.
+
+[Note: what comes back]
+A tensor's place holds `{"$tensor": "client/<where>"}`, and it comes back as a tensor on the CPU. A numpy array is stored as a
+tensor, and comes back as one; a numpy number as the plain number, an `argparse.Namespace` as the dict of its values, a path
+as text, a tuple as a list.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from zstore.checkpoint.format import encode_state
+from zstore.errors import UsageError
+from zstore.format.arrays import ArraySpec
+
+from ..optim.client_step import STATE_KEY
+from ..params.tensors import as_numpy, as_torch, dtype_name
+from .untrusted import understood
+
+ClientValues = Mapping[str, Any] | Namespace
+"""What a script gives a save to keep."""
+
+_MARK = "$tensor"
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
+
+    See [Note: what comes back]. Raises UsageError that names the key of a tensor that cannot be stored; what else is not
+    JSON, the save names.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    marked = _split(state, "", tensors)
+    return marked, tensors
+
+
+def as_mapping(state: ClientValues) -> Mapping[str, Any]:
+    """Return the client's state as a mapping. Raises UsageError for what is none, and for a key that is reserved."""
+    values = vars(state) if isinstance(state, Namespace) else state
+    if not isinstance(values, Mapping):
+        raise UsageError(f"client_state: expected a dict, got {type(values).__name__}")
+    if STATE_KEY in values:
+        raise UsageError(f"client_state: {STATE_KEY!r} is a reserved key; rename it")
+    return values
+
+
+def check(state: ClientValues) -> None:
+    """Raise UsageError that names the key of what a save could not store."""
+    encode_state(split(as_mapping(state))[0], "client_state")
+
+
+def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        value = _tensor_of(value, where)
+    if isinstance(value, torch.Tensor):
+        name = f"client/{where}"
+        if name in tensors:
+            raise UsageError(f"client_state: two tensors would be stored as {where!r}, for a key has a `.`; rename one")
+        try:
+            dtype_name(value.dtype)
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        except (UsageError, NotImplementedError, RuntimeError) as error:
+            raise UsageError(f"client_state: the tensor at {where!r} cannot be stored: {error}") from error
+        return {_MARK: name}
+    if isinstance(value, Mapping):
+        if _MARK in value:
+            raise UsageError(f"client_state: {_MARK!r} at {where!r} is a reserved key; rename it")
+        return {key: _split(item, f"{where}.{key}" if where else str(key), tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+    return value
+
+
+def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        # Of this machine's byte order, and with no negative strides, which a tensor cannot have.
+        return as_torch(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"client_state: the array at {where!r} cannot be stored: {error}") from error
+
+
+@understood("client state")
+def join(state: Any, read: Callable[[str], Any]) -> Any:
+    """Return the client's state with tensors in their places; `read` gives an array by name."""
+    if isinstance(state, dict):
+        if list(state) == [_MARK]:
+            return as_torch(read(state[_MARK]))
+        return {key: join(item, read) for key, item in state.items()}
+    return [join(item, read) for item in state] if isinstance(state, list) else state
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers; tensors of one element are taken. Raises UsageError for what is no number."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics: expected a dict of numbers by name, got {type(metrics).__name__}")
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metrics: expected a number for {name!r}, got {type(value).__name__}") from error
+    return found
+
+
+def small_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
+    """Return specs and numpy arrays of tensors that one rank stores whole."""
+    specs = {
+        name: ArraySpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+        for name, tensor in tensors.items()
+    }
+    return specs, {name: as_numpy(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,59 @@
+"""Where a save goes: a folder, or a URL by way of a local one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpoint
+from zstore.remote import UploadOptions, is_url, open_folder, save_to_url
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+
+_FOLDER = "zstore-uploads"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A folder that a save is committed in, and where it is uploaded to from there."""
+
+    folder: Path
+    upload: UploadOptions | None = None
+
+    def begin(self, request: SaveRequest) -> SaveHandle:
+        """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
+        return save_checkpoint(request) if self.upload is None else save_to_url(request, self.upload)
+
+
+def destination_of(training: Training, location: str) -> Destination:
+    """Return where a save to a path or URL goes. No request is made.
+
+    Raises UsageError for a URL that nothing opens.
+    """
+    if not is_url(location):
+        return Destination(Path(location))
+    config = training.config
+    remote = open_folder(location, config.storage_options)
+    # One folder for each URL: tags of different runs do not meet.
+    name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
+    above = config.upload_folder or _chosen_folder(training)
+    return Destination(above / name, UploadOptions(folder=remote, keep_local=config.keep_local))
+
+
+def _chosen_folder(training: Training) -> Path:
+    drives = training.state.store.options.all_paths
+    if drives:
+        return drives[0] / _FOLDER
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / _FOLDER
+
+
+def reading_text(source: ArraySource) -> str | None:
+    """Return what was read of a checkpoint behind a URL, and what of that was asked for; None for local ones."""
+    done = source.reading()
+    return f"read {source.location}: {done.text()}" if done is not None and done.requests else None

@@ -1,0 +1,272 @@
+"""Bringing a checkpoint back: what is compared, what is linked or read, and what follows from it.
+
+[Note: loading]
+The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
+elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
+resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
+neither trained nor saved until a load mends it.
+
+[Note: loading by links]
+An array that rests on disk, which the checkpoint has cut alike on the same file system, is not read: its file becomes the
+array's, by a link, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
+that is damaged raises CorruptionError there, and another checkpoint has to be loaded. What the model computes with is
+not left for later: masters of which parameters are cast are read by the load.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zstore.checkpoint import ArraySource, KnownFile
+from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
+from zstore.checkpoint.split import complete_master
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
+from zstore.format.arrays import numpy_dtype
+from zstore.format.shardfile import layout_of
+from zstore.open.sources import open_source
+
+from ..params.model import stored_buffers
+from ..params.tensors import as_numpy, as_torch, dtype_name
+from ..runtime.messages import warn_once
+from . import client_state as client
+from .destinations import reading_text
+from .load_plan import LoadedArray, LoadOptions, LoadPlan, LoadReport, plan_load
+from .record import apply_record, check_record
+from .renaming import as_the_model_calls_it
+from .rng import derive_rng_state, load_rng_state
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_log = logging.getLogger("zstore")
+
+_LEAST_AHEAD_BYTES = 6 * 1024 * 1024
+"""Taken for reading ahead although the host budget is given away: a chunk for each of its buffers."""
+
+
+class Restore:
+    """One load of a checkpoint into `training`. See [Note: loading]."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._linked_bytes = 0
+        self.report: LoadReport | None = None
+        """What was done; None until then, and where there was no checkpoint."""
+        self.known: dict[str, KnownFile] = {}
+        """Files of the checkpoint that hold what frozen parameters hold now."""
+
+    def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+        """Load what `options` ask for; return the checkpoint's path and the client's state (all ranks)."""
+        training = self._training
+        error: Exception | None = None
+        reader: ArraySource | None = None
+        plan: LoadPlan | None = None
+        with ExitStack() as opened:
+            try:
+                resources, options_of = training.state.store.resources, training.config.storage_options
+                reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
+                buffers = {name for name, _ in stored_buffers(training.model)}
+                reader = as_the_model_calls_it(reader, options.names, buffers)
+                plan = plan_load(training, reader, options)
+                check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
+            except CheckpointNotFoundError as missing:
+                if tag is not None:
+                    error = missing
+            except Exception as raised:
+                error = raised
+            # Until here nothing was changed, on any rank.
+            training.world.raise_together(error)
+            self._check_all_found(reader is not None)
+            if reader is None or plan is None:
+                warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
+                return None, {}
+            state = self._replace(reader, plan)
+        training.gather_resident(training.state.records)
+        training.restart_accumulation()
+        training.torn = False
+        return reader.location, state
+
+    def _check_all_found(self, found: bool) -> None:
+        ranks = self._training.world.all_gather_object(found)
+        if any(ranks) and not all(ranks):
+            raise CheckpointNotFoundError(
+                f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
+                "loaded: the folder is local to a machine; give one that all ranks share"
+            )
+
+    def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
+        """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
+        training = self._training
+        training.give_up_within()
+        training.updater.forget()
+        if plan.left_out and training.world.rank == 0:
+            _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
+        if reader.notes and training.world.rank == 0:
+            _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
+        training.torn = True
+        if training.hooks is not None:
+            training.hooks.residence.forget()
+        state: dict[str, Any] = {}
+        error: Exception | None = None
+        try:
+            state = self._bring_back(reader, plan)
+            if (text := reading_text(reader)) is not None:
+                _log.info("rank %d: %s", training.world.rank, text)
+        except Exception as raised:
+            raised.add_note("The engine now holds a mixture of two states: load another checkpoint before going on.")
+            error = raised
+        training.world.raise_together(error)
+        self.report = LoadReport(
+            path=reader.location,
+            missing=tuple(plan.missing),
+            left_over=tuple(plan.left_over),
+            read_bytes=reader.read_bytes,
+            linked_bytes=self._linked_bytes,
+        )
+        return state
+
+    def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
+        """Load what this rank owns; return the client's state."""
+        training = self._training
+        self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
+        for name, buffer in stored_buffers(training.model):
+            if name in plan.buffers:
+                buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
+        training.state.refresh_parameters()
+        self._know_frozen(reader, plan)
+        apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
+        if plan.options.everything:
+            training.run_id = reader.record.run or training.run_id
+        if plan.options.progress:
+            self._load_rng(reader)
+        state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)
+        return state
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+
+    def _link(self, reader: ArraySource, one: LoadedArray) -> bool:
+        """Link the file of an array into the run folder where it is as the run has it. See [Note: loading by links]."""
+        name, store = one.into[0], self._training.state.store
+        local, stored = store.local(name), reader.array(one.stored[0])
+        alike = (stored.grid, stored.spec.dtype) == (local.grid, local.spec.dtype)
+        if one.converts or not alike or not local.valid_numel or store.tier_of(name) != "disk":
+            return False
+        path, crcs = reader.file_of(one.stored[0], local.shard), reader.shard_crcs(one.stored[0], local.shard)
+        if path is None or crcs is None or not store.adopt(name, path, crcs):
+            return False
+        self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
+        return True
+
+    def _load_arrays(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
+        straight: list[LoadedArray] = []
+        others: list[LoadedArray] = []
+        for one in arrays:
+            (straight if self._is_straight(reader, one) else others).append(one)
+        self._load_straight(reader, straight)
+        self._load_ahead(reader, others)
+
+    def _is_straight(self, reader: ArraySource, one: LoadedArray) -> bool:
+        """Return whether the stored elements are what the array has in the host's memory."""
+        name, store = one.into[0], self._training.state.store
+        alike = not one.converts and reader.array(one.stored[0]).spec.dtype == store.spec(name).dtype
+        return alike and store.may_fill(name)
+
+    def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
+        """Read into the memory where the arrays rest, by several threads at once."""
+        with self._training.state.store.filling([one.into[0] for one in arrays]) as memories:
+            targets = zip(arrays, memories, strict=True)
+            read_into(reader, [(one.stored, as_numpy(as_torch(memory))) for one, memory in targets])
+
+    def _load_ahead(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
+        """Read ahead, convert, and hand on."""
+        state = self._training.state
+        spare_bytes = state.store.unused_budget_bytes
+        most_bytes = MEMORY_BYTES if spare_bytes is None else max(_LEAST_AHEAD_BYTES, min(MEMORY_BYTES, spare_bytes))
+        most_bytes = min(most_bytes, reader.resources.pool.nbytes // 2)
+        with (
+            ReadAhead(reader, [one.stored for one in arrays], memory_bytes=most_bytes) as ahead,
+            state.passing([one.into for one in arrays], "fill") as tiles,
+        ):
+            for tile in tiles:
+                one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
+                name, first, _ = one.stored
+                if one.converts:
+                    values = _read_master(ahead, reader, name, first + tile.first, tile.stop - tile.first)
+                    state.put_master(values, views)
+                else:
+                    _read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
+
+    def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
+        """Note the files of frozen parameters, which the next save need not write again."""
+        state, rank = self._training.state, self._training.world.rank
+        frozen = {f"model/{record.name}": record for record in state.records if record.group is None}
+        for one in plan.arrays:
+            name = one.into[0]
+            if name not in frozen or one.converts:
+                continue
+            grid, stored = state.grid_in_files(frozen[name], name), reader.array(name)
+            alike = (stored.grid, stored.spec.dtype) == (grid, state.store.spec(name).dtype)
+            if not alike or not grid.shard_valid_numel(rank):
+                continue
+            path, crcs = reader.file_of(name, rank), reader.shard_crcs(name, rank)
+            if path is not None and crcs is not None:
+                known = KnownFile.of(path, version=state.store.version(name), crcs=tuple(crcs))
+                self.known |= {} if known is None else {name: known}
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+
+    def _load_rng(self, reader: ArraySource) -> None:
+        world, step = self._training.world, self._training.counters.global_steps
+        record = reader.record
+        # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
+        if record.training_world_size == record.world_size == world.world_size:
+            state = reader.rank_state(world.rank)
+            if state:
+                load_rng_state(dict(state))
+                return
+        derive_rng_state(self._training.config.seed, step, world.rank)
+        if world.rank == 0 and not reader.notes:  # those say it
+            _log.warning(
+                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
+                "%d, step %d and rank",
+                record.training_world_size,
+                world.world_size,
+                self._training.config.seed,
+                step,
+            )
+
+
+def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
+    engine = reader.record.state.get("engine")
+    if isinstance(engine, dict):
+        return engine
+    if options.load_module_only:
+        return {"groups": []}  # weights need nothing of it
+    raise CheckpointMismatchError(
+        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from: pass "
+        "load_module_only=True for its weights"
+    )
+
+
+def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
+    """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
+    stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
+    ahead.read(name, first, first + numel, stored)
+    master = complete_master(reader, name, first, stored)
+    return as_torch(stored if master is None else master)
+
+
+def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:
+    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and of any type."""
+    stop = first + target.numel()
+    if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
+        ahead.read(name, first, stop, as_numpy(target))
+        return
+    values = np.empty(stop - first, numpy_dtype(stored))
+    ahead.read(name, first, stop, values)
+    target.copy_(as_torch(values))

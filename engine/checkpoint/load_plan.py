@@ -1,0 +1,270 @@
+"""What of a checkpoint is loaded: the choices of a call, and what they mean for this model and that checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zstore.checkpoint import ArraySource
+from zstore.checkpoint.lookahead import Range
+from zstore.checkpoint.split import LOW, TIE, rest_of_master
+from zstore.errors import CheckpointMismatchError, UsageError
+
+from ..optim.client_step import STATE_KEY
+from ..optim.state import OptimizerState
+from ..params.model import stored_buffers
+from ..params.record import ParameterRecord
+from .renaming import Names, Renamed
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_MOST_LISTED = 10
+"""Differences of one kind that an error names."""
+_PIECE_NUMEL = 1 << 18
+"""Elements of two arrays that are compared at a time."""
+_MISSING, _STRANGE = "missing: ", "not in the model or its optimizer: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """DeepSpeed's choices of `load_checkpoint`. What is not loaded stays as it is in the engine."""
+
+    load_module_strict: bool = True
+    """Refuse a checkpoint with other parameters or buffers; else what both have is loaded, and the rest named in a
+    warning. Shapes must agree in any case."""
+    load_optimizer_states: bool = True
+    """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
+    load_lr_scheduler_states: bool = True
+    """Load the schedule and the learning rates."""
+    load_module_only: bool = False
+    """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
+    names: Names | None = None
+    """What the checkpoint's parameters and buffers are called in the model; None: the same."""
+
+    @staticmethod
+    def of(options: Mapping[str, Any], names: Names | None = None) -> LoadOptions:
+        """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
+        known = [field.name for field in fields(LoadOptions) if field.name != "names"]
+        for name, value in options.items():
+            if name not in known:
+                raise UsageError(f"load_checkpoint() has no option {name!r}; it has {', '.join(known)}")
+            if not isinstance(value, bool):
+                raise UsageError(f"load_checkpoint({name}={value!r}): expected True or False")
+        return LoadOptions(names=names, **options)
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether slots, step counts and the loss scale are loaded."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def schedule(self) -> bool:
+        """Whether schedule and learning rates are loaded."""
+        return self.load_lr_scheduler_states and not self.load_module_only
+
+    @property
+    def progress(self) -> bool:
+        """Whether counters, batch sizes, position in the data and random number generators are loaded."""
+        return not self.load_module_only
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is left out."""
+        return self.optimizer and self.schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedArray:
+    """Elements of an array of a checkpoint, and where they go."""
+
+    stored: Range
+    into: list[str]
+    """Arrays of the store that are filled together; their rows are those of `stored`."""
+    converts: bool = False
+    """It is a master that is split in the store or in the checkpoint, and not in both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """What is loaded from a checkpoint that was compared with the model."""
+
+    options: LoadOptions
+    arrays: list[LoadedArray]
+    """What is read, in this order."""
+    buffers: list[str]
+    updated: list[ParameterRecord]
+    """Parameters whose optimizer state is loaded."""
+    missing: list[str]
+    """Arrays of the model and its optimizer that the checkpoint does not have."""
+    left_over: list[str]
+    """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Differences that were accepted, for a warning."""
+        return [*_short(_MISSING, self.missing), *_short(_STRANGE, self.left_over)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank."""
+
+    path: str
+    """The checkpoint's folder or URL."""
+    missing: tuple[str, ...]
+    """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
+    left_over: tuple[str, ...]
+    """Arrays that the checkpoint has and the engine lacks, or that `names` left out; what the options leave out is not
+    among them."""
+    read_bytes: int
+    """Bytes that were read from the checkpoint's shard files."""
+    linked_bytes: int
+    """Bytes of its shard files that were linked into the run folder: they are read, and verified, when training first
+    needs them."""
+
+
+def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> LoadPlan:
+    """Return what to load.
+
+    Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer, and
+    UsageError where it would leave a state that is a mixture as one.
+    """
+    state = training.state
+    names = {r: [f"model/{r.name}", *(_slots(state, r) if options.optimizer else ())] for r in state.records}
+    wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
+    for record, arrays in names.items():
+        wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
+    missing, left_over = _differences(training, reader, options, wanted)
+    if (training.torn or training.within is not None) and (missing or left_over or not options.everything):
+        raise UsageError(
+            "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
+            "options"
+        )
+    _check_client_step(training, reader, options)
+    found = {name for name in wanted if name in reader.arrays}
+    return LoadPlan(
+        options=options,
+        arrays=[
+            one
+            for record, arrays in names.items()
+            for name in arrays
+            if name in found
+            for one in _from(reader, state, record, name)
+        ],
+        buffers=[name for name, _ in stored_buffers(training.model) if f"buffer/{name}" in found],
+        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
+        missing=missing,
+        left_over=left_over,
+    )
+
+
+def _check_client_step(training: Training, reader: ArraySource, options: LoadOptions) -> None:
+    """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
+    if training.client_step is None or not options.optimizer:
+        return
+    state = reader.record.state.get("client_state")
+    kept = state.get(STATE_KEY) if isinstance(state, dict) else None
+    kind = training.optimizer.kind.__name__
+    if not isinstance(kept, dict):
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {kind} does: use the "
+            "optimizer that it was trained with, or pass load_optimizer_states=False"
+        )
+    strange = sorted(kept.keys() - {record.name for record in training.trained})
+    if strange:
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has state of {kind} for {', '.join(map(repr, strange[:_MOST_LISTED]))}, which it "
+            "does not update here: give the optimizer the same parameters, under the same names"
+        )
+
+
+def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
+    """Return the arrays of the parameter that are no part of its master."""
+    return state.arrays_of(record)[len(state.master_arrays(record)) :]
+
+
+def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
+    """Yield what is read for the array `name` of a parameter, of a master with all that it is made of."""
+    into = state.master_arrays(record) if name == f"model/{record.name}" else [name]
+    rest = rest_of_master(reader.arrays, name)
+    if (rest is None) == (len(into) == 1):
+        for part in into:
+            yield LoadedArray(stored=(part, *state.owned_range(record, part)), into=[part])
+    else:
+        yield LoadedArray(stored=(name, *record.owned_range), into=into, converts=True)
+
+
+def _differences(
+    training: Training, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
+) -> tuple[list[str], list[str]]:
+    """Return what is missing and what is left over, where `options` accept it. Raises CheckpointMismatchError where not."""
+    frozen = {record.name for record in training.state.records if record.group is None}
+
+    def counts(name: str) -> bool:
+        # What completes a master belongs to it, however it is kept here.
+        if name.startswith(("client/", f"{LOW}/", f"{TIE}/")):
+            return False
+        # Slots of a parameter that is frozen now are left alone.
+        return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
+
+    stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
+    for name in _repeated(training, reader):
+        del stored[name]
+    missing = [name for name in wanted if name not in stored]
+    # What the save was asked to leave out keeps the model's values, and the report names it.
+    unsaved = {f"model/{name}" for name in reader.record.absent_parameters}
+    strange = [name for name in stored if name not in wanted]
+    unequal = [
+        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    absent = [name for name in missing if name not in unsaved]
+    refused = [*_short(_MISSING, absent), *_short(_STRANGE, strange)] if options.load_module_strict else []
+    refused += _short("", unequal)
+    if refused:
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} is of another model or optimizer:"
+            + "".join(f"\n  {line}" for line in refused)
+        )
+    return missing, strange + (reader.left_out if isinstance(reader, Renamed) else [])
+
+
+def _repeated(training: Training, reader: ArraySource) -> list[str]:
+    """Return arrays that are a tied parameter once more, under another of its names, as torch's state dicts have them.
+
+    Their values in this rank's rows are those under the first name: a checkpoint in which the two differ is of another model.
+    """
+    return [
+        f"model/{alias}"
+        for record in training.state.records
+        for alias in record.aliases
+        if _same_values(reader, f"model/{record.name}", f"model/{alias}", record.owned_range)
+    ]
+
+
+def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
+    """Return whether both arrays are there, in one type and shape, with the same bytes in the elements `rows`."""
+    if one not in reader.arrays or other not in reader.arrays or rest_of_master(reader.arrays, one) is not None:
+        return False
+    spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
+    if (spec.shape, spec.dtype) != (twin.shape, twin.dtype):
+        return False
+    first, stop = rows
+    for start in range(first, stop, _PIECE_NUMEL):
+        end = min(start + _PIECE_NUMEL, stop)
+        pieces = np.empty((2, (end - start) * spec.itemsize), np.uint8)
+        reader.read(one, start, end, pieces[0])
+        reader.read(other, start, end, pieces[1])
+        if not np.array_equal(pieces[0], pieces[1]):
+            return False
+    return True
+
+
+def _short(prefix: str, names: list[str]) -> list[str]:
+    more = len(names) - _MOST_LISTED
+    return [prefix + name for name in names[:_MOST_LISTED]] + ([f"and {more} more"] if more > 0 else [])

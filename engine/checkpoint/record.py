@@ -1,0 +1,161 @@
+"""What a checkpoint's record says of the engine, beside the arrays: counters, scalars, schedule, settings. JSON
+data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from zstore.errors import CheckpointMismatchError, CorruptionError
+
+from ..config import BatchSizes
+from ..training import Counters
+from .untrusted import understood
+
+if TYPE_CHECKING:
+    from ..training import Training
+    from .load_plan import LoadPlan
+
+_ITEMS = "$items"
+_MOST_RANKS = 2**16
+"""World sizes that a message looks at."""
+
+
+def engine_record(training: Training) -> dict[str, Any]:
+    """Return the engine's part of a checkpoint's record."""
+    return {
+        "counters": asdict(training.counters),
+        "batch": asdict(training.batch),
+        "seed": training.config.seed,
+        "precision": training.config.precision,
+        "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
+        "groups": [_settings(group) for group in training.optimizer.param_groups],
+        "loss_scale": training.scaler.state(),
+        "schedule": plain(training.schedule.state()),
+        "data_position": None if training.loader is None else training.loader.position,
+    }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group's settings, its parameters left out; lr may be a tensor."""
+    return {
+        name: float(value) if hasattr(value, "item") else plain(value)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+@understood("state of the engine")
+def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
+    """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
+    options = plan.options
+    if options.progress:
+        training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        training.counters, training.earlier_samples = Counters(**record["counters"]), 0
+        training.accumulation.restart()
+        saved = record["batch"]
+        if not isinstance(saved, Mapping) or training.batch.accumulation_steps != saved.get("accumulation_steps"):
+            training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
+        if training.loader is not None and record["data_position"] is not None:
+            training.loader.position = int(record["data_position"])
+    for parameter in plan.updated:
+        training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
+    if options.schedule:
+        _apply_groups(training, record["groups"], whole=options.optimizer)
+    # Of another precision it is 1, and no scale that anything was tried with.
+    if options.optimizer and record["precision"] == "fp16":
+        training.scaler.load(record["loss_scale"])
+    if options.schedule and record["schedule"] is not None:
+        training.schedule.load(restored(record["schedule"]))
+
+
+def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
+    """Bring the groups' settings back, or without the optimizer's state those that a schedule sets."""
+    defaults = training.optimizer.defaults
+    for group, settings in zip(training.optimizer.param_groups, saved, strict=True):
+        for name, value in settings.items():
+            if whole or name == "lr" or name not in defaults:
+                group[name] = tuple(value) if isinstance(value, list) else restored(value)
+
+
+@understood("state of the engine")
+def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
+    """Raise CheckpointMismatchError where the record is of another optimizer or batch, as far as it is loaded."""
+    groups, saved = training.optimizer.param_groups, record["groups"]
+    if plan.options.schedule and len(groups) != len(saved):
+        raise CheckpointMismatchError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups, or "
+            "pass load_lr_scheduler_states=False"
+        )
+    if plan.options.schedule:
+        for group, settings in zip(groups, saved, strict=True):
+            _check_settings(group, settings)
+    if plan.options.progress:
+        _check_counts(record["counters"])
+    for parameter in plan.updated:
+        found = record["scalars"].get(parameter.name)
+        wanted = training.state.scalars[parameter]
+        # Before its first step an optimizer has fewer.
+        if found is None or not {"step", "updates"} & set(wanted) <= set(found):
+            raise CheckpointMismatchError(
+                f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
+                f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
+            )
+    if plan.options.progress:
+        batch_for(training, record["batch"], saved_world_size=saved_world_size)
+
+
+def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise CorruptionError for settings of a parameter group of another kind than those that it has."""
+    for name, value in settings.items():
+        present = group.get(name)
+        is_number = type(present) in (int, float) or hasattr(present, "item")
+        if name == "params" or (is_number and type(value) not in (int, float)):
+            raise CorruptionError(f"the checkpoint's parameter groups have a setting {name!r} that no engine saves")
+
+
+def _check_counts(counters: Mapping[str, Any]) -> None:
+    for name, value in counters.items():
+        if type(value) is not int or not 0 <= value < 2**53:
+            raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
+
+
+def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
+    """Return the batch sizes to go on with: at another world size the saved global batch is kept.
+
+    Raises CheckpointMismatchError that lists the world sizes at which that works.
+    """
+    world_size = training.world.world_size
+    if world_size == saved_world_size:
+        return training.batch
+    total, micro = int(saved["train_batch_size"]), training.batch.micro_batch_size
+    if total < 1:
+        raise CorruptionError(f"the checkpoint's global batch of {total} samples is none")
+    if total % (micro * world_size):
+        # A smaller micro-batch may fit, where the config leaves it open.
+        good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]
+        raise CheckpointMismatchError(
+            f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
+            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; change the world "
+            "size or train_micro_batch_size_per_gpu"
+        )
+    return replace(training.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size))
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with tuples as lists, and dicts whose keys are no text (milestones) as `{"$items": pairs}`."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: plain(item) for key, item in value.items()}
+        return {_ITEMS: [[plain(key), plain(item)] for key, item in value.items()]}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """Return what `plain` was given; tuples stay lists."""
+    if isinstance(value, dict):
+        if list(value) == [_ITEMS]:
+            return {restored(key): restored(item) for key, item in value[_ITEMS]}
+        return {key: restored(item) for key, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value

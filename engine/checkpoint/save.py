@@ -1,0 +1,368 @@
+"""Saving the whole state of a run: what is collected, pinned and handed over; and the load that goes with it.
+
+[Note: saving]
+On every rank: the store's arrays are pinned, buffers and the client's tensors copied, the record built. Errors until
+here are raised on every rank, and nothing was written. The rest runs in zstore.checkpoint's background thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zstore.checkpoint import (
+    CheckpointReader,
+    KnownFile,
+    SaveHandle,
+    SaveRequest,
+    SaveSummary,
+    new_save_id,
+    step_tag,
+    tag_text,
+)
+from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
+from zstore.errors import UsageError
+from zstore.format.arrays import ArraySpec, numpy_dtype
+from zstore.format.partition import Grid
+from zstore.store.store import Snapshot
+from zstore.store.tiers import PinnedShard
+from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
+
+from ..optim.client_step import STATE_KEY
+from ..params.model import save_config, stored_buffers
+from ..runtime.interrupts import interrupts_wait
+from . import client_state as client
+from .destinations import Destination, destination_of
+from .load import Restore
+from .load_plan import LoadOptions, LoadReport
+from .record import engine_record
+from .rng import rng_state
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_log = logging.getLogger("zstore")
+
+_END_WELL_S = 5.0
+"""How long a save may go on after a rank failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What `save_checkpoint` is asked for."""
+
+    folder: str
+    tag: str | float | None = None
+    """None: `step-` and the step."""
+    state: client.ClientValues
+    """The client's."""
+    metrics: Mapping[str, Any]
+    """Numbers by name that retention may go by."""
+    wait: bool = True
+    overwrite: bool = False
+    is_latest: bool = True
+    """Whether a load without a tag takes it, as long as there is no newer one."""
+    leaves_out_frozen: bool = False
+
+
+class SaveTicket:
+    """A save under way, or done."""
+
+    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
+        self._handle = handle
+        self.stall_s = stall_s
+        """Seconds that training stood still for the save."""
+
+    def wait(self, timeout_s: float | None = None) -> SaveSummary:
+        """Return what was written once the checkpoint is committed; raise what went wrong."""
+        return self._handle.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Return whether `wait` would not wait."""
+        return self._handle.done()
+
+    def give_up(self) -> None:
+        """Let `wait` fail soon, because a rank will not do its part."""
+        self._handle.cancel()
+
+
+class Checkpoints:
+    """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `restoring`."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._pending: SaveTicket | None = None
+        self._known: dict[str, KnownFile] = {}
+        """Files of the last checkpoint, saved or loaded, which the next one may link."""
+        self.stall_s = 0.0
+        """Time for which saves held training up."""
+        self.report: LoadReport | None = None
+        """What the last load did; None before the first."""
+        training.world.when_broken.append(self._give_up_later)
+
+    def _give_up_later(self) -> None:
+        """Give the save under way the time to end well, which it may where all ranks did their part before one failed."""
+        ticket = self._pending
+        if ticket is not None:
+            timer = threading.Timer(_END_WELL_S, ticket.give_up)
+            timer.daemon = True
+            timer.start()
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self, options: SaveOptions) -> SaveTicket:
+        """Begin a save, and with `wait` complete it (all ranks)."""
+        started = time.perf_counter()
+        self.wait()
+        world = self._training.world
+        error: BaseException | None = None
+        mine, small = "", Small({}, {}, {})
+        destination = Destination(Path())
+        try:
+            destination = destination_of(self._training, options.folder)
+            self._training.require_whole()
+            steps = self._training.counters.global_steps
+            mine = tag_text(step_tag(steps) if options.tag is None else options.tag)
+            self._check_no_accumulation()
+            small = self.collect_small(options.state, options.metrics)
+            small.state.update(self._choices(options))
+        except Exception as raised:
+            error = raised
+        world.raise_together(error)
+        chosen, save_id, described = world.broadcast_object([mine, new_save_id(), small.described()])
+        if mine != chosen:
+            _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
+        if world.rank > 0:
+            small = Small.standing_in(small.state, described)
+        handle: SaveHandle | None = None
+        try:
+            # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
+            with interrupts_wait():
+                handle = self._begin(options, destination, chosen, save_id, small)
+                self._pending = SaveTicket(handle, time.perf_counter() - started)
+        except Exception as raised:
+            error = raised
+        try:
+            world.raise_together(error)
+        except Exception:
+            self._pending = None
+            if handle is not None:
+                handle.cancel()
+            raise
+        ticket = self._pending
+        if ticket is None:
+            raise UsageError("the save did not begin")
+        if options.wait:
+            self.wait()
+            ticket.stall_s = time.perf_counter() - started
+        self.stall_s += ticket.stall_s
+        return ticket
+
+    def tag_beside(self, tag: str | float | None) -> str:
+        """Return a tag that no other run has, for a save whose tag another run took."""
+        text = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
+        return f"{text}-{self._training.run_id[:8]}"
+
+    def _check_no_accumulation(self) -> None:
+        training = self._training
+        under_way, steps = training.accumulation, training.batch.accumulation_steps
+        if not under_way.is_new:
+            raise UsageError(
+                f"save_checkpoint in the middle of a step ({under_way.stepped} of {steps} micro-batches are stepped, "
+                f"{under_way.backwards} backward without step): gradients are not saved; save after the step, which "
+                "set_gradient_accumulation_boundary(True) before the last step() ends early"
+            )
+
+    def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
+        """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
+        given, stepper = client.as_mapping(state), self._training.client_step
+        marked, tensors = client.split({**given, **({} if stepper is None else {STATE_KEY: stepper.state()})})
+        tensors |= {
+            f"buffer/{name}": buffer.detach().to("cpu", copy=True).contiguous()
+            for name, buffer in stored_buffers(self._training.model)
+        }
+        specs, arrays = client.small_arrays(tensors)
+        record = {
+            "client_state": marked,
+            "engine": engine_record(self._training),
+            "metrics": client.numbers({} if metrics is None else metrics),
+        }
+        return Small(record, specs, arrays)
+
+    def _begin(
+        self, options: SaveOptions, destination: Destination, tag: str, save_id: str, small: Small
+    ) -> SaveHandle:
+        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
+        training = self._training
+        store = training.state.store
+        folder = destination.folder
+        # What is copied to another drive before training goes on stays nobody's after that.
+        drives = store.options.all_paths
+        copied = options.wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
+        changing = [name for one in training.trained for name in training.state.arrays_of(one)]
+        reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
+        return destination.begin(
+            replace(
+                self.pinned_request(folder, tag, save_id, small, without_frozen=options.leaves_out_frozen),
+                keep=training.config.keep,
+                overwrite=options.overwrite,
+                before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
+                reserve_bytes=reserve_bytes,
+            )
+        )
+
+    def _choices(self, options: SaveOptions) -> dict[str, Any]:
+        """Return what the record has of choices that a reader must know."""
+        choices: dict[str, Any] = {} if options.is_latest else {LATEST_KEY: False}
+        if options.leaves_out_frozen:
+            choices[ABSENT_KEY] = [one.name for one in self._training.state.records if one.group is None]
+        return choices
+
+    def pinned_request(
+        self,
+        folder: Path,
+        tag: str,
+        save_id: str,
+        small: Small,
+        *,
+        few_files: bool = True,
+        without_frozen: bool = False,
+    ) -> SaveRequest:
+        """Return the request of a save of the present state, whose arrays are pinned from here on.
+
+        With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, which takes no waiting.
+        """
+        training = self._training
+        state, store = training.state, training.state.store
+        records = [one for one in state.records if one.group is not None or not without_frozen]
+        arrays = [(one, name) for one in records for name in state.arrays_of(one)]
+        grids = {name: state.grid_of_ranks(one, name) for one, name in arrays}
+        pieces: dict[str, Grid] = {}
+        if few_files:
+            stored = {name: state.grid_in_files(one, name) for one, name in arrays}
+            pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
+            grids = stored
+        pins: dict[str, PinnedShard] = {}
+        try:
+            state.transfers.settle()  # the save reads memory of the device from threads of its own
+            for one in records:
+                pins |= training.updater.pin(one, state.arrays_of(one))
+            return SaveRequest(
+                resources=store.resources,
+                folder=folder,
+                tag=tag,
+                step=training.counters.global_steps,
+                rank=training.world.rank,
+                world_size=training.world.world_size,
+                save_id=save_id,
+                specs={name: store.spec(name) for name in grids} | small.specs,
+                grids=grids,
+                pins=pins,
+                pieces=pieces,
+                small=small.arrays,
+                rank_state=rng_state(),
+                record=small.state,
+                run_id=training.run_id,
+                known=self._known,
+                disk_folder=store.options.run_path,
+                disk_folders=store.disk_folders(),
+            )
+        except BaseException:
+            Snapshot(0, pins).release()
+            raise
+
+    def _write_weights(self, reader: CheckpointReader) -> list[str]:
+        """Write the weights, as the model computes with them, beside the arrays of a checkpoint (rank 0)."""
+        precision = self._training.config.precision
+        layouts = plan_files(list_weights(reader, DTYPES[precision]), MAX_FILE_BYTES)
+        lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
+        save_config(self._training.model, reader.path)
+        return [f"{each.name}: {each.count} values do not fit {precision}: infinite in the weights" for each in lost]
+
+    def wait(self) -> None:
+        """Complete the save under way, if any (all ranks)."""
+        if self._pending is None:
+            return
+        error: BaseException | None = None
+        try:
+            self._note(self._pending.wait())
+        except Exception as raised:
+            error = raised
+        # Not before: a save whose wait was interrupted is still under way.
+        self._pending = None
+        self._training.world.raise_together(error)
+
+    def settle(self) -> None:
+        """Complete the save under way, if any; what went wrong with it is a warning (all ranks)."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.warning("the save under way failed: %s", error)
+
+    def _end_save(self) -> None:
+        """Complete the save under way, if any, before a load (all ranks): one that failed with the update that it waited
+        for does not keep the load from mending that."""
+        if self._training.torn:
+            self.settle()
+        else:
+            self.wait()
+
+    def finish(self) -> None:
+        """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
+        ticket, self._pending = self._pending, None
+        if ticket is not None:
+            self._note(ticket.wait())
+
+    def _note(self, summary: SaveSummary) -> None:
+        # Of what a save left out, the file of an earlier checkpoint stays known.
+        self._known = {**self._known, **summary.known}
+        for message in summary.messages:
+            _log.warning("%s", message)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+        """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
+        self._training.settle()
+        self._end_save()
+        restore = Restore(self._training)
+        path, state = restore.load(folder, tag, options)
+        if restore.report is not None:
+            self.report, self._known = restore.report, restore.known
+        kept = state.pop(STATE_KEY, None)
+        if self._training.client_step is not None and kept is not None and options.optimizer:
+            self._training.client_step.load(kept)
+        return path, state
+
+
+@dataclass(frozen=True)
+class Small:
+    """The record of a save, and the arrays that rank 0 stores whole."""
+
+    state: dict[str, Any]
+    specs: dict[str, ArraySpec]
+    arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+    def described(self) -> list[list[Any]]:
+        """Return names, shapes and types as JSON."""
+        return [[name, list(spec.shape), spec.dtype] for name, spec in self.specs.items()]
+
+    @staticmethod
+    def standing_in(state: dict[str, Any], described: list[list[Any]]) -> Small:
+        """Return what another rank names in place of rank 0's arrays, whose values alone count."""
+        specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
+        arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
+        return Small(state, specs, arrays)
+
+
+def _one_drive(one: Path, other: Path) -> bool:
+    """Return whether two folders, of which the second may be made yet, are on one file system."""
+    made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
+    return one.stat().st_dev == made.stat().st_dev

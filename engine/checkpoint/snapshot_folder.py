@@ -1,0 +1,168 @@
+"""The folder of step snapshots: which of them a resume goes on from, and which nobody needs any more. No torch.
+
+[Note: whose snapshot]
+A snapshot is a checkpoint whose record says, under `durability`, in which folders its run has its checkpoints. It belongs
+to a folder that it names, and to one with a checkpoint of its run. One that names none, of a run that was killed before
+its first save, belongs to any folder without checkpoints. The newer of the snapshot and of the folder's newest
+checkpoint is what a resume goes on from; of the same step it is the checkpoint, which has the client's state.
+
+A power cut may leave a snapshot whose record is there and whose data is not, for nothing of it is made durable. So a
+snapshot of another boot of the machine counts only where every chunk of it has its checksum.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zstore.checkpoint import CheckpointReader, Record, TagInfo, tags, verify_checkpoint
+from zstore.checkpoint.commit import discard
+from zstore.errors import CheckpointNotFoundError, ZstoreError
+from zstore.io.files import Files
+from zstore.open.sources import open_source
+
+_log = logging.getLogger("zstore")
+
+KEY = "durability"
+"""Where a snapshot's record has what belongs to it as one."""
+BOOT = "boot"
+"""Where a rank's own state in a snapshot names the boot of its machine."""
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what names this boot of this machine; the empty text where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def place_of(folder: str) -> str:
+    """Return the one spelling of a folder's path; URLs are left as they are."""
+    return folder if "://" in folder else os.path.realpath(folder)
+
+
+def snapshots(folder: Path) -> list[TagInfo]:
+    """Return the step snapshots of all runs in `folder`, the oldest first."""
+    try:
+        found = tags(folder)
+    except CheckpointNotFoundError:
+        return []
+    return [info for info in found if KEY in info.record.state]
+
+
+def choose_snapshot(
+    folder: Path,
+    checkpoints: str,
+    boots: Collection[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> TagInfo | None:
+    """Return the snapshot in `folder` that a resume from the folder or URL `checkpoints` goes on from.
+
+    None where the newest checkpoint there is as new, or no snapshot belongs to it, or `checkpoints` is one checkpoint's
+    own folder, or `folder` itself. `boots`: those of the machines that will load it. Raises what opening `checkpoints`
+    does for a damaged checkpoint. See [Note: whose snapshot].
+    """
+    found = snapshots(folder)
+    if not found or place_of(checkpoints) == place_of(str(folder)):
+        return None
+    saved = _newest_record(checkpoints, storage_options)
+    if isinstance(saved, str):
+        return None
+    for info in reversed(found):
+        if not _belongs(info.record, checkpoints, saved):
+            continue
+        if saved is not None and not _is_newer(info.record, saved):
+            return None
+        if _is_whole(info, boots):
+            return info
+    return None
+
+
+def _newest_record(checkpoints: str, storage_options: Mapping[str, Any] | None) -> Record | str | None:
+    """Return the record of the newest checkpoint of a folder, None where there is none; the path of a checkpoint that was
+    itself named."""
+    try:
+        with open_source(checkpoints, storage_options=storage_options) as source:
+            named = place_of(source.location) == place_of(checkpoints)
+            return source.location if named else source.record
+    except CheckpointNotFoundError:
+        return None
+
+
+def _belongs(snapshot: Record, checkpoints: str, saved: Record | None) -> bool:
+    folders = _folders(snapshot)
+    if place_of(checkpoints) in folders or (saved is not None and saved.run == snapshot.run):
+        return True
+    return saved is None and not folders
+
+
+def _folders(snapshot: Record) -> list[str]:
+    found: Any = snapshot.state.get(KEY)
+    folders = found.get("folders") if isinstance(found, dict) else None
+    return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
+
+
+def _is_newer(snapshot: Record, saved: Record) -> bool:
+    return snapshot.committed_ns > saved.committed_ns and (snapshot.run, snapshot.step) != (saved.run, saved.step)
+
+
+def _is_whole(info: TagInfo, boots: Collection[str]) -> bool:
+    """Return whether a snapshot is of one of these boots, or has every byte that it should."""
+    try:
+        with CheckpointReader(info) as reader:
+            made_in = {reader.rank_state(rank).get(BOOT) for rank in range(info.record.world_size)}
+            if made_in <= set(boots) or not (faults := verify_checkpoint(reader)):
+                return True
+            why = str(faults[0])
+    except (ZstoreError, OSError) as error:
+        why = str(error)
+    _log.warning(
+        "the snapshot of step %d in %s is not whole, as after a power cut (%s): going on from the last checkpoint",
+        info.record.step,
+        info.path,
+        why,
+    )
+    return False
+
+
+def superseded(found: Iterable[TagInfo], folders: Iterable[str] = ()) -> list[TagInfo]:
+    """Return the snapshots that hold nothing newer than a checkpoint of their run in a folder that they name, or in
+    `folders`."""
+    records = functools.cache(_records)
+    return [
+        info
+        for info in found
+        if any(
+            record.run == info.record.run and not _is_newer(info.record, record)
+            for folder in {*_folders(info.record), *folders}
+            for record in records(folder)
+        )
+    ]
+
+
+def _records(folder: str) -> list[Record]:
+    """Return the records of a folder's checkpoints; none of a URL, which may cost much to look into."""
+    try:
+        return [] if "://" in folder else [info.record for info in tags(folder)]
+    except (ZstoreError, OSError):
+        return []
+
+
+def sweep(folder: Path, files: Files, folders: Iterable[str] = ()) -> list[TagInfo]:
+    """Remove the snapshots that are superseded, of whichever run; return those that stay. Never raises."""
+    try:
+        found = snapshots(folder)
+        doomed = superseded(found, folders)
+        for info in doomed:
+            discard(files, info.path)
+        return [info for info in found if info not in doomed]
+    except (ZstoreError, OSError) as error:
+        _log.warning("the step snapshots in %s could not be looked through: %s", folder, error)
+        return []

@@ -1,0 +1,311 @@
+"""`durability: "step"`: a snapshot after every step, so that a killed run resumes at its last finished step.
+
+[Note: step snapshots]
+A snapshot is a checkpoint in all but name: the same pins, the same save in the background, the same commit, in a folder
+of its own, made without waiting for the drive. What it adds is an order:
+
+    step() of step t     decides, changes the state to version t, and pins it; the ranks agree that all could
+    behind               each rank publishes its part; rank 0 commits when all have, and removes the snapshot of t-1
+    step t+1             before its first change each rank waits until the snapshot of t is committed
+
+So version t-1 is whole on all ranks until version t is, and what a kill takes back is the step under way, and the one
+before it where that was not committed yet. Ranks that stay behind hold rank 0's commit up, and rank 0 the others: no
+rank changes version t before all have reported it. State in memory is written while it is pinned, and state on disk
+goes on in new files. Where a snapshot fails, as on a full disk, the next step raises that before it changes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
+from zstore.checkpoint.spare import Spare
+from zstore.errors import ConfigError, StorageError
+from zstore.io.files import UnsyncedFiles
+
+from ..runtime.interrupts import interrupts_wait
+from .client_state import ClientValues
+from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snapshots, sweep
+
+if TYPE_CHECKING:
+    from zstore.ranks.world import World
+
+    from ..config import Config
+    from ..training import Training
+    from .load_plan import LoadOptions
+    from .save import Checkpoints
+
+_log = logging.getLogger("zstore")
+
+ClientState = ClientValues | Callable[[], ClientValues]
+
+_MOST_PAUSE_S = 0.005
+_END_WELL_S = 5.0
+"""How long a snapshot may go on after a rank failed."""
+
+
+def present(state: ClientState) -> ClientValues:
+    """Return the client's state as it is now."""
+    return state() if callable(state) else state
+
+
+def require_shared_folder(config: Config, world: World) -> None:
+    """Make the folder of step snapshots, if there are to be any, and see that all ranks have the same (all ranks).
+
+    Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
+    """
+    folder = config.step_folder
+    if folder is None or not _is_offered(config, folder):
+        return
+    error: Exception | None = None
+    mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            (folder / mark).touch()
+    except OSError as raised:
+        error = StorageError(
+            'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write in '
+            "zstore.durability_path",
+            path=str(folder),
+            errno=raised.errno,
+        )
+    world.raise_together(error)
+    try:
+        if not (folder / mark).exists():
+            error = ConfigError(
+                f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is local to '
+                "a machine; give one that all ranks share in zstore.durability_path"
+            )
+        world.raise_together(error)
+    finally:
+        if world.rank == 0:
+            (folder / mark).unlink(missing_ok=True)
+
+
+def _is_offered(config: Config, folder: Path) -> bool:
+    """Return whether the folder may be made: an `nvme_path` that is missing is an error of its own."""
+    if config.settings.zstore.durability_path is not None:
+        return True
+    return folder.parent.parent.is_dir()
+
+
+class StepSnapshots:
+    """Takes a snapshot after every step, where the config asks for it. See [Note: step snapshots]."""
+
+    def __init__(self, training: Training, checkpoints: Checkpoints) -> None:
+        self._training = training
+        self._checkpoints = checkpoints
+        self._folder = training.config.step_folder
+        self._files = UnsyncedFiles(training.state.store.resources.files)
+        self._resources = replace(training.state.store.resources, files=self._files)
+        self._id = training.world.broadcast_object(uuid.uuid4().hex) if self._folder else ""
+        self._count = 0
+        """Snapshots begun; with the above it gives each an id that all ranks know."""
+        self._folders: list[str] = []
+        """Where the run has its checkpoints."""
+        self._under_way: SaveHandle | None = None
+        self._pinned_step: int | None = None
+        """Step of the snapshot that was begun last."""
+        self._said: set[str] = set()
+        self._known: Mapping[str, KnownFile] = {}
+        """Files of the last snapshot, which the next one may link. Not a checkpoint: they are not made durable."""
+        self._spare: Spare | None = None
+        """The folder of the last snapshot but one, on rank 0."""
+        self.client_state: ClientState = {}
+        self.committed_step: int | None = None
+        """Step of the last snapshot that is committed."""
+        self.stall_s = 0.0
+        """Seconds for which snapshots held training up."""
+        training.before_change = self.complete
+        training.world.when_broken.append(self._give_up_later)
+        self._look_after_folder()
+
+    def _look_after_folder(self) -> None:
+        """Remove what former runs left that nobody needs, and name what stays where no snapshots are taken."""
+        folder = self._training.config.possible_step_folder
+        if self._training.world.rank > 0 or folder is None:
+            return
+        stay = sweep(folder, self._files)
+        if self._folder is None and stay:
+            _name(folder, [info.record.step for info in stay])
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Begin the snapshot of the step that ended (all ranks). Raises, on every rank, where one cannot."""
+        folder = self._folder
+        if folder is None:
+            return
+        started = time.perf_counter()
+        self.complete()
+        step, world = self._training.counters.global_steps, self._training.world
+        error: Exception | None = None
+        handle: SaveHandle | None = None
+        try:
+            if self._pinned_step is None:
+                self._check_first(folder)
+            with interrupts_wait():
+                handle = self._under_way = self._begin(folder, step)
+        except Exception as raised:
+            raised.add_note(f"The snapshot of step {step} could not be taken; the state in memory is whole.")
+            error = raised
+        try:
+            world.raise_together(error)
+        except BaseException:
+            self._under_way = None
+            if handle is not None:
+                handle.cancel()
+            raise
+        self._pinned_step = step
+        self.stall_s += time.perf_counter() - started
+
+    def _check_first(self, folder: Path) -> None:
+        """Check once that the drives hold a second generation of the state."""
+        training = self._training
+        names = [name for record in training.state.records for name in training.state.arrays_of(record)]
+        training.state.store.require_room(names, num_stores=training.world.local_world_size)
+        if training.world.rank == 0:
+            others = [info.record.step for info in snapshots(folder) if info.record.run != training.run_id]
+            if others:
+                _name(folder, others)
+
+    def _begin(self, folder: Path, step: int) -> SaveHandle:
+        training = self._training
+        tag = f"{step_tag(step)}-{training.run_id[:8]}"
+        self._count += 1
+        save_id = hashlib.sha256(f"{self._id} {self._count}".encode()).hexdigest()[:32]
+        # The other ranks' copies of what rank 0 stores whole do not count.
+        state = self._state() if training.world.rank == 0 else {}
+        small = self._checkpoints.collect_small(state)
+        # Nobody counts a snapshot's files, but a step waits for it.
+        request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
+        return save_checkpoint(self._completed(request))
+
+    def _completed(self, request: SaveRequest) -> SaveRequest:
+        return replace(
+            request,
+            resources=self._resources,
+            record={**request.record, KEY: {"folders": self._folders}},
+            rank_state={**request.rank_state, BOOT: boot_id()},
+            keep=Keep(last=1),
+            known={**request.known, **self._known},
+            spares=True,
+            spare=self._take_spare(),
+            overwrite=True,
+            most_pause_s=_MOST_PAUSE_S,
+        )
+
+    def _take_spare(self) -> Spare | None:
+        spare, self._spare = self._spare, None
+        return spare
+
+    def _state(self) -> ClientValues:
+        return present(self.client_state)
+
+    def complete(self) -> None:
+        """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
+        handle = self._under_way
+        if handle is None:
+            return
+        started = time.perf_counter()
+        # May be interrupted: the snapshot goes on, and the next call waits again.
+        error: BaseException | None = None
+        try:
+            summary = handle.wait()
+            messages, self._known, self._spare = summary.messages, summary.known, summary.spare
+        except Exception as raised:
+            raised.add_note(
+                f"This happened as the snapshot of step {self._pinned_step} was taken; nothing was changed since, and the "
+                "snapshot before it is whole."
+            )
+            error, messages = raised, ()
+        self._under_way = None
+        self.stall_s += time.perf_counter() - started
+        if error is not None:
+            raise error
+        self.committed_step = self._pinned_step
+        for message in messages:
+            if message not in self._said:
+                self._said.add(message)
+                _log.warning("%s", message)
+
+    def _give_up_later(self) -> None:
+        """Give the snapshot under way the time to end well, which it may where all ranks did their part."""
+        handle = self._under_way
+        if handle is not None:
+            timer = threading.Timer(_END_WELL_S, handle.cancel)
+            timer.daemon = True
+            timer.start()
+
+    # -- saves, loads and the end -----------------------------------------------------------------------------------
+
+    def note_folder(self, folder: str) -> None:
+        """Remember a folder or URL that the run has its checkpoints in: its snapshots belong to it."""
+        place = place_of(str(folder))
+        if self._folder is not None and place not in self._folders:
+            self._folders = [*self._folders, place]
+
+    def choose(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str, str | float | None]:
+        """Return folder and tag of what a load of these is to load: the run's snapshot where that is newer (all ranks)."""
+        mine = self._folder
+        if mine is None or tag is not None or not options.everything:
+            return folder, tag
+        self.settle()
+        world = self._training.world
+        chosen: list[str] | None = None
+        error: Exception | None = None
+        boots = set(world.all_gather_object(boot_id()))
+        try:
+            if world.rank == 0:
+                found = choose_snapshot(mine, folder, boots, storage_options=self._training.config.storage_options)
+                chosen = None if found is None else [str(found.path.parent), found.tag]
+        except Exception as raised:
+            error = raised
+        world.raise_together(error)
+        chosen = world.broadcast_object(chosen)
+        self.note_folder(folder)
+        if chosen is None:
+            return folder, tag
+        if world.rank == 0:
+            _log.info("going on from the snapshot of a step, %s, which is newer than what %s has", chosen[1], folder)
+        return chosen[0], chosen[1]
+
+    def settle(self) -> None:
+        """Complete the snapshot under way; one that failed is a warning."""
+        try:
+            self.complete()
+        except Exception as error:
+            _log.warning("%s", error)
+
+    def finish(self) -> None:
+        """Complete the snapshot under way, without asking the other ranks (at the end of a run); where the last step was
+        saved as a checkpoint too, nothing is kept."""
+        training = self._training
+        self.settle()
+        if (spare := self._take_spare()) is not None:
+            with contextlib.suppress(OSError):
+                spare.remove(self._files)
+        if self._folder is None or self._pinned_step is None or training.world.rank > 0:
+            return
+        sweep(self._folder, self._files, self._folders)
+
+
+def _name(folder: Path, steps: list[int]) -> None:
+    """Warn of snapshots of other runs, which may be all that is left of them."""
+    _log.warning(
+        "%s holds step %s of former runs, newer than their last checkpoints: load one with load_checkpoint(%r), or remove "
+        "the folder",
+        folder,
+        ", ".join(map(str, steps)),
+        str(folder),
+    )

@@ -1,0 +1,1 @@
+"""The device that computes: its streams, and copies between it and the host."""

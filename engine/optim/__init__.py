@@ -1,0 +1,1 @@
+"""Optimizer state, its update, and what steers it: kernels, step modes, loss scale, schedules."""

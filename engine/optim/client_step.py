@@ -1,0 +1,139 @@
+"""Steps of optimizers that must see whole tensors: the client's own object takes them, over the fp32 masters.
+
+[Note: the client's own step]
+An optimizer that is not known to update each element by itself cannot run over tiles. Where all state is whole on every
+rank's device (stage 0 without offload) its own object takes the step. For the length of that, each parameter that has a
+gradient is its fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
+into the parameter's memory. What the optimizer keeps is its own, so that it may have any shape; a checkpoint has it
+beside the client's state, by parameter name. Every rank takes the same step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..device.copies import GradientTiles
+from ..params.record import ParameterRecord
+from .kernel import ParameterStep, Scalars
+from .state import OptimizerState
+from .update import Rows
+
+STATE_KEY = "zstore.client_optimizer"
+"""Where a checkpoint's client state has the optimizer's."""
+
+
+class WholeKernel:
+    """Of parameters that the client's own object updates: nothing of its state is in the store."""
+
+    slots: tuple[str, ...] = ()
+
+    def initial(self) -> Scalars:
+        """See Kernel."""
+        return {"updates": 0.0}
+
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """See Kernel."""
+        return _Counted({"updates": scalars["updates"] + 1})
+
+
+class _Counted:
+    """A step that `ClientStep` takes."""
+
+    def __init__(self, after: Scalars) -> None:
+        self._after = after
+
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
+        raise UsageError("the client's optimizer steps whole tensors, not tiles")
+
+    def scalars(self) -> Scalars:
+        """See ParameterStep."""
+        return self._after
+
+
+def check_client(client: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer whose step wants a closure: the engine has run forward and backward by then."""
+    closure = inspect.signature(type(client).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"optimizer {type(client).__name__} is not known to update each element by itself, and takes its step with a "
+            "closure, which the engine cannot call: use one whose step() needs none"
+        )
+
+
+class ClientStep:
+    """The client's optimizer at work. See [Note: the client's own step]."""
+
+    def __init__(self, client: torch.optim.Optimizer, state: OptimizerState) -> None:
+        self._client = client
+        self._state = state
+
+    def run(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
+        """Update `records`, each of which has a gradient; `factor` multiplies the gradients once."""
+        mine = [record for record in records if record.numel]
+        groups = [[f"model/{record.name}"] for record in mine]
+        with self._state.passing(groups, "update") as tiles:
+            for tile in tiles:
+                # Now the pass has begun with all of them: nobody else reads what is about to change.
+                if tile.group == len(mine) - 1 and tile.first == 0:
+                    self._step(mine, factor, rows)
+
+    def _step(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
+        masters = [self._state.whole_master(record) for record in records]
+        gradients = [self._gradient(record, master, rows) for record, master in zip(records, masters, strict=True)]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        parameters = [record.parameter for record in records]
+        own = [parameter.data for parameter in parameters]
+        try:
+            for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
+                shape = parameter.shape
+                parameter.data = master.view(shape)
+                parameter.grad = gradient.view(shape)
+            self._client.step()
+            for parameter, master in zip(parameters, masters, strict=True):
+                if parameter.data.data_ptr() != master.data_ptr():  # it was replaced, not changed
+                    master.copy_(parameter.data.reshape(-1))
+        finally:
+            for parameter, values in zip(parameters, own, strict=True):
+                parameter.grad = None
+                parameter.data = values
+        for record, master in zip(records, masters, strict=True):
+            if not self._state.is_master(record):
+                self._state.transfers.copy_into(record.owned(), master)
+
+    def _gradient(self, record: ParameterRecord, master: torch.Tensor, rows: Rows) -> torch.Tensor:
+        found = rows(record)
+        if found is None:
+            raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
+        return GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what the optimizer keeps, by parameter name, for a checkpoint to copy."""
+        return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}
+
+    def _kept(self, parameter: nn.Parameter) -> bool:
+        return bool(self._client.state.get(parameter))
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace what the optimizer keeps by what `state` returned of a former run."""
+        for record in self._state.scalars:
+            kept = {name: self._placed(record, value) for name, value in saved.get(record.name, {}).items()}
+            self._client.state.pop(record.parameter, None)
+            if kept:
+                self._client.state[record.parameter] = kept
+
+    def _placed(self, record: ParameterRecord, value: Any) -> Any:
+        """Return a value of the state where the optimizer would have it: scalars of torch's stay in host memory."""
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.to(record.parameter.device)
+        return value

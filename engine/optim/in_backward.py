@@ -1,0 +1,195 @@
+"""The update of step mode `backward`: what the backward finishes, the updater's thread changes.
+
+[Note: an update within the backward]
+The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
+is final. One that is not expected, or comes after all, is updated when the backward is over. Where the update falls
+behind, the backward waits for it: no more than a few units' gradients are held.
+
+Whatever reads a parameter after its update had begun would get other bits than in the other modes. So it is an error:
+a node of the graph that saved the parameter finds another version counter, and a module that is called again,
+recomputation in the backward or a forward before `step()`, is watched.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..params.record import ParameterRecord
+from ..zero.unit_gradients import UnitGradients
+from .state import OptimizerState
+from .update import Settings, Update
+from .updater import Updater
+
+LEAST_WAITING_BYTES = 32 * 1024 * 1024
+"""Gradients that may wait for their update whatever the size of a unit."""
+_UNITS_WAITING = 2
+"""And as many of the largest unit."""
+
+
+class ReadGuard:
+    """Lets a module that is called raise where its parameters are `changed`."""
+
+    def __init__(self, model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord]) -> None:
+        self.changed: set[ParameterRecord] = set()
+        """Parameters whose update in this backward may have begun."""
+        self.recomputes = False
+        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
+        gradients in parts."""
+        self._handles = [model.register_forward_pre_hook(self._enter, prepend=True)]
+        for name, module in model.named_modules():
+            own = [records[p] for p in module.parameters() if p in records]
+            if own:
+                before = partial(self._before, name or type(module).__name__, own)
+                # Ahead of what gathers them.
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.recomputes = not torch.is_grad_enabled()
+
+    def _before(self, name: str, own: list[ParameterRecord], module: nn.Module, args: Any) -> None:
+        self.recomputes |= not torch.is_grad_enabled()
+        if self.changed and not self.changed.isdisjoint(own):
+            raise UsageError(
+                f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
+                '"step_overlap": "backward" neither a forward between backward() and step() nor a recomputation after the '
+                'parameter\'s last gradient has the values of before; set it to "forward" or "none"'
+            )
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class WithinBackward:
+    """One step's update, begun before its gradients exist. The backward's thread tells it of each final gradient.
+
+    See [Note: an update within the backward].
+    """
+
+    def __init__(self, state: OptimizerState, gradients: UnitGradients, guard: ReadGuard, settings: Settings) -> None:
+        self._state = state
+        self._gradients = gradients
+        self._guard = guard
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._final: dict[ParameterRecord, None] = {}
+        self._admitted: set[ParameterRecord] = set()
+        self._waiting: dict[ParameterRecord, int] = {}
+        """Bytes of final gradients that the update did not take yet."""
+        self._most_waiting_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * gradients.largest_unit_bytes)
+        self._awaited: ParameterRecord | None = None
+        """What the update waits for."""
+        self._is_over = False
+        """Whether the backward is over."""
+        self._ended = False
+        """Whether the update is."""
+
+    def start(self, updater: Updater) -> None:
+        """Start the update, which takes each record when its gradient is final."""
+        self._gradients.on_final = self._note_final
+        self._gradients.comes_in_parts = self._guard.recomputes
+        updater.start(self._update(self._gradients.expected), self._admit, self._note_end)
+
+    def _update(self, records: list[ParameterRecord]) -> Update:
+        return Update(self._state, records, self._settings, self._take)
+
+    # -- the backward's thread --------------------------------------------------------------------------------------
+
+    def _note_final(self, record: ParameterRecord) -> None:
+        self._guard.changed.add(record)
+        torch.autograd.graph.increment_version(record.parameter)
+        squares = self._gradients.squares(record)
+        # What is not finite is not used; `step()` finds it in the norm, on every rank.
+        if squares is not None and not math.isfinite(squares):
+            return
+        with self._changed:
+            self._final[record] = None
+            self._waiting[record] = self._gradients.waiting_bytes(record)
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        # An update that waits for the backward must not be waited for.
+        starved = self._awaited is not None and self._awaited not in self._final
+        return starved or self._ended or sum(self._waiting.values()) <= self._most_waiting_bytes
+
+    def end_backward(self) -> None:
+        """Let the update end with what is final."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._gradients.forget_listener()
+
+    # -- the updater's thread ---------------------------------------------------------------------------------------
+
+    def _admit(self, record: ParameterRecord, wait: bool) -> bool:
+        with self._changed:
+            if wait:
+                self._awaited = record
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: record in self._final or self._is_over)
+                self._awaited = None
+            if record not in self._final:
+                return False
+            self._admitted.add(record)
+            return True
+
+    def _take(self, record: ParameterRecord) -> torch.Tensor | None:
+        rows = self._gradients.take(record)
+        with self._changed:
+            self._waiting.pop(record, None)
+            self._changed.notify_all()
+        return rows
+
+    def _note_end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # -- step() -----------------------------------------------------------------------------------------------------
+
+    def finish(self, updater: Updater, now: Settings) -> None:
+        """Return when every final gradient was used (after the backward).
+
+        Raises UsageError where the settings `now` are not those that the update began with.
+        """
+        updater.complete()
+        late = [record for record in self._final if record not in self._admitted]
+        update = self._update(late)
+        update.run()
+        self._update(list(self._final)).note_scalars(list(self._final))
+        self._guard.changed.clear()
+        self._check_settings(now)
+
+    def _check_settings(self, now: Settings) -> None:
+        for number, (before, after) in enumerate(zip(self._settings.groups, now.groups, strict=True)):
+            for name, value in before.items():
+                if name in after and _plain(after[name]) != _plain(value):
+                    raise UsageError(
+                        f"parameter group {number}: {name} was {value!r} at the backward and is {after[name]!r} at step(), "
+                        'but with "step_overlap": "backward" the update runs within the backward: set it before '
+                        'engine.backward(), or set "step_overlap" to "forward" or "none"'
+                    )
+
+    def give_up(self, updater: Updater) -> bool:
+        """Stop after what was begun; return whether anything was changed, here or on another rank."""
+        with self._changed:
+            self._final.clear()
+        self.end_backward()
+        updater.forget()
+        self._guard.changed.clear()
+        return bool(self._admitted) or self._gradients.has_sent
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

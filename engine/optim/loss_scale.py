@@ -1,0 +1,84 @@
+"""The loss scale of fp16: a fixed one, or one that follows overflows as DeepSpeed's does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zstore.errors import NonFiniteError
+
+from ..config import LossScaling
+
+
+@dataclass(kw_only=True)
+class LossScaler:
+    """Factor of the loss; `update` after every step. `settings` None: the factor is 1 and never changes.
+
+    A dynamic scale halves at the `hysteresis`-th overflow; where that was reached, at every one, until the hysteresis
+    is restored: as the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
+    step without overflow that has a multiple of `window` of them before it since the last overflow. Source of the
+    rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
+    """
+
+    settings: LossScaling | None
+    skips: bool
+    """Whether a step whose gradients are not finite is skipped; else it is an error."""
+    scale: float = 1.0
+    hysteresis_left: int = 1
+    """Overflows until the scale halves, that one included."""
+    iteration: int = 0
+    """Steps seen, skipped ones too."""
+    last_overflow: int = -1
+    """Iteration of the last overflow."""
+
+    def __post_init__(self) -> None:
+        if self.settings is not None:
+            static = self.settings.static_scale
+            self.scale = self.settings.init_scale if static is None else static
+            self.hysteresis_left = self.settings.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum, if so set."""
+        settings = self.settings
+        if settings is None or settings.static_scale is not None:
+            return
+        if overflow:
+            self._shrink(settings)
+            self.last_overflow = self.iteration
+        else:
+            if settings.consecutive_hysteresis:
+                self.hysteresis_left = settings.hysteresis
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % settings.window == 0:
+                self.hysteresis_left = settings.hysteresis
+                self.scale *= 2
+        self.iteration += 1
+
+    def _shrink(self, settings: LossScaling) -> None:
+        if settings.hysteresis > 1 and self.hysteresis_left > 1:
+            self.hysteresis_left -= 1
+            return
+        if self.scale == settings.min_scale and settings.raise_at_min:
+            raise NonFiniteError(
+                f"the gradients overflow in fp16 although the loss scale is at its minimum of {settings.min_scale}: the "
+                "training diverged; lower the learning rate, use bf16, or look for a loss that is NaN"
+            )
+        self.scale = max(self.scale / 2, settings.min_scale)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {
+            "scale": self.scale,
+            "hysteresis_left": self.hysteresis_left,
+            "iteration": self.iteration,
+            "last_overflow": self.last_overflow,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; a fixed scale, or none, stays as it is configured."""
+        if self.settings is None or self.settings.static_scale is not None:
+            return
+        self.scale = float(state["scale"])
+        self.hysteresis_left = int(state["hysteresis_left"])
+        self.iteration = int(state["iteration"])
+        self.last_overflow = int(state["last_overflow"])

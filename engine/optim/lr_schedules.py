@@ -1,0 +1,379 @@
+"""Learning rate schedules that a config can name, with DeepSpeed's arguments and values.
+
+Source of the values: deepspeed/runtime/lr_schedules.py (0.19). The first step of training has what a schedule starts
+with; step s + 2 has what the schedule says for iteration s, where s is `last_batch_iteration`.
+
+The engine advances a schedule itself. A `step()` from the training loop, as plain torch loops have it, changes
+nothing and is answered once with what to remove.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from zstore.errors import ConfigError
+
+from ..config import SchedulerConfig
+from ..runtime.messages import warn_once
+
+PerGroup = float | Sequence[float]
+"""One number for all parameter groups, or one for each."""
+
+_BETA2 = 0.99
+"""OneCycle's second beta."""
+
+
+class NamedSchedule:
+    """What the schedules share: the position, and the settings of the groups that follow from it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = -1
+        self._warned = False
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        raise NotImplementedError
+
+    def apply(self) -> None:
+        """Give the groups the settings of this position."""
+        for group, lr in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def per_group(self, name: str, value: PerGroup) -> list[float]:
+        """Return the value of each group. Raises ConfigError where there are more or fewer than groups."""
+        number = len(self.optimizer.param_groups)
+        if not isinstance(value, Sequence):
+            return [value] * number
+        if len(value) != number:
+            raise ConfigError(
+                f"scheduler.params.{name}: expected one number, or a list of {number}, one for each parameter group of "
+                f"the optimizer; got {len(value)}"
+            )
+        return list(value)
+
+    def advance(self) -> None:
+        """Go on by one step (the engine's call)."""
+        self.last_batch_iteration += 1
+        self.apply()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Change nothing: `engine.step()` advances the schedule."""
+        if not self._warned:
+            self._warned = True
+            warn_once("engine.step() advances the learning rate schedule; remove scheduler.step() from the loop")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self.apply()
+
+
+@dataclass(frozen=True)
+class _Climb:
+    """The share of a warm-up that is done, from 0 to 1: log(s + 1) / log(n) or s / n at iteration s < n."""
+
+    num_steps: int
+    shape: Literal["log", "linear"]
+
+    @classmethod
+    def over(cls, num_steps: int, shape: Literal["log", "linear"]) -> _Climb:
+        """Return the climb of `num_steps`, of which 1 counts as 2."""
+        return cls(max(2, num_steps), shape)
+
+    def share(self, iteration: int) -> float:
+        """Return the share at an iteration of the warm-up."""
+        if self.shape == "log":
+            return 1.0 / math.log(self.num_steps) * math.log(iteration + 1)
+        return iteration / self.num_steps
+
+    def check_before(self, total_num_steps: int) -> None:
+        """Warn of a warm-up that is longer than the training."""
+        if total_num_steps < self.num_steps:
+            warn_once(
+                "scheduler.params: total_num_steps %d is less than warmup_num_steps %d, so the warm-up does not end in it",
+                total_num_steps,
+                self.num_steps,
+            )
+
+
+class WarmupLR(NamedSchedule):
+    """The learning rate climbs from `warmup_min_lr` to `warmup_max_lr` within `warmup_num_steps`, and stays there.
+
+    `warmup_max_lr` None: each parameter group's own learning rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        super().__init__(optimizer)
+        if warmup_max_lr is None:
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
+        self._least = self.per_group("warmup_min_lr", warmup_min_lr)
+        self._most = self.per_group("warmup_max_lr", warmup_max_lr)
+        self._climb = _Climb.over(warmup_num_steps, warmup_type)
+        self.apply()
+
+    def get_last_lr(self) -> list[float]:
+        """See NamedSchedule."""
+        share = self._share()
+        return [low + (high - low) * share for low, high in zip(self._least, self._most, strict=True)]
+
+    def _share(self) -> float:
+        step = self.last_batch_iteration
+        if step < 0:
+            return 0.0
+        return self._climb.share(step) if step < self._climb.num_steps else self._after(step)
+
+    def _after(self, step: int) -> float:
+        """Return the share after the warm-up."""
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As WarmupLR; after the warm-up the distance to `warmup_min_lr` falls in a line, and is 0 at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        self._total = total_num_steps
+        super().__init__(
+            optimizer,
+            warmup_min_lr=warmup_min_lr,
+            warmup_max_lr=warmup_max_lr,
+            warmup_num_steps=warmup_num_steps,
+            warmup_type=warmup_type,
+        )
+        self._climb.check_before(total_num_steps)
+
+    def _after(self, step: int) -> float:
+        return max(0.0, float(self._total - step) / max(1.0, self._total - self._climb.num_steps))
+
+
+class WarmupCosineLR(NamedSchedule):
+    """Each group's own learning rate times a ratio: it climbs from `warmup_min_ratio` to 1, then falls along half a
+    cosine wave to `cos_min_ratio` at `total_num_steps`, and stays there. At the first step it is 0."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: Literal["log", "linear"] = "log",
+    ) -> None:
+        super().__init__(optimizer)
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._total = total_num_steps
+        self._first, self._last = warmup_min_ratio, cos_min_ratio
+        self._climb = _Climb.over(warmup_num_steps, warmup_type)
+        self._climb.check_before(total_num_steps)
+        self.apply()
+
+    def get_last_lr(self) -> list[float]:
+        """See NamedSchedule."""
+        ratio = self._ratio()
+        return [rate * ratio for rate in self._rates]
+
+    def _ratio(self) -> float:
+        step, warm = self.last_batch_iteration, self._climb.num_steps
+        if step < 0:
+            return 0.0
+        if step < warm:
+            return self._first + self._climb.share(step) * (1.0 - self._first)
+        done = min(1.0, (step - warm + 1) / max(1, self._total - warm))
+        return max(0.0, self._last + (1.0 - self._last) * ((1 + math.cos(math.pi * done)) / 2))
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """The shape of a cycle: a climb and a fall, each a line, or stairs where their number is above 0."""
+
+    first: float
+    """Steps of the climb."""
+    second: float
+    first_stairs: int
+    second_stairs: int
+
+    @property
+    def total(self) -> float:
+        """Steps of the cycle."""
+        return self.first + self.second
+
+    def height(self, steps: int) -> float:
+        """Return how high the cycle is after so many steps, from 0 to 1."""
+        turn = self.first / self.total
+        done = 1.0 + steps / self.total - math.floor(1 + steps / self.total)
+        stairs = self.first_stairs if done <= turn else self.second_stairs
+        if stairs <= 0:
+            return done / turn if done <= turn else (done - 1) / (turn - 1)
+        # Counted in steps: the share just computed may lie a rounding below a stair.
+        within = steps % self.total
+        climbs = within <= self.first
+        stair = within * stairs / self.first if climbs else (self.total - within) * stairs / self.second
+        return math.floor(stair) / stairs
+
+
+class OneCycle(NamedSchedule):
+    """One cycle: the learning rate climbs and falls between its bounds, momentum the other way round; then both decay.
+
+    Momentum is the first beta, the second is 0.99 throughout; or `momentum` of an optimizer without betas.
+    """
+
+    def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+    ) -> None:
+        super().__init__(optimizer)
+        self._cycle = _Cycle(
+            float(cycle_first_step_size),
+            float(cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size),
+            cycle_first_stair_count,
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+        )
+        self._least = self.per_group("cycle_min_lr", cycle_min_lr)
+        self._most = self.per_group("cycle_max_lr", cycle_max_lr)
+        self._least_momentum = self.per_group("cycle_min_mom", cycle_min_mom)
+        self._most_momentum = self.per_group("cycle_max_mom", cycle_max_mom)
+        self._lr_decay, self._momentum_decay = decay_lr_rate, decay_mom_rate
+        self._decay_steps = decay_step_size
+        self._momentum = self._momentum_setting() if cycle_momentum else None
+        self.apply()
+
+    def _momentum_setting(self) -> Literal["betas", "momentum"] | None:
+        """Return the setting of the groups that is cycled. Raises ConfigError for a momentum of 0, which keeps no
+        buffer."""
+        groups = self.optimizer.param_groups
+        if all("betas" in group for group in groups):
+            return "betas"
+        if all(group.get("momentum", 0) > 0 for group in groups):
+            if min(self._least_momentum) <= 0:
+                raise ConfigError(
+                    "scheduler.params.cycle_min_mom: expected more than 0 for an optimizer with momentum, which keeps no "
+                    "state of it at 0"
+                )
+            return "momentum"
+        warn_once(
+            "scheduler.params.cycle_momentum: the optimizer has neither betas nor momentum, so only the learning rate "
+            "is cycled"
+        )
+        return None
+
+    def get_last_lr(self) -> list[float]:
+        """See NamedSchedule."""
+        step = self.last_batch_iteration
+        if step < 0:
+            return list(self._least)
+        if step < self._cycle.total:
+            height = self._cycle.height(step + 1)
+            return [low + (high - low) * height for low, high in zip(self._least, self._most, strict=True)]
+        decay = self._decay(self._lr_decay)
+        return [low / decay for low in self._least]
+
+    def get_last_momentum(self) -> list[float]:
+        """Return the momentum of each parameter group, whether or not it is applied."""
+        step = self.last_batch_iteration
+        if step < 0:
+            return list(self._least_momentum)
+        if step < self._cycle.total:
+            height = self._cycle.height(step + 1)
+            bounds = zip(self._least_momentum, self._most_momentum, strict=True)
+            return [high - (high - low) * height for low, high in bounds]
+        decay = self._decay(self._momentum_decay)
+        return [high * decay for high in self._most_momentum]
+
+    def _decay(self, rate: float) -> float:
+        """Return the factor of decay after the cycle, 1 without."""
+        if not self._decay_steps:
+            return 1.0
+        return 1 + rate * ((self.last_batch_iteration - self._cycle.total + 1) / self._decay_steps)
+
+    def apply(self) -> None:
+        """See NamedSchedule."""
+        super().apply()
+        for group, momentum in zip(self.optimizer.param_groups, self.get_last_momentum(), strict=True):
+            if self._momentum == "betas":
+                group["betas"] = (momentum, _BETA2)
+            elif self._momentum == "momentum":
+                group["momentum"] = momentum
+
+
+class LRRangeTest(NamedSchedule):
+    """The learning rate grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` times that in every interval of
+    `lr_range_test_step_size` steps, without end: for finding the largest that trains."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        self._least = self.per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self._size, self._rate = lr_range_test_step_size, lr_range_test_step_rate
+        self._staircase = lr_range_test_staircase
+        self.apply()
+
+    def get_last_lr(self) -> list[float]:
+        """See NamedSchedule."""
+        intervals = float(self.last_batch_iteration + 1) / self._size
+        growth = 1 + self._rate * (math.floor(intervals) if self._staircase else intervals)
+        return [low * growth for low in self._least]
+
+
+_BY_NAME: Mapping[str, type[NamedSchedule]] = {
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+
+def named_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> NamedSchedule:
+    """Return the schedule that a config names; the optimizer's groups have the first step's settings.
+
+    Raises ConfigError for lists that do not suit the groups.
+    """
+    arguments = dict(config.params)
+    position = int(arguments.pop("last_batch_iteration", -1))
+    schedule = _BY_NAME[config.type](optimizer, **arguments)
+    if position >= 0:
+        schedule.load_state_dict({"last_batch_iteration": position})
+    return schedule

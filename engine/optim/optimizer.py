@@ -1,0 +1,130 @@
+"""The optimizer as a training loop sees it: parameter groups with their settings. The update itself is `state`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..config import OptimizerConfig
+from ..runtime.messages import warn_once
+from .kernel import ELEMENT_WISE
+from .loss_scale import LossScaler
+
+Groups = list[dict[str, Any]]
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Parameter groups, shared with the client's optimizer where there is one: setting `lr` in a group, or a torch
+    scheduler on this object or on the client's, takes effect at the next `engine.step()`.
+
+    Its state is in the engine's store. `step` and `zero_grad` from the training loop change nothing; the engine does
+    both.
+    """
+
+    def __init__(self, client: torch.optim.Optimizer) -> None:
+        super().__init__(client.param_groups, client.defaults)
+        self.kind = type(client)
+        """Class whose update is carried out."""
+        self.param_groups = client.param_groups
+        self.client = client
+        """The object that was given, or made from the config."""
+        self.scaler: LossScaler | None = None
+        """The engine's loss scale; None until there is an engine."""
+        self._in_engine_step = False
+        self._warned = False
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Change nothing: `engine.step()` updates the parameters."""
+        if not (self._in_engine_step or self._warned):
+            self._warned = True
+            warn_once("engine.step() updates the parameters; remove optimizer.step() from the loop")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Change nothing: the engine clears gradients after each step."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss; 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """Another name of `loss_scale`."""
+        return self.loss_scale
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; a schedule sets it again as it advances."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def note_step(self) -> None:
+        """Let torch's schedulers see that a step was taken, so that they do not warn (the engine's call)."""
+        self._in_engine_step = True
+        try:
+            self.step()
+            if self.kind in ELEMENT_WISE:  # any other took the step itself
+                # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
+                self.client.step()
+        finally:
+            self._in_engine_step = False
+
+
+def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model).
+
+    Groups keep the settings that they bring.
+    """
+    groups = _as_groups(model.parameters() if parameters is None else parameters)
+    kind = torch.optim.AdamW if config.adam_w_mode else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _as_groups(parameters: Iterable[Any]) -> Groups:
+    """Return group dicts; parameters alone make one group. Frozen parameters are left out."""
+    items = list(parameters)
+    if items and isinstance(items[0], Mapping):
+        groups = [dict(group) for group in items]
+        for group in groups:
+            listed = group["params"]
+            group["params"] = [listed] if isinstance(listed, torch.Tensor) else list(listed)
+    else:
+        # named_parameters() gives pairs.
+        groups = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
+    for group in groups:
+        group["params"] = [p for p in dict.fromkeys(group["params"]) if p.requires_grad]
+    kept = [group for group in groups if group["params"]]
+    if not kept:
+        raise UsageError(
+            "there is no trainable parameter: expected at least one with requires_grad=True in model_parameters"
+        )
+    return kept
+
+
+def group_of_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the index of the group of each parameter that the optimizer updates.
+
+    Raises UsageError for a parameter that is not the model's, and where none is trainable.
+    """
+    known = set(model.parameters())
+    groups: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise UsageError(
+                    f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, is none of the model's: "
+                    "make the optimizer from the parameters of the model that is passed to initialize()"
+                )
+            if parameter.requires_grad:
+                groups[parameter] = number
+    if not groups:
+        raise UsageError("there is no trainable parameter: expected at least one with requires_grad=True")
+    return groups

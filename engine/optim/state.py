@@ -1,0 +1,269 @@
+"""Masters and optimizer slots in the store, beside what rests there of parameters and gradients.
+
+`model/` and `optimizer/` arrays are what a checkpoint is made of. Where masters are split (see [Note: the split]),
+`model/` is the bf16 parameter itself, and `optimizer/` has what a master has more. `parameter/` (16-bit rows of
+parameters that are offloaded) and `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zstore.checkpoint.split import LOW, TIE, ties_spec
+from zstore.format.partition import BITS, Grid, grid_in_checkpoint
+from zstore.store import TensorStore
+from zstore.store.store import ModeName
+from zstore.store.stream import Tile
+
+from ..device.copies import Transfers
+from ..params.gradient_types import GradientTypes
+from ..params.record import ParameterRecord
+from ..params.tensors import as_torch
+from ..plan.placement import Placement
+from ..runtime.threads import one_thread
+from .kernel import Kernel, Scalars
+from .split_master import join_master, split_master
+
+TierName = Literal["device", "host", "disk"]
+Tiles = Generator[Tile, None, None]
+
+
+@dataclass(eq=False)
+class RowsInStore:
+    """This rank's rows of a parameter, in an array that was made for it before; see `OptimizerState.add`."""
+
+    array: str
+    is_taken: bool = False
+    """The array has become one of the parameter's own."""
+
+
+class OptimizerState:
+    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
+    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
+
+    def __init__(
+        self,
+        store: TensorStore,
+        kernels: Sequence[Kernel],
+        transfers: Transfers,
+        *,
+        splits: bool = False,
+        keeps_whole: bool = False,
+        types: GradientTypes | None = None,
+    ) -> None:
+        self.store = store
+        self.transfers = transfers
+        self._splits = splits
+        self._keeps_whole = keeps_whole
+        self._types = types or GradientTypes()
+        self.kernels = kernels
+        self.records: list[ParameterRecord] = []
+        """All parameters, in order."""
+        self.scalars: dict[ParameterRecord, Scalars] = {}
+        """Step counts and the like, of each parameter that the optimizer updates."""
+        self.spilled: dict[ParameterRecord, str] = {}
+        """Parameters whose gradients wait for the update on disk, and the array in which they do."""
+        self.gradients_on_host: set[ParameterRecord] = set()
+        """Parameters whose gradients wait for the update in host memory, wherever the device is."""
+        self._own_master: set[ParameterRecord] = set()
+        self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
+
+    def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
+        """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
+
+        Rows that are in the store become its `model/` array where they rest as that should; else they are copied from it.
+        Where the parameter is offloaded, its rows rest in `record.rest` from now on.
+        """
+        self.records.append(record)
+        offloaded = placement.parameter != "device"
+        if record.group is None:
+            self._add_own(record, initial, placement.parameter)
+        elif record.dtype == torch.float32 and (offloaded or placement.state == "device"):
+            self._add_own(record, initial, placement.parameter)
+            self._own_master.add(record)
+        elif self.is_split(record):
+            if isinstance(initial, RowsInStore):
+                initial = as_torch(self.store.read(initial.array).wait())
+            self._add_split(record, initial, placement)
+        elif self._keeps_whole and isinstance(initial, torch.Tensor):
+            self._whole_masters[record] = master = torch.empty_like(initial, dtype=torch.float32)
+            self._create(record, "model", torch.float32, placement.state, memory=master.copy_(initial))
+        else:
+            self._create(record, "model", torch.float32, placement.state, fill=initial)
+            if offloaded:
+                record.rest = self._create(record, "parameter", record.dtype, placement.parameter, fill=initial)
+        if record.group is None:
+            return
+        kernel = self.kernels[record.group]
+        for slot in kernel.slots:
+            self._create(record, f"optimizer/{slot}", torch.float32, placement.state)
+        self.scalars[record] = kernel.initial()
+        if placement.gradient == "host":
+            self.gradients_on_host.add(record)
+        if placement.gradient == "disk":
+            self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
+
+    def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
+        """Let the parameter's own rows be its `model/` array, on the device or at rest."""
+        if tier == "device":
+            self._create(record, "model", record.dtype, "device", memory=record.owned())
+        else:
+            record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
+
+    def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
+        """Let the parameter's own rows be its `model/` array, and create what its master has more."""
+        self._add_own(record, initial, placement.parameter)
+        low = self._create(record, LOW, torch.uint16, placement.state)
+        ties = ties_spec(record.spec("model", record.dtype))
+        self.store.create(ties, grid=record.state_grid.packed(), shard=record.state_shard, tier=placement.state)
+        with self.passing([[f"model/{record.name}", low, ties.name]], "fill") as tiles:
+            for tile in tiles:
+                part = initial[tile.first : tile.stop].float()
+                self.put_master(part, [as_torch(view) for view in tile.views])
+
+    def _create(
+        self,
+        record: ParameterRecord,
+        group: str,
+        dtype: torch.dtype,
+        tier: TierName,
+        *,
+        memory: torch.Tensor | None = None,
+        fill: torch.Tensor | RowsInStore | None = None,
+    ) -> str:
+        spec = record.spec(group, dtype)
+        if isinstance(fill, RowsInStore) and not fill.is_taken and self.store.rename(fill.array, spec, tier=tier):
+            fill.array, fill.is_taken = spec.name, True
+            return spec.name
+        self.store.create(spec, grid=record.state_grid, shard=record.state_shard, tier=tier, memory=memory)
+        if isinstance(fill, RowsInStore):
+            with self.passing([[spec.name, fill.array]], "fill", modes={fill.array: "read"}) as tiles:
+                for tile in tiles:
+                    self.transfers.copy_into(as_torch(tile.views[0]), as_torch(tile.views[1]))
+        elif fill is not None:
+            with self.passing([[spec.name]], "fill") as tiles:
+                for tile in tiles:
+                    self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])
+        return spec.name
+
+    def is_master(self, record: ParameterRecord) -> bool:
+        """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
+        return record in self._own_master
+
+    def whole_master(self, record: ParameterRecord) -> torch.Tensor:
+        """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
+        return record.full if self.is_master(record) else self._whole_masters[record]
+
+    def is_split(self, record: ParameterRecord) -> bool:
+        """Return whether the master is kept as the bf16 parameter and what it lacks. See [Note: the split]."""
+        return self._splits and record.group is not None and record.dtype == torch.bfloat16
+
+    def master_arrays(self, record: ParameterRecord) -> list[str]:
+        """Return the names of the arrays that make up the master, or the parameter where it is not trained."""
+        name = f"model/{record.name}"
+        if not self.is_split(record):
+            return [name]
+        return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
+
+    def take_master(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the master out of `views`, 1-D tiles of `master_arrays`, which it is where there is one.
+
+        A split master is on the device of its low bits.
+        """
+        if len(views) == 1:
+            return views[0]
+        weight, low, ties = views
+        here = self._beside(low, weight, weight.dtype)
+        return join_master(here, low, ties, torch.empty_like(low, dtype=torch.float32))
+
+    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""
+        if len(views) == 1:
+            if views[0] is not master:
+                self.transfers.copy_into(views[0], master)
+            return
+        weight, low, ties = views
+        master = self._beside(low, master, torch.float32)
+        here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
+        split_master(master, here, low, ties, torch.empty_like(master, dtype=torch.int32))
+        if here is not weight:
+            self.transfers.copy_into(weight, here)
+
+    def _beside(self, other: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return `values` in `dtype` in the memory that `other` is in; themselves where they are that."""
+        if self.transfers.link(values, other) is None:
+            return values.to(dtype)
+        there = torch.empty_like(other, dtype=dtype)
+        self.transfers.copy_into(there, values)
+        return there
+
+    def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
+        """Return how an array of the parameter is divided among the ranks."""
+        return record.grid.packed() if _is_packed(name) else record.grid
+
+    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint."""
+        spec = self.store.spec(name)
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+
+    def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
+        """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
+        first, stop = record.owned_range
+        if not _is_packed(name):
+            return first, stop
+        # A rank without rows has no bits, wherever it would begin.
+        return first // BITS, -(-stop // BITS) if first < stop else first // BITS
+
+    def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
+        """Return the kernel of a trained parameter, and the number of its group."""
+        if record.group is None:
+            raise KeyError(f"{record.name} is frozen")
+        return self.kernels[record.group], record.group
+
+    @contextmanager
+    def passing(
+        self,
+        groups: Sequence[Sequence[str]],
+        mode: ModeName,
+        *,
+        modes: Mapping[str, ModeName] | None = None,
+        admit: Callable[[int, bool], bool] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> Iterator[Tiles]:
+        """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there.
+
+        Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
+        wait for each other, would take the processors from the I/O threads.
+        """
+        beside_disk = any(self.store.tier_of(name) == "disk" for group in groups for name in group)
+        with (
+            one_thread(beside_disk),
+            closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles,
+        ):
+            yield tiles
+
+    def arrays_of(self, record: ParameterRecord) -> list[str]:
+        """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
+        slots = () if record.group is None else self.kernels[record.group].slots
+        return [*self.master_arrays(record), *(f"optimizer/{slot}/{record.name}" for slot in slots)]
+
+    def refresh_parameters(self) -> None:
+        """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""
+        records = [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+        groups = [[f"model/{r.name}", *([] if r.rest is None else [r.rest])] for r in records]
+        rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
+        with self.passing(groups, "read", modes=rests) as tiles:
+            for tile in tiles:
+                record = records[tile.group]
+                rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
+                self.transfers.copy_into(rows, as_torch(tile.views[0]))
+
+
+def _is_packed(name: str) -> bool:
+    """Return whether an array has a bit for each element of a parameter."""
+    return name.startswith(f"{TIE}/")

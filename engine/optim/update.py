@@ -1,0 +1,194 @@
+"""One optimizer step over the state: what changes each parameter, and the pass that carries it out.
+
+[Note: the update]
+Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
+the same on every tier and in every step mode. Phases, for each parameter that had a gradient on any rank, in order:
+1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
+2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
+   scalar (1 / loss scale, and the clip);
+3. the kernel changes master and slots in place; the store takes them back (written behind);
+4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
+In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do. A split master (see
+[Note: the split]) is put together before phase 2 and taken apart after phase 3, which is phase 4 too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from zstore.store.stream import Tile
+
+from ..device.copies import GradientTiles, RowsUp, Transfers
+from ..params.record import ParameterRecord
+from ..params.tensors import as_torch
+from ..runtime.threads import one_thread
+from .kernel import ParameterStep
+from .state import OptimizerState
+
+Rows = Callable[[ParameterRecord], torch.Tensor | None]
+"""Gives this rank's rows of an averaged gradient, 1-D; None where they are on disk (`OptimizerState.spilled`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one step is taken with, fixed when the step is decided: what changes afterwards is the next step's."""
+
+    step: int
+    """Number of the step, from 1; errors name it."""
+    factor: float
+    """What the gradients are multiplied with, once, in fp32."""
+    groups: Sequence[Mapping[str, Any]]
+    """Settings of each parameter group: lr, betas, weight decay and so on."""
+
+    @staticmethod
+    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> Settings:
+        """Return a copy of the groups' present settings; their parameters are left out."""
+        copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        return Settings(step=step, factor=float(np.float32(factor)), groups=copies)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """Phases 2 to 4 of one record; one at a time, so that the gradient's rows are free when it is done."""
+
+    group: int
+    """Number of the record in the pass."""
+    state: OptimizerState
+    num_master: int
+    """What comes first in a tile: the master, or its parts."""
+    num_state: int
+    """Master and slots, which come next."""
+    rows: torch.Tensor | None
+    """This rank's rows of the gradient; None: they are in the tile."""
+    own: torch.Tensor | None
+    """The parameter's own rows, where the master is to be cast into them."""
+    step: ParameterStep
+    factor: float
+    rising: RowsUp
+    transfers: Transfers
+
+    @cached_property
+    def _gradient(self) -> GradientTiles | None:
+        return None if self.rows is None else GradientTiles(self.transfers, self.rows)
+
+    def apply(self, tile: Tile) -> None:
+        """Carry the phases out on one tile."""
+        views = [as_torch(view) for view in tile.views]
+        held, slots, others = views[: self.num_master], views[self.num_master : self.num_state], views[self.num_state :]
+        master = self.state.take_master(held)
+        if self._gradient is None:
+            gradient = GradientTiles(self.transfers, others.pop(0)).tile(0, master.numel(), master)
+        else:
+            gradient = self._gradient.tile(tile.first, tile.stop, master)
+        if self.factor != 1.0:
+            gradient.mul_(self.factor)
+        self.step.tile(master, gradient, slots)
+        self.state.put_master(master, held)
+        if others:
+            self.transfers.copy_into(others[0], master)
+        elif self.own is not None:
+            self.rising.put(self.own[tile.first : tile.stop], master)
+
+
+class Update:
+    """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
+
+    def __init__(
+        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: Settings, rows: Rows
+    ) -> None:
+        self.records = list(records)
+        self.settings = settings
+        self._state = state
+        self._rows = rows
+        self._steps: dict[ParameterRecord, ParameterStep] = {}
+
+    def run(
+        self,
+        *,
+        admit: Callable[[ParameterRecord, bool], bool] | None = None,
+        done: Callable[[ParameterRecord], None] | None = None,
+    ) -> None:
+        """Carry the changes out, in order. See [Note: the update].
+
+        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is told when its new state,
+        and its new rows, are the present ones.
+        """
+        mine = [record for record in self.records if record.owned_numel]
+
+        rising = RowsUp(self._state.transfers)
+
+        def ended(group: int) -> None:
+            rising.settle()
+            if done is not None:
+                done(mine[group])
+
+        with (
+            one_thread(bool(self._state.store.options.all_paths)),
+            self._state.passing(
+                [self._arrays(record) for record in mine],
+                "update",
+                modes=self._modes(mine),
+                admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
+                on_end=None if done is None else ended,
+            ) as tiles,
+        ):
+            change: _Change | None = None
+            for tile in tiles:
+                if change is None or change.group != tile.group:
+                    change = self._change_of(mine[tile.group], tile.group, rising)
+                change.apply(tile)
+        rising.settle()
+
+    def _arrays(self, record: ParameterRecord) -> list[str]:
+        names = self._state.arrays_of(record)
+        if record in self._state.spilled:
+            names.append(self._state.spilled[record])
+        if record.rest is not None and record.rest not in names:
+            names.append(record.rest)
+        return names
+
+    def _modes(self, records: Sequence[ParameterRecord]) -> dict[str, Any]:
+        modes: dict[str, Any] = {self._state.spilled[r]: "read" for r in records if r in self._state.spilled}
+        for record in records:
+            if record.rest is not None and record.rest not in self._state.arrays_of(record):
+                modes[record.rest] = "fill"
+        return modes
+
+    def _change_of(self, record: ParameterRecord, group: int, rising: RowsUp) -> _Change:
+        num_master = len(self._state.master_arrays(record))
+        casts = record.rest is None and num_master == 1 and not self._state.is_master(record)
+        return _Change(
+            group=group,
+            state=self._state,
+            num_master=num_master,
+            num_state=len(self._state.arrays_of(record)),
+            rows=self._rows(record),
+            own=record.owned() if casts else None,
+            step=self._step_of(record),
+            factor=self.settings.factor,
+            rising=rising,
+            transfers=self._state.transfers,
+        )
+
+    def _step_of(self, record: ParameterRecord) -> ParameterStep:
+        found = self._steps.get(record)
+        if found is None:
+            kernel, group = self._state.kernel_of(record)
+            found = self._steps[record] = kernel.start(self.settings.groups[group], self._state.scalars[record])
+        return found
+
+    def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
+        """Count the step in the scalars of `records`, those without rows here too."""
+        for record in records:
+            self._state.scalars[record] = self._step_of(record).scalars()

@@ -1,0 +1,272 @@
+"""Updates that run behind the training loop, on one thread, and whoever has to wait for them.
+
+[Note: step modes]
+none      `step()` takes the norm and updates everything before it returns.
+backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
+          `step()` waits for the rest. Nothing can be taken back: so it is for runs without clipping and loss scaling,
+          and a gradient that is not finite leaves a state that has to be loaded anew.
+forward   `step()` takes the norm and fixes what the step is: skipped or not, learning rates, step counts. Resident
+          parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
+          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
+          is left, and so does every call that reads the state. A save takes each array as its update is done.
+All give the same bits. An error is raised, with the number of its step, in whatever waits for the update, and the state
+is torn from then on. What may go wrong, and what follows from it, is in docs/design/0005-step-modes.md.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from zstore.errors import UsageError
+from zstore.format.partition import Grid
+from zstore.io.queue import Priority
+from zstore.io.shards import IoResources, ShardSummary
+from zstore.store import TensorStore
+from zstore.store.tiers import LocalShard, PinnedShard
+from zstore.store.tiers.base import Bytes
+
+from ..device.copies import Transfers
+from ..device.streams import Within
+from ..params.record import ParameterRecord
+from .update import Update
+
+Admit = Callable[[ParameterRecord, bool], bool]
+"""Asked, with the record and whether to wait for it, before its state is touched."""
+
+
+def _nothing() -> None:
+    """Nobody has to hear of the end."""
+
+
+class StepMode(Enum):
+    """When the update runs. See [Note: step modes]."""
+
+    NONE = "none"
+    """In `step()`."""
+    BACKWARD = "backward"
+    """Within the backward, as gradients arrive."""
+    FORWARD = "forward"
+    """Behind `step()`, before the next forward needs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """An update to carry out, and who is to hear of it."""
+
+    update: Update
+    admit: Admit | None
+    over: Callable[[], None]
+    within: Within
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Updater:
+    """Runs one update at a time on a thread of its own. Safe to use from several threads."""
+
+    def __init__(self, store: TensorStore, transfers: Transfers) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._pending: dict[ParameterRecord, list[LatePin]] = {}
+        """Records whose update is not done, and the pins that wait for it."""
+        self._held_back: set[ParameterRecord] = set()
+        """Those of them that may be read meanwhile, since their update was not admitted yet."""
+        self._error: BaseException | None = None
+        self._running: _Task | None = None
+        self.waits = 0
+        """Times that somebody had to wait for an update."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended an update before its end."""
+        return self._error
+
+    def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
+        """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was.
+
+        `over` is called from the thread when the update ended, well or badly.
+        """
+        self.complete()
+        if self._thread is None:
+            # A daemon: the interpreter would wait for another before it closes engines that were left open, whose
+            # update may wait for a backward that never comes.
+            self._thread = threading.Thread(target=self._serve, name="zstore-update", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._pending = {record: [] for record in update.records if record.owned_numel}
+            self._held_back = set() if admit is None else set(self._pending)
+        self._running = _Task(update=update, admit=admit, over=over, within=self._transfers.within())
+        self._tasks.put(self._running)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._run(task)
+            task.ended.set()
+            del task  # what it holds is not this thread's to keep
+
+    def _run(self, task: _Task) -> None:
+        def admitted(record: ParameterRecord, wait: bool) -> bool:
+            if task.admit is None or not task.admit(record, wait):
+                return task.admit is None
+            with self._changed:
+                self._held_back.discard(record)
+            return True
+
+        update = task.update
+        error: BaseException | None = None
+        try:
+            with task.within():
+                update.run(admit=admitted, done=self._done)
+        except BaseException as raised:
+            raised.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
+            error = raised
+        with self._changed:
+            # At once with the error: from here on nothing is pinned.
+            self._error = error
+            left, self._pending = self._pending, {}
+            self._changed.notify_all()
+        for pins in left.values():
+            for pin in pins:
+                pin.resolve(self._store, error)
+        task.over()
+
+    def _done(self, record: ParameterRecord) -> None:
+        with self._changed:
+            if self._pending.get(record):
+                self._transfers.settle()
+            for pin in self._pending.pop(record, []):
+                pin.resolve(self._store, None)
+            self._changed.notify_all()
+
+    def wait_for(self, records: Iterable[ParameterRecord]) -> None:
+        """Return when none of `records` waits for its update; raise what ended the update.
+
+        Before an update within the backward is admitted, the backward may still read what it will change.
+        """
+        if not self._pending and self._error is None:
+            return
+        with self._changed:
+            wanted = set(records) - self._held_back
+            if not wanted.isdisjoint(self._pending):
+                self.waits += 1
+                self._changed.wait_for(lambda: wanted.isdisjoint(self._pending))
+            if self._error is not None:
+                raise self._error
+
+    def wait(self) -> BaseException | None:
+        """Return when no update is under way: what ended the last one before its end, None where nothing did."""
+        if self._running is not None:
+            # May be interrupted: the update goes on, and the next call waits again.
+            self._running.ended.wait()
+            self._running = None
+        return self._error
+
+    def complete(self) -> None:
+        """Return when the update under way is done; raise what ended it."""
+        error = self.wait()
+        if error is not None:
+            raise error
+
+    def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
+        """Return pins of arrays of `record`: of the present version, or of the one that its update will make.
+
+        Raises UsageError where an update failed.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise UsageError(
+                    "an update failed, so that the state is a mixture of two steps: load a checkpoint before saving one"
+                ) from self._error
+            waiting = self._pending.get(record)
+            if waiting is None:
+                return dict(self._store.snapshot(names).pins)
+            late = {name: LatePin(self._store, name) for name in names}
+            waiting += late.values()
+            return dict(late)
+
+    def forget(self) -> None:
+        """Wait for the end of an update and forget its error (before a load, which mends what it left)."""
+        self.wait()
+        self._error = None
+
+    def close(self) -> None:
+        """Complete what is under way and end the thread."""
+        self.forget()
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class LatePin:
+    """A pin of the version that an update under way will make. See `PinnedShard`."""
+
+    def __init__(self, store: TensorStore, name: str) -> None:
+        self._name = name
+        self._local = store.local(name)
+        self._tier = store.tier_of(name)
+        self._found: Future[PinnedShard] = Future()
+        self._lock = threading.Lock()
+
+    def resolve(self, store: TensorStore, error: BaseException | None) -> None:
+        """Pin the present version, or carry the error that kept it from being made (the updater's call)."""
+        with self._lock:
+            if self._found.done():  # released before
+                return
+            try:
+                if error is not None:
+                    raise error
+                self._found.set_result(store.snapshot([self._name]).pins[self._name])
+            except BaseException as raised:
+                self._found.set_exception(raised)
+
+    @property
+    def local(self) -> LocalShard:
+        """See `PinnedShard`."""
+        return self._local
+
+    @property
+    def tier(self) -> str:
+        """See `PinnedShard`."""
+        return self._tier
+
+    @property
+    def version(self) -> int | None:
+        """See `PinnedShard`."""
+        return None
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError where the update failed."""
+        self._made().copy_into(out, grid, shard)
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError where the update failed."""
+        return self._made().checksums(res, grid, shard)
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError where the update failed."""
+        return self._made().publish(res, path, grid, shard, priority)
+
+    def _made(self) -> PinnedShard:
+        error = self._found.exception()
+        if error is not None:
+            raise UsageError(
+                f"array {self._name!r}: its update failed, so there is nothing to save: {error}"
+            ) from error
+        return self._found.result()
+
+    def release(self) -> None:
+        """See `PinnedShard.release`."""
+        with self._lock:
+            if not self._found.done():
+                self._found.set_exception(UsageError(f"array {self._name!r}: the pin was released"))
+            if self._found.exception() is None:
+                self._found.result().release()

@@ -1,0 +1,1 @@
+"""Parameters of the model: their records, units and types."""

@@ -1,0 +1,72 @@
+"""The types in which gradients are reduced over the ranks and accumulated over micro-batches.
+
+[Note: types of gradients]
+Autograd makes a gradient in the parameter's type. `communication_data_type` is the type in which it is sent to other
+ranks, by default the parameter's: the mean is summed in fp32 and rounded to it once. `data_types.grad_accum_dtype` is the
+type in which micro-batches accumulate, by default fp32 over more than one: in 16 bits a sum of 256 equal gradients of
+bf16 no longer grows. The gradient of a single micro-batch needs no more than the type that it came in.
+
+What is held may be wider than the sum in it. In the first micro-batch of a step a parameter may get its gradient in parts
+(reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in the
+type of a single micro-batch, in memory that has room for those that follow. A step that turns out to have more
+micro-batches than expected widens what is held when the second one comes. So the bits do not depend on what was expected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..config import Config
+from .tensors import PRECISIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientTypes:
+    """What a run asks for. See [Note: types of gradients]."""
+
+    accumulation: torch.dtype | None = None
+    """Type in which gradients are held whatever the number of micro-batches; None: the default."""
+    reduction: torch.dtype | None = None
+    """Type in which they are reduced; None: the parameter's. Of one rank always None."""
+    accumulates: bool = False
+    """Whether a step is planned to have more than one micro-batch."""
+
+    @staticmethod
+    def of(config: Config, world_size: int) -> GradientTypes:
+        """Return the types that a resolved config asks for."""
+        accumulation, reduction = config.grad_accum_dtype, config.communication_data_type
+        return GradientTypes(
+            accumulation=None if accumulation is None else PRECISIONS[accumulation],
+            reduction=None if reduction is None or world_size == 1 else PRECISIONS[reduction],
+            accumulates=config.batch.accumulation_steps > 1,
+        )
+
+    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of parameters of `dtype` travel between ranks."""
+        return self.reduction or dtype
+
+    def held(self, dtype: torch.dtype, *, several: bool) -> torch.dtype:
+        """Return the type of the sum of one micro-batch's, or `several` micro-batches' gradients of parameters of
+        `dtype`."""
+        if self.accumulation is not None:
+            return self.accumulation
+        return torch.float32 if several else self.reduced(dtype)
+
+    def planned(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
+        return self.held(dtype, several=self.accumulates)
+
+
+def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add `part` to `held`, which can hold any value of `dtype`; the sum is rounded to `dtype`."""
+    if held.dtype == dtype:
+        held.add_(part)
+    else:
+        held.copy_(held.to(dtype).add_(part))
+
+
+def is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether memory of `dtype` has no room for values of the type `wanted`."""
+    return dtype.itemsize < wanted.itemsize

@@ -1,0 +1,217 @@
+"""Keeps the model's parameters and the engine's state of them together after `initialize`.
+
+[Note: what would part them]
+The engine updates the memory that it gave each parameter, of the type and on the device that the config asks for. Were a
+parameter given other memory, the updates would go on in the old one and the model would never see them. So:
+
+- Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all go through `_apply`, which
+  each module of the model has as an attribute of its own while the engine is open. A conversion that changes nothing passes;
+  any other is refused before it begins.
+- What goes past that (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
+  parameter that is to be trained) is found at the next forward or step, by addresses and identities: some hundred
+  nanoseconds for each parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from .record import ParameterRecord
+
+_log = logging.getLogger("zstore")
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+_MOST_PROBE_DIMS = 5
+
+
+class ParameterGuard:
+    """Watches the parameters of one run. See [Note: what would part them]."""
+
+    def __init__(
+        self, roots: dict[str, nn.Module | None], model: nn.Module, records: Sequence[ParameterRecord]
+    ) -> None:
+        self._roots = roots
+        self._model = model
+        self._records = {record.parameter: record for record in records}
+        self._laid_out = [
+            (record, record.parameter, record.dtype, record.group is None and not record.parameter.requires_grad)
+            for record in records
+        ]
+        """Each parameter with its type, and whether it was frozen."""
+        self._later: dict[nn.Parameter, str] = {}
+        """Frozen parameters that were added later, which the user was told of, and their names."""
+        self._tables: list[dict[str, Any]] = []
+        self._entries: list[Any] = []
+        self._note_structure()
+        self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
+
+    def remove(self) -> None:
+        """Let everything pass again; a second call does nothing."""
+        for noted in (self._laid_out, self._later, self._tables, self._entries):
+            noted.clear()
+        while self._shadows:
+            self._shadows.pop().remove()
+
+    # -- conversions ------------------------------------------------------------------------------------------------
+
+    def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
+        """Raise UsageError where `convert` would change a parameter of `module`. Values are not touched: it is tried on
+        small tensors of the same kinds."""
+        tried: set[tuple[torch.dtype, torch.device, int]] = set()
+        for name, parameter in module.named_parameters():
+            kind = parameter.dtype, parameter.device, parameter.dim()
+            if parameter not in self._records or kind in tried:
+                continue
+            tried.add(kind)
+            dtype, device, dims = kind
+            probe = torch.zeros((2,) * min(dims, _MOST_PROBE_DIMS), dtype=dtype, device=device)
+            address, strides = probe.data_ptr(), probe.stride()
+            with torch.no_grad():
+                made = convert(probe)
+            if (made.dtype, made.device) != (dtype, device):
+                change = f"is {_kind(parameter)} and would become {_kind(made)}"
+                raise UsageError(f"{self._refusal(module)}: parameter {name!r} {change}. {_ADVICE}")
+            if (made.data_ptr(), made.stride()) != (address, strides):
+                raise UsageError(f"{self._refusal(module)}: parameter {name!r} would move to other memory. {_ADVICE}")
+
+    def _refusal(self, module: nn.Module) -> str:
+        which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
+        return f"{which} cannot be converted after initialize()"
+
+    # -- what goes past them ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise UsageError where a parameter is no longer the one that the engine trains; replaced memory is put back.
+
+        Without gradients, frozen parameters may be thawed, as adapters are that serve as a reference.
+        """
+        trains = torch.is_grad_enabled()
+        for record, parameter, dtype, frozen in self._laid_out:
+            moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
+            if moved or (frozen and trains and parameter.requires_grad):
+                self._refuse(record)
+        for parameter, name in self._later.items():
+            if trains and parameter.requires_grad:
+                raise UsageError(_added(name))
+        entries = self._listed()
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._check_structure()
+
+    def _refuse(self, record: ParameterRecord) -> None:
+        parameter = record.parameter
+        if parameter.data_ptr() == record.address and parameter.dtype is record.dtype:
+            raise UsageError(
+                f"parameter {record.name!r} was frozen at initialize() and has requires_grad=True now, but there is no "
+                "optimizer state for it, so it would never change: make it trainable before initialize(), where it may be "
+                "frozen again and thawed later, or set requires_grad=False"
+            )
+        found = _kind(parameter)
+        record.point_back()
+        raise UsageError(
+            f"parameter {record.name!r} got other memory after initialize() ({found}; the engine trains it as "
+            f"{_kind(parameter)}), which no step would change. The engine's values are back in place. To change "
+            "values, call engine.set_full_parameter(name, values), or use `with zstore.gather(parameter, "
+            f"modifier_rank=0):`. {_ADVICE}"
+        )
+
+    def _note_structure(self) -> None:
+        """Note which parameters and modules there are."""
+        modules = [module for root in self._roots.values() if root is not None for module in root.modules()]
+        self._tables = [self._roots, *(table for m in modules for table in (m._parameters, m._modules))]
+        self._entries = self._listed()
+
+    def _listed(self) -> list[Any]:
+        """Return all parameters and modules in the tables, without reading any as an attribute of its module."""
+        return [*chain.from_iterable(map(dict.values, self._tables))]
+
+    def _check_structure(self) -> None:
+        """Raise UsageError where there is a parameter to train that the engine does not know."""
+        added = {
+            parameter: name
+            for root in self._roots.values()
+            if root is not None
+            for name, parameter in root.named_parameters()
+            if parameter not in self._records and parameter not in self._later
+        }
+        for parameter, name in added.items():
+            if parameter.requires_grad:
+                raise UsageError(_added(name))
+        if added:
+            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
+            _log.warning(
+                "parameter %r%s: added to the model after initialize(); checkpoints do not have it",
+                next(iter(added.values())),
+                more,
+            )
+            self._later |= added
+        self._note_structure()
+
+
+_ADVICE = (
+    'Choose the type in the config ("bf16", "fp16") or convert the model before initialize(); for other software, write '
+    "engine.save_16bit_model(folder, dtype=...) or take engine.module_state_dict(). After engine.close() the model may be "
+    "converted"
+)
+
+
+def _added(name: str) -> str:
+    return (
+        f"parameter {name!r} was added to the model, or put in the place of another, after initialize(): no step would change "
+        "it. Complete the model before initialize(); to change the values of a parameter, call "
+        "engine.set_full_parameter(name, values)"
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+class _Shadow:
+    """A module's `_apply` while the engine is open. Copies and pickles of the module have the usual one."""
+
+    def __init__(self, module: nn.Module, check: Callable[[nn.Module, Convert], None]) -> None:
+        self._module = weakref.ref(module)
+        self._check = check
+        self._own = module.__dict__.get("_apply")
+        module.__dict__["_apply"] = self
+
+    def __call__(self, fn: Convert, *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert the module with `fn`, which changes none of its parameters, or raise UsageError."""
+        module = self._living()
+        self._check(module, fn)
+        usual = self._own or MethodType(type(module)._apply, module)
+        result: nn.Module = usual(fn, *args, **kwargs)
+        return result
+
+    def _living(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise UsageError("the module is gone")
+        return module
+
+    def remove(self) -> None:
+        """Give the module its usual method back."""
+        module = self._module()
+        if module is not None and module.__dict__.get("_apply") is self:
+            del module.__dict__["_apply"]
+            if self._own is not None:
+                module.__dict__["_apply"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._living())]
+        return MethodType(type(copied)._apply, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._living(), "_apply")

@@ -1,0 +1,111 @@
+"""The model before training: on its device, in its type, the same on every rank."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+
+
+def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
+    """Raise UsageError for a model that cannot be trained, where its parameters are gathered (`gathers`) or anywhere,
+    and where the ranks have different models (all ranks)."""
+    error = _fault(model, gathers)
+    world.raise_together(error)
+    mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    theirs = world.broadcast_object(mine)
+    odd = next((f"{a} here, {b} there" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
+    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    raise UsageError(
+        f"ranks {ranks} have another model than rank 0; parameters differ, on rank {world.rank} first: "
+        f"{'none' if mine == theirs else odd}. Build the same model on every rank"
+    )
+
+
+def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
+    """Return what is wrong with the model on this rank."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            return UsageError(
+                f"parameter {name!r} is on the meta device and has no values: build the model on a real device"
+            )
+        if parameter.is_complex():
+            return UsageError(
+                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: hold its "
+                "view_as_real() as the parameter, and take view_as_complex() in forward"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
+        # What torch.compile(module) and module.compile() leave behind.
+        if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
+            return UsageError(
+                f"module {name!r} is compiled, which cannot be traced while parameters come and go: leave torch.compile "
+                "out, or use a stage below 3 without offload_param"
+            )
+    return None
+
+
+def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
+
+    What several modules share stays shared; what is expanded gets memory of its own.
+    """
+    placed: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer not in placed:
+                here = buffer.to(world.device).contiguous()
+                world.broadcast(here)
+                placed[buffer] = here.to(dtype) if here.is_floating_point() else here
+            setattr(module, name, placed[buffer])
+
+
+def place_parameter(parameter: nn.Parameter, world: World) -> None:
+    """Move a parameter to its device and take rank 0's values; it keeps its type (all ranks)."""
+    parameter.data = parameter.data.to(world.device).contiguous()
+    parameter.grad = None
+    world.broadcast(parameter.data)
+
+
+def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values`, contiguous, in memory that nothing else lies in; cast to `dtype` where they are floating."""
+    cast = values.to(dtype) if values.is_floating_point() else values
+    storage = cast.untyped_storage()
+    alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
+    # A slice of a file that was mapped, or of a larger tensor, cannot be released by itself.
+    return cast if alone and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write the config of a transformers model beside its weights, as `from_pretrained` wants it."""
+    for name in ("config", "generation_config"):
+        config: Any = getattr(model, name, None)
+        if config is not None and callable(getattr(config, "save_pretrained", None)):
+            if name == "config" and not getattr(config, "architectures", None):
+                config = copy.deepcopy(config)
+                config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (fully qualified name, buffer) of each buffer that a state_dict of the model has, once."""
+    seen: set[torch.Tensor] = set()
+    for path, module in model.named_modules():
+        left_out = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in left_out and buffer not in seen:
+                seen.add(buffer)
+                yield (f"{path}.{name}" if path else name), buffer

@@ -1,0 +1,237 @@
+"""A record for each parameter: its name, its rows, its memory.
+
+[Note: the memory of a parameter]
+`full` is a 1-D tensor over the gathered memory. It is an alias: writing through it does not count as a change of the
+parameter, so autograd does not refuse what it saved before. A sharded parameter (stage 3) is RESIDENT never;
+released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
+and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
+alias it; gathering fills that very storage again. A parked parameter is released but for its memory, which stays.
+
+Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
+Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid
+
+from .sharding import Sharding
+from .tensors import advise_huge_pages, dtype_name
+
+
+class Residency(Enum):
+    """Which copy of its values a parameter has."""
+
+    RESIDENT = "resident"
+    """All values, always, in `full`; this rank's rows are a part of it."""
+    GATHERED = "gathered"
+    """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
+    RELEASED = "released"
+    """This rank's rows alone, in `shard` or `rest`; `full` has no memory, or one that nobody reads."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ParameterRecord:
+    """What the engine knows of one parameter. Nothing is hung on the parameter itself."""
+
+    name: str
+    """Fully qualified name; of a tied parameter, the first in module order."""
+    aliases: tuple[str, ...]
+    """Its other names."""
+    parameter: nn.Parameter
+    grid: Grid
+    """How it is cut over all ranks; files in a checkpoint are cut so at every stage."""
+    state_grid: Grid
+    """How this rank's state is cut: `grid`, or where state is not sharded one shard of everything."""
+    state_shard: int
+    """Number of this rank's shard on `state_grid`."""
+    world_size: int
+    """Ranks that `grid` cuts for."""
+    group: int | None
+    """Index of its parameter group; None: frozen, or not given to the optimizer."""
+    full: torch.Tensor
+    """1-D [numel]. See [Note: the memory of a parameter]."""
+    shard: torch.Tensor | None = None
+    """1-D, this rank's rows without padding; None where the parameter is resident or rests in the store."""
+    rest: str | None = None
+    """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
+    where that has the parameter's type."""
+    residency: Residency = Residency.RESIDENT
+    address: int = field(init=False)
+    """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
+    shape: torch.Size = field(init=False)
+    """The parameter's, as long as nobody else gives it other memory."""
+
+    def __post_init__(self) -> None:
+        self.address, self.shape = self.parameter.data_ptr(), self.parameter.shape
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return self.full.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameter and of its gradient."""
+        return self.full.dtype
+
+    @cached_property
+    def owned_range(self) -> tuple[int, int]:
+        """Global flat elements `[first, stop)` whose state this rank holds."""
+        first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
+        return first, first + self.state_grid.shard_valid_numel(self.state_shard)
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements of this rank's rows."""
+        first, stop = self.owned_range
+        return stop - first
+
+    def owned(self) -> torch.Tensor:
+        """Return this rank's rows at rest, 1-D without padding: what an update writes to.
+
+        Raises UsageError where they rest in the store.
+        """
+        if self.rest is not None:
+            raise UsageError(f"parameter {self.name!r} rests in the store as {self.rest!r}: read or write it there")
+        if self.shard is not None:
+            return self.shard
+        first, stop = self.owned_range
+        return self.full[first:stop]
+
+    def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
+        """Return the array of this parameter in `group` ("model", "optimizer/exp_avg")."""
+        return ArraySpec(
+            name=f"{group}/{self.name}",
+            shape=tuple(self.parameter.shape),
+            dtype=dtype_name(dtype),
+            aliases=self.aliases if group == "model" else (),
+        )
+
+    # -- residency: see [Note: the memory of a parameter] -------------------------------------------------------------
+
+    def shard_memory(self, rows: torch.Tensor | None = None) -> None:
+        """Keep this rank's rows, or 1-D `rows` in place of them, in memory of their own and release the rest."""
+        first, stop = self.owned_range
+        memory = self.full.new_zeros(self.grid.shard_numel)
+        self.shard = memory[: stop - first]
+        self.shard.copy_(self.full[first:stop] if rows is None else rows)
+        self.release()
+
+    def padded_shard(self) -> torch.Tensor:
+        """Return `shard` with the zeros behind it, 1-D [shard_numel]."""
+        if self.shard is None:
+            raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
+        return self.shard.as_strided((self.grid.shard_numel,), (1,))
+
+    def make_room(self) -> None:
+        """Give `full` its memory back, with undefined values, before it is gathered."""
+        self.full.untyped_storage().resize_(self._padded_numel * self.full.element_size())
+        advise_huge_pages(self.full)
+
+    @property
+    def _padded_numel(self) -> int:
+        return self.grid.shard_numel * self.world_size
+
+    def padded_full(self) -> torch.Tensor:
+        """Return `full` with the room behind it, 1-D [world_size x shard_numel]: the rows of all ranks."""
+        return self.full.as_strided((self._padded_numel,), (1,))
+
+    def point_at_full(self) -> None:
+        """Make the gathered values the parameter's own."""
+        self._point_at(self.full.view(self.shape))
+        self.residency = Residency.GATHERED
+
+    def _point_at(self, values: torch.Tensor) -> None:
+        self.parameter.data = values
+        self.address = values.data_ptr()
+
+    def point_back(self) -> None:
+        """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
+        if self.residency is Residency.RELEASED:
+            self.park()
+        else:
+            self._point_at(self.full.view(self.shape))
+
+    def lend(self) -> torch.Tensor:
+        """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` wants."""
+        former, self.full = self.full, torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
+        return former
+
+    def take_back(self, former: torch.Tensor, *, keep: bool) -> None:
+        """Undo `lend`: the parameter is released, or with `keep` its values move to its own memory."""
+        lent, self.full = self.full, former
+        if not keep:
+            self.release()
+            return
+        self.make_room()
+        self.full.copy_(lent)
+        self.point_at_full()
+
+    def release(self) -> None:
+        """Free the gathered memory; the parameter becomes a view of one NaN."""
+        self.park()
+        self.full.untyped_storage().resize_(0)
+
+    def park(self) -> None:
+        """Let the parameter become a view of one NaN, and keep the gathered memory."""
+        hole = torch.full(
+            (1,), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.full.device
+        )
+        self._point_at(hole.expand(self.numel).view(self.shape) if self.numel else hole[:0].view(self.shape))
+        self.residency = Residency.RELEASED
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], nn.Parameter]]:
+    """Yield (name, other names, parameter), each parameter once, in module order.
+
+    Raises UsageError where two parameters share memory without being one: training would part them.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    seen: dict[int, str] = {}
+    for parameter, (name, *aliases) in names.items():
+        if parameter.numel() and not parameter.is_meta:
+            other = seen.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise UsageError(
+                    f"parameters {other!r} and {name!r} share memory but are two objects, so training would part them: "
+                    f"assign the parameter itself (`a.weight = b.weight`) before initialize()"
+                )
+        yield name, tuple(aliases), parameter
+
+
+def make_record(
+    name: str,
+    aliases: tuple[str, ...],
+    parameter: nn.Parameter,
+    *,
+    group: int | None,
+    sharding: Sharding,
+    rank: int,
+) -> ParameterRecord:
+    """Return the record of a parameter whose values are contiguous in memory of their own."""
+    stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
+    grid = make_grid(stored_shape, sharding.world_size)
+    return ParameterRecord(
+        name=name,
+        aliases=aliases,
+        parameter=parameter,
+        grid=grid,
+        state_grid=grid if sharding.optimizer_state else make_grid(stored_shape, 1),
+        state_shard=rank if sharding.optimizer_state else 0,
+        world_size=sharding.world_size,
+        group=group,
+        full=parameter.data.view(-1),
+    )

@@ -1,0 +1,106 @@
+"""Units: parameters that travel together. Pure: reads a module tree, changes nothing.
+
+[Note: how a model falls into units]
+- A child of an outermost ModuleList that holds parameters is a unit with all of its subtree: a transformer block. One
+  that has more elements than may be gathered at a time falls into its own parameters and its children, and so on.
+- Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
+- Containers without a forward (ModuleList, ModuleDict, ParameterList) are never called, so they are no units: their
+  modules are, and their own parameters go with the module that holds them. nn.MultiheadAttention reads its output
+  projection without calling it and is a unit as a whole.
+- Parameters that no callable module holds make up a last unit without modules; nothing gathers it, so it stays
+  resident.
+- A parameter belongs to the first unit that uses it in module order, which reduces its gradient; every unit that uses
+  it gathers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from .record import ParameterRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that are gathered, released and reduced together."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    """Modules whose forward needs the unit: the unit's own module first, then those of its subtree with parameters."""
+    parameters: tuple[ParameterRecord, ...]
+    """All parameters that the modules use, in module order."""
+    owned: tuple[ParameterRecord, ...]
+    """Those that belong to this unit."""
+
+
+def find_units(
+    model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord], live_numel: int | None = None
+) -> list[Unit]:
+    """Return the units of `model` in module order; every parameter belongs to exactly one.
+
+    A block of more than `live_numel` elements is several units.
+    """
+    units: list[Unit] = []
+    taken: set[ParameterRecord] = set()
+    for name, modules in _unit_modules(model, "", False, live_numel):
+        used = dict.fromkeys(records[p] for module in modules for p in _own_parameters(module))
+        if not used:
+            continue
+        owned = tuple(record for record in used if record not in taken)
+        taken.update(owned)
+        units.append(Unit(name, modules, tuple(used), owned))
+    rest = tuple(record for record in records.values() if record not in taken)
+    return [*units, Unit("(in no module that is called)", (), rest, rest)] if rest else units
+
+
+def called_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that some unit gathers."""
+    return {
+        p for _, modules in _unit_modules(model, "", False, None) for module in modules for p in _own_parameters(module)
+    }
+
+
+def _unit_modules(
+    module: nn.Module, name: str, in_list: bool, live_numel: int | None
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Yield (name, modules) of each unit in the subtree; `in_list` where the parent is a ModuleList, or was split."""
+    callable_ = _has_forward(module)
+    whole = isinstance(module, nn.MultiheadAttention)
+    split = (
+        in_list and not whole and live_numel is not None and sum(p.numel() for p in module.parameters()) > live_numel
+    )
+    if callable_ and (whole or (in_list and not split)):
+        yield name, tuple(dict.fromkeys(m for m in module.modules() if m is module or _own_parameters(m)))
+        return
+    if callable_ and _own_parameters(module):
+        yield name, (module,)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        # A ModuleDict in a ModuleList is not called either: its children are the blocks.
+        below = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
+        yield from _unit_modules(child, path, below, live_numel)
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a call of `module` itself may read: its own and those of its parameter lists."""
+    if not _has_forward(module):
+        return []
+    own = list(module.parameters(recurse=False))
+    for child in module.children():
+        if not _has_forward(child):
+            own.extend(_uncallable_parameters(child))
+    return own
+
+
+def _uncallable_parameters(container: nn.Module) -> Iterator[nn.Parameter]:
+    yield from container.parameters(recurse=False)
+    for child in container.children():
+        if not _has_forward(child):
+            yield from _uncallable_parameters(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

@@ -1,0 +1,165 @@
+"""From a model and a config to what `placement` needs to know. The engine and `zstore plan` both ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.format.shardfile import round_up
+from zstore.io.buffers import PAGE_BYTES
+from zstore.store import StoreOptions
+
+from ..config import Config
+from ..params.gradient_types import GradientTypes
+from ..params.record import ParameterRecord, named_parameters
+from ..params.sharding import Persistence, Sharding
+from ..params.tensors import PRECISIONS, dtype_name
+from ..params.units import called_parameters, find_units
+from ..zero.spill import spill_pool_bytes
+from .placement import Need, PlacementSettings
+from .schedule import PrefetchLimits, count_fetches
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """One parameter of a model, whatever memory it has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As it is trained: floating types are cast to the config's precision."""
+    is_called: bool = True
+    """Some unit gathers it; one that no module reads cannot be sharded (stage 3)."""
+
+
+def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
+    """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
+    called = called_parameters(model)
+    return [
+        ParameterShape(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(PRECISIONS[precision] if parameter.is_floating_point() else parameter.dtype),
+            is_called=parameter in called,
+        )
+        for name, _, parameter in named_parameters(model)
+    ]
+
+
+def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list[str]]:
+    """Return the names of the parameters that each unit of `model` gathers, units in module order; a block of more than
+    `live_numel` elements is several."""
+    records: dict[nn.Parameter, ParameterRecord] = {}
+    for name, aliases, parameter in named_parameters(model):
+        stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
+        grid = make_grid(stored_shape, 1)
+        records[parameter] = ParameterRecord(
+            name=name,
+            aliases=aliases,
+            parameter=parameter,
+            grid=grid,
+            state_grid=grid,
+            state_shard=0,
+            world_size=1,
+            group=None,
+            full=torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"),
+        )
+    return [[record.name for record in unit.parameters] for unit in find_units(model, records, live_numel)]
+
+
+def find_needs(
+    shapes: Sequence[ParameterShape],
+    slots: Mapping[str, tuple[str, ...]],
+    config: Config,
+    *,
+    world_size: int,
+    rank: int,
+    units: Sequence[Sequence[str]] = (),
+) -> list[Need]:
+    """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
+    parameters that each unit gathers, in the order in which units run."""
+    sharding = Sharding.of_stage(config.stage, world_size)
+    rests_apart = sharding.parameters or config.offload_param.device != "none"
+    types = GradientTypes.of(config, world_size)
+    persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
+    needs: list[Need] = []
+    for one in shapes:
+        spec = ArraySpec(name=f"model/{one.name}", shape=one.shape, dtype=one.dtype)
+        needs.append(
+            Need(
+                name=one.name,
+                grid=make_grid(spec.stored_shape, world_size if sharding.optimizer_state else 1),
+                shard=rank if sharding.optimizer_state else 0,
+                dtype=one.dtype,
+                gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
+                slots=slots.get(one.name),
+                stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
+                whole_gradient=world_size > 1 and not sharding.gradients,
+                splits_master=config.splits_master,
+            )
+        )
+    fetches = _fetches(needs, units, config, world_size)
+    return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
+
+
+def _fetches(
+    needs: Sequence[Need], units: Sequence[Sequence[str]], config: Config, world_size: int
+) -> Mapping[str, int]:
+    """Return how often a micro-batch brings the parameters that do not stay gathered, in units that run in order."""
+    numel = {need.name: need.numel for need in needs if not need.stays_gathered}
+    gathered = [names for unit in units if (names := [name for name in unit if name in numel])]
+    return count_fetches(
+        gathered,
+        [sum(numel[name] for name in names) for names in gathered],
+        prefetch_limits(config),
+        late={need.name for need in needs if need.slots is None},
+        reads_ahead=int(world_size > 1),
+    )
+
+
+def prefetch_limits(config: Config) -> PrefetchLimits:
+    """Return how much memory the config lets units take ahead of their use."""
+    return PrefetchLimits(
+        prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
+    )
+
+
+def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
+    """Return what a resolved config asks for; `budget_bytes` is one rank's share of the machine's budget."""
+    zero = config.settings.zero_optimization
+    return PlacementSettings(
+        optimizer=config.offload_optimizer.device,
+        ratio=zero.offload_optimizer.ratio,
+        parameters=config.offload_param.device,
+        max_in_cpu_numel=zero.offload_param.max_in_cpu,
+        budget_bytes=budget_bytes,
+        buffer_bytes=buffer_bytes(config, budget_bytes),
+        # Within the backward each gradient is used as it arrives.
+        holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
+        accumulation_steps=config.batch.accumulation_steps,
+        device_is_host=device_is_host,
+        pins_buffers=not device_is_host,
+        pins_state=config.pin_memory and not device_is_host,
+    )
+
+
+def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
+    """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
+    options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
+    pools = [options.pool_bytes]
+    if config.offload_param.device != "none":
+        pools.append(parameter_pool_bytes(config, options))
+    if budget_bytes is not None and config.offload_optimizer.device == "nvme":
+        pools.append(spill_pool_bytes(budget_bytes))
+    return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
+
+
+def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
+    """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
+    count, numel = config.parameter_buffers
+    return count * min(numel * PRECISIONS[config.precision].itemsize, options.span_bytes)

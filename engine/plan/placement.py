@@ -1,0 +1,496 @@
+"""Where every byte of training state rests: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
+
+[Note: placement]
+The device keeps what is not offloaded, and `1 - ratio` of the optimizer state's elements. Of the rest:
+- "cpu" rests in host memory and "nvme" on disk, but a shard under 64 KiB in host memory always, since a request to the
+  disk would cost more; gradients that wait for the update rest in host memory.
+- Under a host budget "nvme" means: in memory as far as the budget goes, the rest on disk. Buffers come first, then what
+  has no other place. What is left goes to whatever saves most bytes of disk traffic per byte of memory, in whole
+  parameters: 16-bit parameters save 3 bytes a byte (read in forward and in backward, written by the update), gradients
+  and optimizer state 2; padding on disk decides among equals; what is alike is spread over the model. A step visits all of it
+  in a circle, where an LRU cache would never hit; a fixed part in memory always does.
+- Taking the densest first, and skipping what does not fit, makes disk traffic monotone in the budget: where a larger
+  budget takes an item that a smaller one has to skip, all that the smaller one may still take is worth less than that
+  item, for it is smaller and saves no more per byte.
+
+A split master (bf16 alone) is the parameter, wherever that rests, and its low 16 bits and ties beside the slots.
+A trained fp32 parameter is its own master, and the master rests where the parameter does. Only where the parameter
+stays on the device and its optimizer state does not, the state has a master of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from zstore.errors import ConfigError
+from zstore.format.arrays import numpy_dtype
+from zstore.format.partition import Grid
+from zstore.format.shardfile import ShardLayout, layout_of, round_up
+from zstore.store.store import SMALL_SHARD_BYTES
+
+from .report import over_budget
+from .spread import spread_turns
+from .tally import Held, Traffic
+
+Rest = Literal["device", "host", "disk"]
+OffloadTier = Literal["none", "cpu", "nvme"]
+Field = Literal["parameter", "gradient", "state"]
+
+FP32 = "float32"
+_HOST_ALIGN_BYTES = 64
+"""The host tier gives shards memory in multiples of this."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One parameter, as its placement needs to know it."""
+
+    name: str
+    grid: Grid
+    """How the arrays of its state are cut (`ParameterRecord.state_grid`)."""
+    shard: int
+    """Number of this rank's shard on `grid`."""
+    dtype: str
+    """Type of the parameter, as "bfloat16"."""
+    gradient_dtype: str
+    """Type in which its gradient waits for the update."""
+    slots: tuple[str, ...] | None
+    """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
+    stays_gathered: bool
+    """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
+    whole_gradient: bool = False
+    """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
+    fetches: int = 2
+    """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
+    is still there."""
+    splits_master: bool = False
+    """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.grid.rows * self.grid.row_numel
+
+    @cached_property
+    def rows_numel(self) -> int:
+        """Elements of this rank's rows, padding left out."""
+        return self.grid.shard_valid_numel(self.shard)
+
+    def layout(self, dtype: str) -> ShardLayout:
+        """Return the layout of the file that would hold this rank's rows in `dtype`."""
+        return _layout(self.grid, self.shard, dtype)
+
+    def is_small(self, dtype: str) -> bool:
+        """Tell whether the store keeps the rows in `dtype` in host memory where the disk was asked for."""
+        return self.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
+
+
+_layout = lru_cache(maxsize=4096)(layout_of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    """What was asked for. Bytes and elements are this rank's."""
+
+    optimizer: OffloadTier = "none"
+    ratio: float = 1.0
+    """Share of the optimizer state's elements that is updated off the device, 0 to 1."""
+    parameters: OffloadTier = "none"
+    """Tier of the parameters that do not stay gathered (stage 3)."""
+    max_in_cpu_numel: int | None = None
+    """Most elements of parameters in host memory with "nvme". None: with a budget as many as fit, else none."""
+    budget_bytes: int | None = None
+    """Host memory for buffers and whatever rests in host memory. None: no limit, and "nvme" means on disk."""
+    buffer_bytes: int = 0
+    """Transfer buffers: all pools together."""
+    holds_gradients: bool = True
+    """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
+    used as it arrives."""
+    accumulation_steps: int = 1
+    """Forwards of one step on this rank: parameters on disk are read again in each."""
+    device_is_host: bool = True
+    """The device is the CPU: what is on the device lies in host memory too, beside the budget."""
+    pins_buffers: bool = False
+    """Transfer buffers are registered with the device's driver."""
+    pins_state: bool = False
+    """What rests in host memory is registered too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one parameter's state rests. See [Note: placement] for the master of an fp32 parameter."""
+
+    state: Rest
+    """Optimizer slots, and the master where it is separate."""
+    parameter: Rest
+    """This rank's rows between uses; of one that stays gathered, all values."""
+    gradient: Rest
+    """This rank's rows while they wait for the update. "device": where the backward leaves them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where one rank's training state rests, and what a step moves."""
+
+    settings: PlacementSettings
+    placements: Mapping[str, Placement]
+    """By parameter, in order."""
+    stay_gathered: frozenset[str]
+    """Parameters of which every rank has all values on its device always."""
+    held: Mapping[str, Held]
+    """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
+    arrive), "master", each slot, "buffers"."""
+    traffic: Mapping[str, Traffic]
+    """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
+    files: tuple[tuple[Field, int], ...]
+    """What each file on disk is of, and its bytes, with index, checksums and padding; in the order in which they are
+    made."""
+    budget_used_bytes: int
+    """Bytes of host memory that count against the budget, buffers included."""
+    budget_full_bytes: int
+    """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
+    gathered_bytes: int
+    """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files. As much again is needed while a checkpoint holds the version before."""
+        return sum(nbytes for _, nbytes in self.files)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that rest in the host's memory, which is the device's too where the CPU computes. Buffers count where files
+        pass through them; else next to nothing of them is used."""
+        kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
+        on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
+        return on_device + sum(held.host + held.pinned for held in kinds)
+
+    @property
+    def held_total(self) -> Held:
+        """Bytes of all kinds."""
+        return sum(self.held.values(), Held())
+
+    @property
+    def traffic_total(self) -> Traffic:
+        """Bytes of a step of all kinds."""
+        return sum(self.traffic.values(), Traffic())
+
+
+def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
+    """Return where everything rests. See [Note: placement].
+
+    `needs` are all parameters in order; `units` are the names of the parameters that each unit gathers, in the order in
+    which units run. Raises BudgetError where the budget cannot hold what has to be in host memory, ConfigError where a
+    setting is out of its range.
+    """
+    _check_settings(settings)
+    on_device = _share_on_device(needs, settings)
+    places = {need.name: _least_memory(need, settings, need.name in on_device) for need in needs}
+    used_bytes = sum(_required_bytes(needs, places, settings).values())
+    choices = _choices(needs, places, settings)
+    full_bytes = used_bytes + sum(choice.memory_bytes for choice in choices)
+    for choice in choices:
+        if settings.budget_bytes is None:
+            taken = choice.field != "state"
+        else:
+            taken = used_bytes + choice.memory_bytes <= settings.budget_bytes
+        if taken:
+            name = choice.need.name
+            places[name] = choice.applied_to(places[name])
+            used_bytes += choice.memory_bytes
+    stored = [one for need in needs for one in _stored(need, places[need.name], settings)]
+    return Plan(
+        settings=settings,
+        placements=places,
+        stay_gathered=frozenset(need.name for need in needs if need.stays_gathered),
+        held=_held(stored, settings),
+        traffic=_traffic(stored),
+        files=tuple((one.field, one.file_bytes) for one in stored if one.rest == "disk"),
+        budget_used_bytes=used_bytes,
+        budget_full_bytes=full_bytes,
+        gathered_bytes=_gathered_bytes(needs, units),
+    )
+
+
+# -- what is stored -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """One array, or what rests as one."""
+
+    kind: str
+    field: Field
+    """What its drives are chosen by: a parameter beside its master has its own."""
+    rest: Rest
+    nbytes: int
+    layout: ShardLayout
+    reads: int
+    """Times that a step reads it."""
+    writes: int
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of a step; none but on disk."""
+        nbytes = self.layout.num_present * self.layout.slot_bytes if self.rest == "disk" else 0
+        return Traffic(read=self.reads * nbytes, written=self.writes * nbytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that count against the host budget."""
+        return round_up(self.nbytes, _HOST_ALIGN_BYTES) if self.rest == "host" else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its file; none but on disk."""
+        return self.layout.file_bytes if self.rest == "disk" else 0
+
+
+def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Stored]:
+    """Yield everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
+
+    def one(
+        kind: str,
+        rest: Rest,
+        dtype: str,
+        *,
+        field: Field = "state",
+        whole: bool = False,
+        reads: int = 1,
+        writes: int = 1,
+    ) -> _Stored:
+        nbytes = (need.numel if whole else need.rows_numel) * numpy_dtype(dtype).itemsize
+        layout = need.layout(dtype)
+        return _Stored(kind=kind, field=field, rest=rest, nbytes=nbytes, layout=layout, reads=reads, writes=writes)
+
+    forwards = settings.accumulation_steps
+    split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
+    own_master = split or _is_own_master(need, place)
+    if need.slots is not None and not own_master:
+        yield one("master", place.state, FP32)
+    # Every micro-batch gathers it; the update reads it only where it is (in) the master.
+    yield one(
+        "parameters",
+        place.parameter,
+        need.dtype,
+        field="state" if need.slots is None or own_master else "parameter",
+        whole=need.stays_gathered,
+        reads=need.fetches * forwards + own_master,
+        writes=0 if need.slots is None else 1,
+    )
+    if need.slots is None:
+        return
+    if split:
+        yield from _split_rest(need, place)
+    for slot in need.slots:
+        yield one(slot, place.state, FP32)
+    if settings.holds_gradients:
+        # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
+        whole = need.whole_gradient
+        yield one(
+            "gradients",
+            place.gradient,
+            need.gradient_dtype,
+            field="gradient",
+            whole=whole,
+            reads=forwards,
+            writes=forwards,
+        )
+
+
+def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
+    """Yield what a split master has beside the parameter."""
+    ties = need.grid.packed()
+    for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
+        nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
+        # As the store has it: each of these may be small where the others are not.
+        rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
+        layout = _layout(grid, need.shard, dtype)
+        yield _Stored(kind="master", field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
+
+
+def _is_own_master(need: Need, place: Placement) -> bool:
+    trained = need.slots is not None
+    return trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
+
+
+def _held(stored: Iterable[_Stored], settings: PlacementSettings) -> dict[str, Held]:
+    held = {"parameters": Held(), "gradients": Held(), "master": Held()}
+    for one in stored:
+        where = "pinned" if one.rest == "host" and settings.pins_state else one.rest
+        held[one.kind] = held.get(one.kind, Held()) + Held(**{where: one.nbytes})
+    held["buffers"] = Held(**{"pinned" if settings.pins_buffers else "host": settings.buffer_bytes})
+    return held
+
+
+def _traffic(stored: Iterable[_Stored]) -> dict[str, Traffic]:
+    traffic = {"parameters": Traffic(), "gradients": Traffic(), "optimizer state": Traffic()}
+    for one in stored:
+        kind = one.kind if one.kind in traffic else "optimizer state"
+        traffic[kind] += one.traffic
+    return traffic
+
+
+def _gathered_bytes(needs: Sequence[Need], units: Sequence[Sequence[str]]) -> int:
+    sizes = {n.name: n.numel * numpy_dtype(n.dtype).itemsize for n in needs if not n.stays_gathered}
+    following: list[Sequence[str]] = [*units[1:], ()]
+    pairs = ({*unit, *following[i]} for i, unit in enumerate(units))
+    return max((sum(sizes.get(name, 0) for name in pair) for pair in pairs), default=0)
+
+
+# -- what must be where, and what may be elsewhere ----------------------------------------------------------------------
+
+
+def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool) -> Placement:
+    """Return the placement that keeps as little in host memory as is possible at all."""
+    if need.stays_gathered or settings.parameters == "none":
+        parameter: Rest = "device"
+    else:
+        parameter = "host" if settings.parameters == "cpu" or need.is_small(need.dtype) else "disk"
+    if need.slots is None:
+        return Placement(state=parameter, parameter=parameter, gradient="device")
+    if settings.optimizer == "none" or state_on_device:
+        return Placement(state="device", parameter=parameter, gradient="device")
+    state: Rest = "host" if settings.optimizer == "cpu" or need.is_small(FP32) else "disk"
+    if need.whole_gradient or not settings.holds_gradients:
+        return Placement(state=state, parameter=parameter, gradient="device")
+    has_disk = "nvme" in (settings.optimizer, settings.parameters)
+    gradient: Rest = "disk" if has_disk and not need.is_small(need.gradient_dtype) else "host"
+    return Placement(state=state, parameter=parameter, gradient=gradient)
+
+
+def _share_on_device(needs: Sequence[Need], settings: PlacementSettings) -> set[str]:
+    """Return the parameters whose state stays on the device though the optimizer is offloaded.
+
+    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first ones: their gradients
+    come last in a backward, when nothing is left that could hide a transfer.
+    """
+    if settings.optimizer == "none":
+        return set()
+    trained = [need for need in needs if need.slots is not None]
+    room = sum(need.rows_numel for need in trained)
+    room -= round(settings.ratio * room)
+    chosen: set[str] = set()
+    for need in trained:
+        if 0 < need.rows_numel <= room:
+            chosen.add(need.name)
+            room -= need.rows_numel
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Something that rests on disk and could rest in host memory."""
+
+    need: Need
+    field: Field
+    memory_bytes: int
+    saved_bytes: int
+    """Traffic of a step that ends with that."""
+    turn: int
+    """Sorts alike ones: see `spread_turns`."""
+
+    def applied_to(self, place: Placement) -> Placement:
+        """Return `place` with this in host memory."""
+        match self.field:
+            case "parameter":
+                return replace(place, parameter="host", state="host" if self.need.slots is None else place.state)
+            case "gradient":
+                return replace(place, gradient="host")
+            case "state":
+                return replace(place, state="host")
+
+    @property
+    def rank(self) -> tuple[Fraction, int, int]:
+        """Sorts the densest first; among equals parameters, gradients, state."""
+        field = ("parameter", "gradient", "state").index(self.field)
+        return -Fraction(self.saved_bytes, self.memory_bytes), field, self.turn
+
+
+def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings) -> list[_Choice]:
+    """Return what may be in host memory or on disk, what should be in memory first; see [Note: placement]."""
+    choices: list[_Choice] = []
+    names: tuple[Field, ...] = ("parameter", "gradient", "state")
+    turns = dict(zip((need.name for need in needs), spread_turns([need.rows_numel for need in needs]), strict=True))
+    for need in needs:
+        place = least[need.name]
+        frozen = need.slots is None
+        for field in names:
+            if getattr(place, field) != "disk" or (field == "state" and frozen):
+                continue
+            bare = _Choice(need=need, field=field, memory_bytes=0, saved_bytes=0, turn=turns[need.name])
+            after = bare.applied_to(place)
+            memory_bytes = _budget_bytes(need, after, settings) - _budget_bytes(need, place, settings)
+            saved_bytes = _step_bytes(need, place, settings) - _step_bytes(need, after, settings)
+            if memory_bytes:
+                choices.append(replace(bare, memory_bytes=memory_bytes, saved_bytes=saved_bytes))
+    choices.sort(key=lambda choice: choice.rank)
+    return _within_max_in_cpu(choices, settings)
+
+
+def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> list[_Choice]:
+    """Return the choices without the parameters that `max_in_cpu_numel` leaves on disk whatever the budget."""
+    room = settings.max_in_cpu_numel
+    if room is None:
+        unlimited = settings.budget_bytes is not None
+        return [choice for choice in choices if unlimited or choice.field != "parameter"]
+    kept: list[_Choice] = []
+    for choice in choices:
+        if choice.field == "parameter":
+            if choice.need.rows_numel > room:
+                continue
+            room -= choice.need.rows_numel
+        kept.append(choice)
+    return kept
+
+
+def _budget_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
+    return sum(one.budget_bytes for one in _stored(need, place, settings))
+
+
+def _step_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
+    return sum(one.traffic.total for one in _stored(need, place, settings))
+
+
+# -- the budget ---------------------------------------------------------------------------------------------------------
+
+
+def _required_bytes(
+    needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings
+) -> dict[str, int]:
+    """Return the bytes of host memory that nothing can spare, by what they are for.
+
+    Raises BudgetError where they are over the budget.
+    """
+    required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
+    required |= dict.fromkeys(("parameters", "gradients", "optimizer state"), 0)
+    for need in needs:
+        stored = list(_stored(need, least[need.name], settings))
+        for one in stored:
+            kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
+            required[kind] += one.budget_bytes
+        # A buffer holds a chunk of everything that an update brings together; the pool may have to make one of its own.
+        piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
+        if settings.budget_bytes is not None and piece > settings.buffer_bytes:
+            largest = max(piece, required["one piece larger than the buffers"])
+            required["one piece larger than the buffers"] = largest
+    total = sum(required.values())
+    if settings.budget_bytes is not None and total > settings.budget_bytes:
+        raise over_budget(required, settings.budget_bytes, settings)
+    return required
+
+
+def _check_settings(settings: PlacementSettings) -> None:
+    if not 0 <= settings.ratio <= 1:
+        raise ConfigError(f"offload_optimizer.ratio: expected a share from 0 to 1, got {settings.ratio}")
+    for name in ("max_in_cpu_numel", "budget_bytes", "buffer_bytes"):
+        value = getattr(settings, name)
+        if value is not None and value < 0:
+            raise ConfigError(f"{name}: expected 0 or more, got {value}")
+    if settings.accumulation_steps < 1:
+        raise ConfigError(f"accumulation_steps: expected 1 or more, got {settings.accumulation_steps}")

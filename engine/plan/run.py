@@ -1,0 +1,141 @@
+"""The plan of a run: where this rank's training state will rest, checked against what the machine has."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zstore.errors import DiskFullError, UsageError
+from zstore.io.hostmemory import HostMemory, read_host_memory
+from zstore.ranks.world import World
+from zstore.sizes import format_bytes
+from zstore.store.tiers import Drives
+
+from ..config import Config
+from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
+from .placement import Plan, make_plan
+from .report import check_device, check_host, describe
+
+_AUTO_PERCENT = 60
+
+_log = logging.getLogger("zstore")
+
+
+def budget_of_rank(config: Config, world: World, memory: HostMemory | None = None) -> int | None:
+    """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is of what `memory`
+    (this system's, by default) has available now, within the limits of control groups.
+
+    Raises UsageError where "auto" cannot be told.
+    """
+    budget = config.host_budget_bytes
+    if budget == "auto":
+        available = (memory or read_host_memory()).available_bytes
+        if available is None:
+            raise UsageError(
+                'host_budget_bytes "auto": this system does not tell its available memory; write a number of bytes'
+            )
+        budget = available * _AUTO_PERCENT // 100
+    return None if budget is None else budget // world.local_world_size
+
+
+def plan_run(
+    model: nn.Module,
+    config: Config,
+    world: World,
+    slots: Mapping[str, tuple[str, ...]],
+    budget_bytes: int | None,
+    *,
+    device_is_host: bool,
+    memory: HostMemory | None = None,
+) -> Plan:
+    """Return where everything will rest (all ranks). Nothing is changed.
+
+    `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
+    cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
+    """
+    shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
+    plan: Plan | None = None
+    error: Exception | None = None
+    try:
+        plan = make_plan(
+            find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units),
+            placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host),
+            units,
+        )
+        check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
+    except Exception as raised:
+        error = raised
+    world.raise_together(error)
+    if plan is None:
+        raise UsageError("no plan was made")
+    _check_host(plan, world, memory or read_host_memory())
+    if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
+        sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
+        _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state))
+    return plan
+
+
+def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
+    """Raise BudgetError, on every rank, where the ranks that share memory need more of it than there is (all ranks).
+
+    Ranks share their machine's memory, and that of each control group in which they both are.
+    """
+    shared = {memory.machine: memory.total_bytes}
+    shared |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
+    needed: Counter[str] = Counter()
+    for theirs, nbytes in world.all_gather_object([list(shared), plan.host_bytes]):
+        needed.update(dict.fromkeys(theirs, nbytes))
+    error: Exception | None = None
+    try:
+        for name, there_bytes in shared.items():
+            if there_bytes is not None:
+                check_host(plan, needed[name], there_bytes + memory.swap_bytes)
+    except Exception as raised:
+        error = raised
+    world.raise_together(error)
+
+
+def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
+    """Raise DiskFullError, on every rank, where a drive has no room for the plan's files (all ranks).
+
+    `present` has the bytes of this rank's files that are there already, by folder or by a folder in it.
+    """
+    usual, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
+    drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
+    for group, nbytes in plan.files:
+        drives.choose(group, nbytes)
+    error: Exception | None = None
+    try:
+        _check_room(drives.given_bytes, present, world.local_world_size)
+    except Exception as raised:
+        error = raised
+    world.raise_together(error)
+
+
+def _check_room(given_bytes: Mapping[Path, int], present: Mapping[Path, int], num_ranks: int) -> None:
+    needed: Counter[int] = Counter()
+    folders: dict[int, list[Path]] = {}
+    for folder, nbytes in given_bytes.items():
+        drive = _drive_of(folder)
+        needed[drive] += nbytes * num_ranks
+        folders.setdefault(drive, []).append(folder)
+    for folder, nbytes in present.items():
+        needed[_drive_of(folder)] -= nbytes * num_ranks
+    for drive, found in folders.items():
+        free = shutil.disk_usage(found[0]).free
+        if needed[drive] > free:
+            raise DiskFullError(
+                f"the plan's files take {format_bytes(needed[drive])} in {', '.join(map(str, found))}, where "
+                f"{format_bytes(free)} are free: give another `nvme_path` (each drive gets an equal share), or raise "
+                "`host_budget_bytes`"
+            )
+
+
+def _drive_of(folder: Path) -> int:
+    return folder.stat().st_dev

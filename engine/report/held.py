@@ -1,0 +1,41 @@
+"""Bytes of training state that a rank holds, counted from the tensors themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes held by one rank now."""
+
+    parameters: int
+    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
+    resting: int
+    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
+    gradients: int
+    optimizer_state: int
+    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
+    a split master the bf16 part does."""
+
+
+def held_bytes(training: Training) -> HeldBytes:
+    """Return what this rank holds."""
+    parameters = 0
+    for record in training.state.records:
+        if record.shard is not None:
+            parameters += record.shard.nbytes
+        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
+        parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
+    state, store = training.state, training.state.store
+    resting = sum(store.local(record.rest).nbytes for record in training.state.records if record.rest is not None)
+    optimizer_state = 0
+    for record in training.trained:
+        master, *others = state.arrays_of(record)
+        names = others if state.is_master(record) or state.is_split(record) else [master, *others]
+        optimizer_state += sum(store.local(name).nbytes for name in names)
+    return HeldBytes(parameters, resting, training.gradients.held_bytes(), optimizer_state)

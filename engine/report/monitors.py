@@ -1,0 +1,233 @@
+"""Monitors: where the metrics of a run go, step by step, on rank 0.
+
+[Note: metrics]
+One value per name and optimizer step, against the samples seen so far over all ranks. The names are DeepSpeed's:
+`Train/Samples/` and `train_loss` (mean over this rank's micro-batches of the step), `lr` (of the first group, for the
+next step), `loss_scale` (fp16 alone), `elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm`, which it does
+not write. CSV files and TensorBoard's have everything when `write` returns, so that a killed run keeps it; wandb hands
+it to a process of its own, which writes every 15 seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from zstore.errors import ConfigError, UsageError
+from zstore.ranks.world import World
+
+from ..config import Config
+from ..config.keys import acting
+
+_log = logging.getLogger("zstore")
+
+_SAMPLES = "Train/samples"
+
+
+class Monitor(Protocol):
+    """Where metrics go: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        """Keep the values of one step."""
+
+    def close(self) -> None:
+        """Complete what is open."""
+
+
+class CsvMonitor:
+    """A CSV file for each metric, `step,<name>` and a row per step; a later run goes on at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        """See Monitor."""
+        errors: list[OSError] = []
+        for name, value in values.items():
+            try:
+                self._append(name, value, samples)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _append(self, name: str, value: float, samples: int) -> None:
+        path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        with path.open("a", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            if file.tell() == 0:
+                rows.writerow(["step", name.rpartition("/")[2]])
+            rows.writerow([samples, value])
+
+    def close(self) -> None:
+        """See Monitor; no file is open."""
+
+
+class TensorboardMonitor:
+    """Scalars in an event file."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        """See Monitor."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See Monitor."""
+        self._writer.close()
+
+
+class WandbMonitor:
+    """A run of Weights & Biases: the script's own where it began one, which is left open, else a new one.
+
+    The values stand against the metric `Train/samples` and not against wandb's own count of steps, which belongs to
+    the script and never goes back, as training does when it loads an earlier checkpoint.
+    """
+
+    def __init__(self, *, project: str, group: str | None, team: str | None, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        self._is_ours = wandb.run is None
+        self._run: Any = wandb.run or wandb.init(project=project, group=group, entity=team, config=dict(config))
+        # Of a script that closes nothing, before wandb ends itself, whose hook stands since `init`.
+        atexit.register(self.close)
+        self._run.define_metric(_SAMPLES)
+        self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        """See Monitor."""
+        self._run.log({**values, _SAMPLES: samples})
+
+    def close(self) -> None:
+        """See Monitor."""
+        atexit.unregister(self.close)
+        if self._is_ours:
+            self._is_ours = False
+            self._run.finish()
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(
+        f"{package}.enabled is true, but the package {package} is not installed: pip install 'zstore[{package}]', or "
+        "set it to false"
+    )
+
+
+class Monitors:
+    """All monitors of a run. One that fails warns once and stops nothing; it is tried again at each step."""
+
+    def __init__(self, monitors: Sequence[Monitor] = ()) -> None:
+        self._monitors = list(monitors)
+        self._failed: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._monitors)
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        """Give the values of one step to each monitor."""
+        for monitor in self._monitors:
+            try:
+                monitor.write(values, samples)
+            except Exception as error:
+                self._warn(monitor, error)
+
+    def close(self) -> None:
+        """Close each monitor, once."""
+        monitors, self._monitors = self._monitors, []
+        for monitor in monitors:
+            try:
+                monitor.close()
+            except Exception as error:
+                self._warn(monitor, error)
+
+    def _warn(self, monitor: Monitor, error: Exception) -> None:
+        if id(monitor) not in self._failed:
+            self._failed.add(id(monitor))
+            _log.warning(
+                "%s failed, and metrics may be missing from now on; training goes on: %s: %s",
+                type(monitor).__name__,
+                type(error).__name__,
+                error,
+            )
+
+
+class EventMonitor:
+    """A script's own values for the monitors that the config switches on, as DeepSpeed's `engine.monitor` takes them."""
+
+    def __init__(self, monitors: Monitors, *, enabled: bool) -> None:
+        self._monitors = monitors
+        self.enabled = enabled
+        """Whether the config switches a monitor on: the same on every rank."""
+
+    def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
+        """Write (name, value, sample) triples; those of other ranks than 0 go nowhere. What follows a triple's third item
+        is not needed. Raises UsageError for what is no such triple."""
+        for event in events:
+            try:
+                name, value, sample = event[:3]
+                values, at = {str(name): float(value)}, int(sample)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
+                ) from error
+            self._monitors.write(values, at)
+
+
+def open_monitors(config: Config, world: World) -> Monitors:
+    """Return the monitors that the config switches on; on other ranks than 0 there are none (all ranks).
+
+    Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
+    """
+    monitors: list[Monitor] = []
+    error: BaseException | None = None
+    if world.rank == 0:
+        try:
+            _open(config, monitors)
+        except Exception as raised:
+            error = raised
+    try:
+        world.raise_together(error)
+    except BaseException:
+        Monitors(monitors).close()
+        raise
+    return Monitors(monitors)
+
+
+def _open(config: Config, monitors: list[Monitor]) -> None:
+    """Append the monitors of `config`; what was appended stays when one of them raises."""
+    settings = config.settings
+    key = ""
+    try:
+        if settings.csv_monitor.enabled:
+            key = "csv_monitor"
+            monitors.append(
+                CsvMonitor(Path(settings.csv_monitor.output_path, settings.csv_monitor.job_name).absolute())
+            )
+        if settings.tensorboard.enabled:
+            key = "tensorboard"
+            folder = Path(settings.tensorboard.output_path, settings.tensorboard.job_name).absolute()
+            monitors.append(TensorboardMonitor(folder))
+        if settings.wandb.enabled:
+            key = "wandb"
+            wandb = settings.wandb
+            monitors.append(
+                WandbMonitor(project=wandb.project, group=wandb.group, team=wandb.team, config=acting(settings))
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error

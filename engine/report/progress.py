@@ -1,0 +1,122 @@
+"""What a run tells about itself while it trains: lines in the log, and values for the monitors, all on rank 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config.keys import acting
+from .memory import memory_statistics
+from .monitors import Monitors
+from .timers import PhaseTimes, Timers
+
+if TYPE_CHECKING:
+    from ..params.record import ParameterRecord
+    from ..training import Training
+
+_log = logging.getLogger("zstore")
+
+_METRICS = "Train/Samples/"
+
+
+class RunReport:
+    """Told of every loss and every step; says what the config asks for. See [Note: metrics] in `monitors`.
+
+    The value of the loss is taken off the device once in a step in which something is said, else never.
+    """
+
+    def __init__(self, training: Training, timers: Timers, monitors: Monitors) -> None:
+        self._training = training
+        self._timers = timers
+        self.monitors = monitors
+        self._losses: list[torch.Tensor] = []
+        """Of the step under way."""
+        self._last_step = PhaseTimes()
+        self._last_line = PhaseTimes()
+        self._line_step = training.counters.global_steps
+        if training.config.settings.dump_state and training.world.rank == 0:
+            _log.info("state at the start:\n%s", state_text(training))
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of a micro-batch, before its backward."""
+        if self._training.accumulation.is_new:
+            self._losses.clear()
+        self._losses.append(loss.detach())
+
+    def step_ended(self) -> None:
+        """Say what is to be said after an optimizer step, taken or skipped."""
+        training = self._training
+        every, step = training.config.steps_per_print, training.counters.global_steps
+        prints = every > 0 and step % every == 0
+        if training.world.rank != 0 or not self._losses or not (prints or self.monitors):
+            return
+        loss = float(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
+        if self.monitors:
+            self._write(loss)
+        if prints:
+            self._print(loss)
+
+    def _write(self, loss: float) -> None:
+        training, times = self._training, self._timers.times()
+        spent, self._last_step = times - self._last_step, times
+        values = {"train_loss": loss, "lr": float(training.optimizer.param_groups[0]["lr"])}
+        if training.config.precision == "fp16":
+            values["loss_scale"] = training.scaler.scale
+        if training.norm is not None:
+            values["grad_norm"] = training.norm
+        values["elapsed_time_ms_forward"] = spent.forward_s * 1e3
+        values["elapsed_time_ms_backward"] = spent.backward_s * 1e3
+        values["elapsed_time_ms_step"] = spent.optimizer_s * 1e3
+        self.monitors.write({_METRICS + name: value for name, value in values.items()}, training.samples)
+
+    def _print(self, loss: float) -> None:
+        training, settings = self._training, self._training.config.settings
+        step = training.counters.global_steps
+        _log.info(
+            "step %d: loss %.4f, lr %s, gradient norm %.4g, skipped %d",
+            step,
+            loss,
+            ", ".join(f"{group['lr']:.3g}" for group in training.optimizer.param_groups),
+            training.norm,
+            training.counters.skipped_steps,
+        )
+        times = self._timers.times()
+        spent, self._last_line = times - self._last_line, times
+        # A load may have moved the count of steps either way.
+        steps, self._line_step = step - self._line_step, step
+        if settings.wall_clock_breakdown and steps > 0:
+            _log.info(
+                "step %d: forward %.1f ms, backward %.1f ms, step %.1f ms, mean of %d steps",
+                step,
+                *(1e3 * seconds / steps for seconds in (spent.forward_s, spent.backward_s, spent.optimizer_s)),
+                steps,
+            )
+        if settings.memory_breakdown:
+            _log.info("step %d: %s", step, memory_statistics(training).line())
+
+    def close(self) -> None:
+        """Close the monitors."""
+        self.monitors.close()
+
+
+def state_text(training: Training) -> str:
+    """Return the config as it acts and where everything rests, a line for each parameter."""
+    config = json.dumps(acting(training.config.settings), indent=2)
+    lines = [_record_line(training, record) for record in training.state.records]
+    memory = memory_statistics(training).line()
+    return "\n".join([config, *lines, f"{len(lines)} parameters on rank {training.world.rank}; {memory}"])
+
+
+def _record_line(training: Training, record: ParameterRecord) -> str:
+    state = training.state
+    arrays = dict.fromkeys([*state.arrays_of(record), *([] if record.rest is None else [record.rest])])
+    tiers: dict[str, list[str]] = {}
+    for array in arrays:
+        tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))
+    rests = "; ".join(f"{tier}: {', '.join(names)}" for tier, names in tiers.items())
+    frozen = ", frozen" if record.group is None else ""
+    dtype = str(record.dtype).removeprefix("torch.")
+    return f"{record.name} {list(record.parameter.shape)} {dtype}{frozen}, {record.residency.name.lower()}; {rests}"

@@ -1,0 +1,120 @@
+"""Counters of one rank since its engine was made: what moved over each link, who waited for it, and memory.
+
+[Note: links]
+`EngineStatistics.links` has, by name:
+- `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
+  On CUDA the times are the host's, which seldom waits there;
+- `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
+  on the CPU these are one memory and nothing is counted;
+- `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
+  ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
+  their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
+  a shard, or for the file of a new version;
+- `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
+- `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
+What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
+is missing. Busy time is summed over operations under way at once, so it may exceed the time that passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zstore.io.links import LinkStatistics, total
+from zstore.store.store import StoreStatistics
+
+from ..zero.unshard import UnitStatistics
+from .held import HeldBytes, held_bytes
+from .memory import MemoryStatistics, memory_statistics
+
+if TYPE_CHECKING:
+    from ..training import Training
+    from .timers import Timers
+
+_OPTIMIZER = ("model", "optimizer")
+"""First parts of the names of arrays that are optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatistics:
+    """Counters of this rank since the engine was made."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    links: Mapping[str, LinkStatistics]
+    """What moved over each link. See [Note: links]."""
+    sent_bytes: Mapping[str, int]
+    """Bytes that this rank sent to others, by kind of collective."""
+    memory: MemoryStatistics
+    held: HeldBytes
+    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+    units: UnitStatistics | None
+    """Of sharded or offloaded parameters: what was gathered, ahead or on demand; None where there are none."""
+    overlapped: int
+    """Reductions of gradients that went on while this rank did something else."""
+    store: StoreStatistics
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON data."""
+        return asdict(self)
+
+    def links_since(self, before: EngineStatistics) -> dict[str, dict[str, Any]]:
+        """Return what the links did after `before`, as JSON data; those that did nothing are left out."""
+        none = LinkStatistics()
+        moved = {name: link.since(before.links.get(name, none)) for name, link in self.links.items()}
+        return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
+
+
+def engine_statistics(training: Training, timers: Timers, save_stall_s: float, step_stall_s: float) -> EngineStatistics:
+    """Return the counters now; `save_stall_s` and `step_stall_s` are the times for which saves and the snapshots of steps
+    held training up."""
+    times = timers.times()
+    store = training.state.store.statistics()
+    both = training.world.links.statistics(), training.state.store.links.statistics()
+    counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
+    return EngineStatistics(
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        optimizer_s=times.optimizer_s,
+        links=counted | _store_links(store, {"save called": save_stall_s, "step snapshot": step_stall_s}),
+        sent_bytes=dict(training.world.sent_bytes),
+        memory=memory_statistics(training),
+        held=held_bytes(training),
+        units=None if training.hooks is None else training.hooks.residence.statistics(),
+        overlapped=training.gradients.overlapped,
+        store=store,
+    )
+
+
+def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[str, LinkStatistics]:
+    def moved(
+        priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
+    ) -> LinkStatistics:
+        """Return what the I/O threads moved of the subjects `of` (None: all); a stall of no seconds is none."""
+        chosen = []
+        for key, link in store.queue.subjects.items():
+            priority, subject = key.split(" ", 1)
+            if priority in priorities and (of is None or subject in of):
+                chosen.append(link)
+        return replace(total(chosen), stall_s={cause: s for cause, s in (stall_s or {}).items() if s > 0})
+
+    reads, writes = ("read", "prefetch"), ("write_back",)
+    links = {
+        "disk_read": moved(reads, stall_s={"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}),
+        "disk_prefetch": moved(("prefetch",)),
+        "disk_write": moved(
+            writes,
+            stall_s={
+                "not written yet": store.write_wait_s,
+                "pass not begun": store.pin_wait_s,
+                "queue full": store.queue.blocked_s,
+            },
+        ),
+        "optimizer_read": moved(reads, of=_OPTIMIZER),
+        "optimizer_write": moved(writes, of=_OPTIMIZER),
+        "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
+    }
+    return {name: link for name, link in links.items() if link.operations or link.stall_s}

@@ -1,0 +1,1 @@
+"""The process that trains: its ranks, signals, threads and messages."""

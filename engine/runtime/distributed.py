@@ -1,0 +1,99 @@
+"""Starting torch.distributed the way training scripts ask for it."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+from zstore.ranks.world import World
+
+_log = logging.getLogger("zstore")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _InAWorld(Protocol):
+    """What has calls that all ranks make."""
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+
+S = TypeVar("S", bound=_InAWorld)
+
+
+def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Mark a method as a phase of the run: what it raises on one rank alone fails the run on every rank."""
+
+    def mark(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with self.world.calling(name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return mark
+
+
+def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed from the variables that torchrun sets; nothing to do where it runs, or for a process
+    alone.
+
+    A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
+    DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
+    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL where
+    there is CUDA.
+    `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that pass them.
+    """
+    cuda = torch.cuda.is_available()
+    backend = dist_backend or ("nccl" if cuda else "gloo")
+    if backend == "nccl" and not cuda:
+        backend = "gloo"
+        if (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0:
+            _say_gloo()
+    if torch_dist.is_initialized() or dist_init_required is False:
+        return
+    if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+    torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    # Before the interpreter takes itself apart: gloo's threads would meet a half-gone process.
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """End the process group that `init_distributed` started, where it still runs."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+@functools.cache
+def _say_gloo() -> None:
+    """Warn once in a process."""
+    _log.warning("init_distributed: there is no CUDA device here, so the ranks talk over gloo and not nccl")

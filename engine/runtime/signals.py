@@ -1,0 +1,69 @@
+"""Signals that ask a run to save and stop: what a scheduler sends before it takes the machine away.
+
+[Note: stopping by a signal]
+A handler only notes the signal, in this rank's `World.wish`. The wish travels with what the ranks tell each other in each
+step anyway, so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the
+process ends with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+
+STOPPED_EXIT_CODE = 75
+"""Of a run that saved and stopped because of a signal: EX_TEMPFAIL, try again."""
+
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopSignals:
+    """Handles signals for the length of a run. See [Note: stopping by a signal]."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pid = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
+        """Note these signals from now on in place of ending the process. Raises UsageError outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signals can be watched from the main thread alone: call this where the script starts")
+        for number in numbers:
+            if number not in self._before:
+                self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A forked child, as a data loader's worker, has the handler and none of the run.
+        if os.getpid() != self._pid or self._world.wish:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._world.wish = number
+        name = signal.Signals(number).name
+        text = f"zstore: rank {self._world.rank}: {name}: will stop after this step; a second signal stops at once\n"
+        # Not print: this may come in the middle of one.
+        os.write(2, text.encode())
+
+    @property
+    def requested(self) -> signal.Signals | None:
+        """The signal that some rank got, once all ranks know of it."""
+        world = self._world
+        number = world.granted or (world.wish if world.world_size == 1 else 0)
+        return signal.Signals(number) if number else None
+
+    def close(self) -> None:
+        """Let the signals do what they did before; a second call does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            # None: what was there before was not Python's.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

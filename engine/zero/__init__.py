@@ -1,0 +1,1 @@
+"""The ZeRO core: collectives, gathering of units, gradients and their norm."""

@@ -1,0 +1,253 @@
+"""Collectives over the rows of many parameters: buckets, and the mean in a fixed order.
+
+[Note: buckets]
+A bucket is a matrix [world, cols] whose row r holds rank r's rows of several parameters side by side, padding
+included. A parameter larger than a bucket is cut at shard columns; no size is an error. On gloo a bucket has at most
+4 Mi elements, whatever the config allows: larger ones travel no faster, and their memory is new to the process in every
+step, so that each of its pages costs a fault (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+
+[Note: the mean]
+On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
+type in which they travel: the same bits whatever arrives first, at every stage. An all-reduce is that and an
+all-gather. On other backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket
+each way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zstore.format.partition import ALIGN_NUMEL
+from zstore.ranks.world import Kind, World
+
+from ..params.record import ParameterRecord
+
+TypeOf = Callable[[ParameterRecord], torch.dtype]
+
+_SUM_NUMEL = 64 * 1024
+_GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Columns `[first, stop)` of every shard of a parameter, at `offset` in each row of its bucket."""
+
+    record: ParameterRecord
+    first: int
+    stop: int
+    offset: int
+
+    @property
+    def columns(self) -> slice:
+        """Where the segment lies in a row of the bucket."""
+        return slice(self.offset, self.offset + self.stop - self.first)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments that travel together. See [Note: buckets]."""
+
+    segments: tuple[Segment, ...]
+    cols: int
+    dtype: torch.dtype
+
+
+def _own_type(record: ParameterRecord) -> torch.dtype:
+    return record.dtype
+
+
+def bucket_limit(world: World, limit_numel: int) -> int:
+    """Return the most elements of a bucket where the config allows `limit_numel`. See [Note: buckets]."""
+    return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
+
+
+def plan_buckets(
+    records: Iterable[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf = _own_type
+) -> list[Bucket]:
+    """Return buckets of at most `limit_numel` elements (or 16 columns) that cover the records in order, one type
+    each: that in which the elements travel, by default the parameters'."""
+    limit = max(limit_numel // world_size // ALIGN_NUMEL, 1) * ALIGN_NUMEL
+    buckets: list[Bucket] = []
+    segments: list[Segment] = []
+    cols = 0
+    dtype: torch.dtype | None = None
+
+    def close() -> None:
+        nonlocal segments, cols
+        if segments and dtype is not None:
+            buckets.append(Bucket(tuple(segments), cols, dtype))
+        segments, cols = [], 0
+
+    for record in records:
+        if record.numel == 0:
+            continue
+        if dtype_of(record) != dtype:
+            close()
+            dtype = dtype_of(record)
+        first = 0
+        while first < record.grid.shard_numel:
+            if cols >= limit:
+                close()
+            stop = min(record.grid.shard_numel, first + limit - cols)
+            segments.append(Segment(record, first, stop, cols))
+            cols += stop - first
+            first = stop
+    close()
+    return buckets
+
+
+def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], torch.Tensor | None]) -> torch.Tensor:
+    """Return the matrix [world, cols] of whole parameters or gradients; `values` gives them 1-D [numel], None for
+    zeros."""
+    device = bucket.segments[0].record.full.device
+    matrix = torch.empty(world_size, bucket.cols, dtype=bucket.dtype, device=device)
+    for segment in bucket.segments:
+        source = values(segment.record)
+        target = matrix[:, segment.columns]
+        if source is None:
+            target.zero_()
+            continue
+        for rows, rest, part in _pieces(segment, world_size):
+            if rest == 0:
+                target[rows] = source[part].view(-1, segment.record.grid.shard_numel)[:, segment.first : segment.stop]
+            else:
+                target[rows.start, :rest] = source[part]
+                target[rows.start, rest:] = 0
+        target[_present_rows(segment, world_size) :] = 0
+    return matrix
+
+
+def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterRecord], torch.Tensor]) -> None:
+    """Copy the matrix [world, cols] into whole parameters or gradients, 1-D [numel]; padding is dropped."""
+    world_size = matrix.shape[0]
+    for segment in bucket.segments:
+        target = values(segment.record)
+        source = matrix[:, segment.columns]
+        for rows, rest, part in _pieces(segment, world_size):
+            if rest == 0:
+                target[part].view(-1, segment.record.grid.shard_numel)[:, segment.first : segment.stop] = source[rows]
+            else:
+                target[part] = source[rows.start, :rest]
+
+
+def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
+    """Yield (rows of the bucket, 0, elements of those whole shards), then (row, elements, their slice) for a partial
+    one."""
+    shard_numel, numel = segment.record.grid.shard_numel, segment.record.numel
+    whole = min(world_size, numel // shard_numel)
+    if whole:
+        yield slice(0, whole), 0, slice(0, whole * shard_numel)
+    rest = min(numel - whole * shard_numel, segment.stop) - segment.first
+    if whole < world_size and rest > 0:
+        base = whole * shard_numel + segment.first
+        yield slice(whole, whole + 1), rest, slice(base, base + rest)
+
+
+def _present_rows(segment: Segment, world_size: int) -> int:
+    """Return how many leading rows of the bucket hold at least one element of the segment."""
+    shard_numel, numel = segment.record.grid.shard_numel, segment.record.numel
+    whole = min(world_size, numel // shard_numel)
+    return whole + (1 if whole < world_size and numel - whole * shard_numel > segment.first else 0)
+
+
+class Reduction:
+    """A bucket's reduce-scatter under way. See [Note: the mean]."""
+
+    def __init__(self, world: World, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
+        self.bucket = bucket
+        self._send = matrix
+        self._native = world.backend != "gloo"
+        if self._native:
+            self._out = matrix.new_empty(bucket.cols)
+            self._work = world.reduce_scatter_mean(self._out, matrix, kind=kind)
+        else:
+            self._out = torch.empty_like(matrix)
+            self._work = world.all_to_all(self._out, matrix, kind=kind)
+
+    def done(self) -> bool:
+        """Return whether `finish` would not wait."""
+        return self._work.is_completed()
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and return this rank's row of the mean, [cols]."""
+        self._work.wait()
+        return self._out if self._native else mean_of_rows(self._out)
+
+
+def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `rows` [world, cols] over the first extent, summed in order in fp32; overwrites the first
+    row."""
+    scale = 1.0 / rows.shape[0]
+    for first in range(0, rows.shape[1], _SUM_NUMEL):
+        tile = rows[:, first : first + _SUM_NUMEL]
+        total = tile[0].float() if rows.dtype != torch.float32 else tile[0].clone()
+        for row in tile[1:]:
+            total.add_(row)
+        tile[0] = total.mul_(scale)
+    return rows[0]
+
+
+def all_gather_rows(
+    world: World,
+    records: Iterable[ParameterRecord],
+    limit_numel: int,
+    target: Callable[[ParameterRecord], torch.Tensor],
+) -> None:
+    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives."""
+    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel)):
+        device = bucket.segments[0].record.full.device
+        mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
+        for segment in bucket.segments:
+            rows = segment.record.owned()[segment.first : segment.stop]
+            mine[segment.offset : segment.offset + rows.numel()] = rows
+        _gather(world, bucket, mine, target, "all_gather")
+
+
+def _gather(
+    world: World, bucket: Bucket, mine: torch.Tensor, target: Callable[[ParameterRecord], torch.Tensor], kind: Kind
+) -> None:
+    matrix = mine.new_empty(world.world_size, bucket.cols)
+    world.all_gather(matrix.view(-1), mine, kind=kind)
+    unpack(bucket, matrix, target)
+
+
+def reduce_whole(
+    world: World,
+    records: Sequence[ParameterRecord],
+    limit_numel: int,
+    gradient: Callable[[ParameterRecord], torch.Tensor],
+    dtype_of: TypeOf,
+    *,
+    everywhere: bool,
+    overlap: bool = True,
+) -> int:
+    """Replace whole gradients, 1-D [numel], by their mean over ranks: all of it `everywhere`, else this rank's rows
+    alone. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many reductions went on while
+    the next bucket was packed; none without `overlap`."""
+    kind: Kind = "all_reduce" if everywhere else "reduce_scatter"
+    under_way: deque[Reduction] = deque()
+    overlapped = 0
+
+    def finish_one() -> None:
+        reduction = under_way.popleft()
+        row = reduction.finish()
+        if everywhere:
+            _gather(world, reduction.bucket, row, gradient, kind)
+            return
+        for segment in reduction.bucket.segments:
+            first, stop = segment.record.owned_range
+            rows = gradient(segment.record)[first:stop][segment.first : segment.stop]
+            rows.copy_(row[segment.offset : segment.offset + rows.numel()])
+
+    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel), dtype_of):
+        under_way.append(Reduction(world, bucket, pack(bucket, world.world_size, gradient), kind))
+        overlapped += len(under_way) - 1
+        if len(under_way) > 1 or not overlap:
+            finish_one()
+    while under_way:
+        finish_one()
+    return overlapped

@@ -1,0 +1,333 @@
+"""Bringing the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
+
+[Note: a fetch]
+read    rows that rest in the store are read by the thread, behind the caller; alone, straight into `full`.
+send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
+        rank reaches alike. It waits for this rank's rows.
+finish  `full` of every record has its values.
+
+Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
+that nobody waits for it, and all ranks raise. A rank that gathers another unit than the others is an error on all. While
+an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
+the process. On CUDA, where looking at a header would wait for the device, headers are looked at when the iteration ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zstore.errors import RankError, UsageError
+from zstore.io.buffers import Pool
+from zstore.ranks.world import Work, World
+from zstore.store import TensorStore
+
+from ..device.copies import Transfers
+from ..device.streams import Mark, Within
+from ..params.record import ParameterRecord
+from ..params.tensors import as_torch
+from .collectives import Bucket, plan_buckets, unpack
+
+Ready = Callable[[Sequence[ParameterRecord]], None]
+"""Waits until the records' rows are those of the last step; may be called from the reading thread."""
+
+_DIRECT_NUMEL = 512 * 1024
+"""Parameters with fewer elements travel together; a larger one goes straight to its place."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """Rows on their way from the store: pairs of record and 1-D memory for its rows."""
+
+    label: str
+    rows: list[tuple[ParameterRecord, torch.Tensor]]
+    ahead: bool
+    """Whether nothing waits for it yet."""
+    start: Mark
+    """When the memory may be written."""
+    error: BaseException | None = None
+    cancelled: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> BaseException | None:
+        """Wait for the end, and return the error."""
+        self.ended.wait()
+        return self.error
+
+
+class RowReader:
+    """One thread that reads the rows of records that rest in `store`, in the order in which they are asked for."""
+
+    def __init__(self, store: TensorStore, pool: Pool, transfers: Transfers) -> None:
+        self._store = store
+        self._pool = pool
+        self._transfers = transfers
+        self._waiting: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.ready: Ready = _nothing
+        self.read_bytes = 0
+        """Bytes of rows read so far."""
+
+    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> Reading:
+        """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
+        reading = Reading(label, rows, ahead, self._transfers.lane.mark())
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._transfers.within(),), name="zstore-prefetch", daemon=True
+            )
+            self._thread.start()
+        self._waiting.put(reading)
+        return reading
+
+    def _serve(self, within: Within) -> None:
+        while (reading := self._waiting.get()) is not None:
+            try:
+                if not reading.cancelled:
+                    with within():
+                        self._carry_out(reading)
+            except BaseException as error:
+                error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
+                reading.error = error
+            reading.ended.set()
+            del reading  # its memory is not this thread's to keep
+
+    def _carry_out(self, reading: Reading) -> None:
+        rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
+        self.ready([record for record, _ in rows])
+        names = [[record.rest] for record, _ in rows if record.rest is not None]
+        nbytes = sum(record.owned_numel * memory.element_size() for record, memory in rows)
+        with self._store.links.moving("parameter_read", nbytes, None):
+            self._read_rows(rows, names, reading)
+
+    def _read_rows(
+        self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: Reading
+    ) -> None:
+        for tile in self._store.stream(names, "read", pool=self._pool, ahead=reading.ahead):
+            memory = rows[tile.group][1]
+            target = memory[tile.first : tile.stop]
+            source = as_torch(tile.views[0])
+            if self._transfers.link(source, target) is not None:
+                with self._store.links.moving("host_to_device", target.nbytes, None):
+                    # The buffer is given back when the next tile is asked for.
+                    self._transfers.begin(target, source, after=reading.start, counted=False).wait()
+            else:
+                # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
+                # make its storage one that cannot be resized.
+                ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
+            self.read_bytes += target.nbytes
+            if reading.cancelled:
+                break
+
+    def close(self) -> None:
+        """End the thread after what was asked for."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+@dataclass(eq=False)
+class Fetch:
+    """The values of some records on their way. See [Note: a fetch]."""
+
+    name: str
+    number: int
+    """Number of the unit."""
+    records: list[ParameterRecord]
+    rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
+    """This rank's rows with padding, until they are sent."""
+    reading: Reading | None = None
+    sent: bool = False
+    header: torch.Tensor | None = None
+    error: BaseException | None = None
+    works: list[Work] = field(default_factory=list)
+    buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)
+    """Memory that the collectives read."""
+
+
+class Fetcher:
+    """Carries fetches out. `reader` is None where nothing rests in the store."""
+
+    def __init__(self, world: World, reader: RowReader | None, limit_numel: int) -> None:
+        self._world = world
+        self._reader = reader
+        self._limit_numel = limit_numel
+        self._late = world.device.type == "cuda"
+        self._unseen: list[Fetch] = []
+        self._apart = False
+        """Whether the ranks were found to gather different units: what was sent may never be answered."""
+        self.ready: Ready = _nothing
+        """See Ready."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of rows read from the store so far."""
+        return 0 if self._reader is None else self._reader.read_bytes
+
+    def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
+        """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
+        fetch = Fetch(name, number, list(records))
+        alone = self._world.world_size == 1
+        resting: list[tuple[ParameterRecord, torch.Tensor]] = []
+        for record in records:
+            if alone:
+                record.make_room()
+            if record.rest is not None:
+                rows = record.full if alone else record.full.new_zeros(record.grid.shard_numel)
+                resting.append((record, rows))
+                fetch.rows[record] = rows
+        if resting and self._reader is not None:
+            self._reader.ready = self.ready
+            fetch.reading = self._reader.read(name, resting, ahead=ahead)
+        return fetch
+
+    def send(self, fetch: Fetch, *, expected: bool) -> None:
+        """Begin the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
+        if fetch.sent:
+            return
+        if self._apart:
+            raise UsageError("the ranks ran different modules, so they cannot go on together: start the run again")
+        fetch.sent = True
+        if self._world.world_size == 1:
+            return
+        if fetch.reading is not None:
+            fetch.error = self._wait_for(fetch.reading)
+        try:
+            self.ready([record for record in fetch.records if record.rest is None])
+        except BaseException as error:
+            fetch.error = fetch.error or error
+        works = self._send_header(fetch)
+        if not expected and not self._late:
+            works.wait()
+            self._check(fetch)
+        fetch.works.append(works)
+        self._send_rows(fetch)
+
+    def _wait_for(self, reading: Reading) -> BaseException | None:
+        """Wait for rows, and count that; returns the error."""
+        with self._world.links.waiting("parameter_read", "not read yet"):
+            return reading.wait()
+
+    def _send_header(self, fetch: Fetch) -> Work:
+        device = self._world.device
+        # Filled there: a copy from host memory would wait for all that the device was asked to do before.
+        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=device)
+        mine[1:].fill_(fetch.error is not None)
+        fetch.header = torch.empty(2 * self._world.world_size, dtype=torch.int32, device=device)
+        fetch.keep.append(mine)
+        return self._world.start_all_gather(fetch.header, mine, kind="control")
+
+    def _send_rows(self, fetch: Fetch) -> None:
+        world, small = self._world, []
+        for record in fetch.records:
+            record.make_room()
+            padded = record.padded_full()
+            if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
+                small.append(record)
+                continue
+            rows = self._rows(fetch, record)
+            fetch.works.append(world.start_all_gather(padded, rows))
+            fetch.keep.append(rows)
+        for bucket in plan_buckets(small, world.world_size, self._limit_numel):
+            mine = torch.empty(bucket.cols, dtype=bucket.dtype, device=world.device)
+            for segment in bucket.segments:
+                mine[segment.columns] = self._rows(fetch, segment.record)[segment.first : segment.stop]
+            matrix = mine.new_empty(world.world_size, bucket.cols)
+            fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
+            fetch.keep.append(mine)
+            fetch.buckets.append((bucket, matrix))
+        fetch.rows.clear()
+
+    def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
+        return fetch.rows[record] if record in fetch.rows else record.padded_shard()
+
+    def finish(self, fetch: Fetch, *, expected: bool) -> None:
+        """Wait until every record has its values; raises the error of any rank, on every rank."""
+        self.send(fetch, expected=expected)
+        if self._world.world_size == 1:
+            error = None if fetch.reading is None else self._wait_for(fetch.reading)
+            if error is not None:
+                raise error
+            return
+        works = iter(fetch.works)
+        next(works).wait()
+        if self._late:
+            self._unseen.append(fetch)
+        else:
+            self._check(fetch)
+        for work in works:
+            work.wait()
+        for bucket, matrix in fetch.buckets:
+            unpack(bucket, matrix, _full)
+        fetch.buckets.clear()
+        fetch.keep.clear()
+        fetch.works.clear()
+
+    def _check(self, fetch: Fetch) -> None:
+        """Look at the headers of all ranks."""
+        if fetch.header is None:
+            return
+        headers = fetch.header.view(-1, 2).tolist()
+        units = [unit for unit, _ in headers]
+        if any(unit != fetch.number for unit in units):
+            self._apart = True
+            raise UsageError(
+                f"rank {self._world.rank} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need units "
+                f"{units}: every rank must run the same modules in the same order where parameters are sharded; let no "
+                "rank skip a module by its data"
+            )
+        if fetch.error is not None:
+            raise fetch.error
+        failed = [rank for rank, (_, bad) in enumerate(headers) if bad]
+        if failed:
+            raise RankError(
+                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to bring the parameters of unit "
+                f"{fetch.name!r}; rank {self._world.rank} stops with it",
+                dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
+            )
+
+    def settle(self) -> None:
+        """Look at the headers that were not looked at yet."""
+        unseen, self._unseen = self._unseen, []
+        for fetch in unseen:
+            self._check(fetch)
+
+    def drop(self, fetch: Fetch) -> bool:
+        """Wait until nothing writes to the records' memory any more. What was sent is completed, on every rank.
+
+        False where that may never be, so that the memory must stay.
+        """
+        if fetch.reading is not None:
+            fetch.reading.cancelled = True
+            fetch.reading.wait()
+        if self._apart and not all(work.is_completed() for work in fetch.works):
+            return False
+        for work in fetch.works:
+            # What failed does not write either; whoever needed it has the error.
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        fetch.works.clear()
+        fetch.keep.clear()
+        fetch.buckets.clear()
+        return True
+
+    def close(self) -> None:
+        """End the reading thread."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _full(record: ParameterRecord) -> torch.Tensor:
+    return record.full
+
+
+def _nothing(records: Sequence[ParameterRecord]) -> None:
+    """Every update was applied in step()."""

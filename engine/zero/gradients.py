@@ -1,0 +1,277 @@
+"""Gradients between backward and update: accumulated, averaged over ranks, this rank's rows handed out.
+
+[Note: who holds gradients]
+Between two backwards no parameter has a `.grad`: the engine holds them. So nothing that a training loop does to `.grad`
+between `backward` and `step` (zero_grad, clip_grad_norm_) changes the training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+
+from ..params.gradient_types import GradientTypes, add_in, is_narrower
+from ..params.record import ParameterRecord
+from ..params.sharding import Sharding
+from .collectives import reduce_whole
+
+
+class Gradients(Protocol):
+    """What the engine asks of gradients, in this order: for each micro-batch start_backward, end_backward (or drop,
+    where the backward failed); then for the update reduce, has, squares, take, drop."""
+
+    overlapped: int
+    """Reductions that went on while this rank did something else."""
+
+    def start_backward(self, *, last: bool) -> None:
+        """Make ready for a backward, the `last` of its step or not."""
+
+    def end_backward(self) -> None:
+        """Take the gradients of a backward (all ranks)."""
+
+    def reduce(self) -> None:
+        """Average over ranks what is not averaged yet, and agree on which parameters have a gradient (all ranks)."""
+
+    def has(self, record: ParameterRecord) -> bool:
+        """Return whether any rank had a gradient of the parameter in this step."""
+
+    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return this rank's rows, 1-D, of the averaged gradient; None where there are none in memory."""
+
+    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return what `owned` returns, for the update, which may change it; whoever takes it keeps it alive."""
+
+    def squares(self, record: ParameterRecord) -> float | None:
+        """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of gradients held now."""
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceRules:
+    """How gradients are averaged over the ranks. The bits depend on `types` alone."""
+
+    bucket_numel: int
+    """Most elements of one reduction."""
+    scatter: bool = True
+    """Each rank gets its rows of a sharded gradient alone, where that may be chosen; else all of it."""
+    overlap: bool = True
+    """Go on while a reduction is under way, where that may be chosen."""
+    types: GradientTypes = field(default_factory=GradientTypes)
+
+    def reduced(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type in which a gradient travels between ranks."""
+        return self.types.reduced(record.dtype)
+
+
+class WholeGradients:
+    """Gradients accumulated in whole, reduced once a step (stages 0 and 1, and any stage on one rank).
+
+    Where they accumulate in the parameter's type autograd does it: what is held goes back to `.grad` for the next
+    backward. Where the type is another one (see [Note: types of gradients]), each gradient is added to what is held as soon as
+    it came as often as in the backward before, so that in the parameters' type there are but a few at a time.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ParameterRecord],
+        others: Sequence[torch.nn.Parameter],
+        world: World,
+        sharding: Sharding,
+        rules: ReduceRules,
+    ) -> None:
+        self._records = records
+        self._others = others
+        self._world = world
+        self._everywhere = not (sharding.optimizer_state and rules.scatter)
+        self._rules = rules
+        self.overlapped = 0
+        self._held: dict[ParameterRecord, torch.Tensor] = {}
+        """In the parameters' shapes."""
+        self._backwards = 0
+        """Of this step, the one under way included."""
+        self._several = False
+        """Whether this step has more than one backward, as far as is known."""
+        self._folded: set[ParameterRecord] = set()
+        """Those whose gradients of this backward are added here, not by autograd."""
+        self._fired: Counter[ParameterRecord] = Counter()
+        self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
+        """How often each gradient came in the last backward in which it was counted."""
+        self._handles: list[RemovableHandle] = []
+
+    def start_backward(self, *, last: bool) -> None:
+        """See Gradients."""
+        self._backwards += 1
+        self._several = self._several or not last or self._backwards > 1
+        self._fired.clear()
+        self._folded = {record for record in self._records if self._is_folded(record)}
+        if self._folded and not self._handles:
+            self._handles = [watch_gradient(record, self._arrived) for record in self._records]
+        for record in self._records:
+            record.parameter.grad = None if record in self._folded else self._held.get(record)
+
+    def _is_folded(self, record: ParameterRecord) -> bool:
+        held = self._held.get(record)
+        wanted = self._rules.types.held(record.dtype, several=self._several)
+        return wanted != record.dtype or (held is not None and held.dtype != wanted)
+
+    def _arrived(self, record: ParameterRecord) -> None:
+        if record in self._folded:
+            self._fired[record] += 1
+            if self._fired[record] >= self._expected[record]:
+                self._fold(record)
+
+    def _fold(self, record: ParameterRecord) -> None:
+        """Take the gradient off the parameter and add it to what is held."""
+        gradient = take_gradient(record)
+        if gradient is None:
+            return
+        types, held = self._rules.types, self._held.get(record)
+        room = types.held(record.dtype, several=self._several)
+        if held is None:
+            self._held[record] = gradient.to(room)
+            return
+        if is_narrower(held.dtype, room):
+            self._held[record] = held = held.to(room)
+        add_in(held, gradient, types.held(record.dtype, several=self._backwards > 1))
+
+    def end_backward(self) -> None:
+        """See Gradients."""
+        for record in self._records:
+            if record in self._folded:
+                self._fold(record)
+                self._expected[record] = max(self._fired[record], 1)
+            elif (gradient := take_gradient(record)) is not None:
+                self._held[record] = gradient
+        self._folded.clear()
+        forget_gradients(self._others)
+
+    def reduce(self) -> None:
+        """See Gradients."""
+        had = agree_any(self._world, [record in self._held for record in self._records])
+        agreed = [record for record, any_ in zip(self._records, had, strict=True) if any_]
+        if self._world.world_size > 1:
+            for record in agreed:
+                if record not in self._held:
+                    self._held[record] = self._zeros(record)
+            self.overlapped += reduce_whole(
+                self._world,
+                agreed,
+                self._rules.bucket_numel,
+                self._flat,
+                self._rules.reduced,
+                everywhere=self._everywhere,
+                overlap=self._rules.overlap,
+            )
+
+    def _zeros(self, record: ParameterRecord) -> torch.Tensor:
+        dtype = self._rules.types.held(record.dtype, several=self._several)
+        return torch.zeros(record.numel, dtype=dtype, device=record.full.device)
+
+    def _flat(self, record: ParameterRecord) -> torch.Tensor:
+        return self._held[record].view(-1)
+
+    def mean(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return the mean over ranks of what the step under way has so far, 1-D [numel], a copy; None where no rank has
+        any (all ranks)."""
+        held = self._held.get(record)
+        if not agree_any(self._world, [held is not None])[0]:
+            return None
+        found = self._zeros(record) if held is None else held.reshape(-1).clone()
+        if self._world.world_size > 1:
+            reduce_whole(
+                self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, everywhere=True
+            )
+        return found
+
+    def has(self, record: ParameterRecord) -> bool:
+        """See Gradients."""
+        return record in self._held
+
+    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
+        """See Gradients."""
+        if record not in self._held:
+            return None
+        first, stop = record.owned_range
+        return self._flat(record)[first:stop]
+
+    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+        """See Gradients."""
+        return self.owned(record)
+
+    def squares(self, record: ParameterRecord) -> float | None:
+        """See Gradients."""
+        return None
+
+    def drop(self) -> None:
+        """See Gradients."""
+        self._held.clear()
+        self._folded.clear()
+        self._backwards, self._several = 0, False
+        forget_gradients([record.parameter for record in self._records])
+
+    def held_bytes(self) -> int:
+        """See Gradients."""
+        return sum(gradient.nbytes for gradient in self._held.values())
+
+    def close(self) -> None:
+        """See Gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self.drop()
+
+
+def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:
+    """Let `arrived` be told of the record each time that autograd added to its gradient."""
+
+    def accumulated(_: torch.Tensor) -> None:
+        arrived(record)
+
+    handle: RemovableHandle = record.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        accumulated
+    )
+    return handle
+
+
+def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
+    """Return the gradient of the parameter, contiguous, and leave the parameter without one."""
+    gradient = record.parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise UsageError(
+            f"parameter {record.name!r} has a sparse gradient; build the module with sparse=False (nn.Embedding)"
+        )
+    record.parameter.grad = None
+    return gradient.contiguous()
+
+
+def forget_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Leave the parameters without gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag whether any rank has it set (all ranks)."""
+    if world.world_size == 1 or not flags:
+        return list(flags)
+    mine = torch.tensor(flags, dtype=torch.uint8, device=world.device)
+    everyone = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
+    world.all_gather(everyone, mine, kind="control")
+    return [bool(flag) for flag in everyone.view(world.world_size, -1).amax(dim=0).tolist()]

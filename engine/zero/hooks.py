@@ -1,0 +1,255 @@
+"""Gathering parameters by unit around forward and backward (stage 3).
+
+[Note: when a unit is gathered and released]
+forward   the pre-hook of the first of its modules that is called gathers it; that module's forward hook releases it.
+backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
+          nodes in the reverse of the order in which they were made. It is released when every one of its parameters
+          has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
+          it (of which neither lies within the other), or at the end of the backward.
+
+A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
+releases. A parameter that is read while its unit is released, in a forward of the model or of a module that holds
+units, is gathered until the end of that forward and again for the whole backward. Where no tensor is found in what a
+module returns, the unit stays gathered until the end of the backward. A parameter that several units use is released
+when none of them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..params.record import ParameterRecord, Residency
+from ..params.units import Unit
+from .stray import unwatch, watch
+from .unshard import Residence
+
+_Given = dict[int, Any]
+_NOT_GIVEN = object()
+
+
+class UnitHooks:
+    """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], residence: Residence) -> None:
+        self.residence = residence
+        self._holder: dict[Unit, nn.Module | None] = {}
+        """Gathered units, and the module whose forward will release each; None: something else will."""
+        self._due: dict[Unit, set[ParameterRecord]] = {}
+        """Units gathered for the backward, and their parameters whose gradients are to come."""
+        self._stray: dict[Unit, None] = {}
+        """Units of which a parameter was read from elsewhere since the last backward."""
+        self._units_of: dict[ParameterRecord, list[Unit]] = {}
+        self._record_of: dict[nn.Parameter, ParameterRecord] = {}
+        self._inner: dict[Unit, set[nn.Module]] = {}
+        self._given: dict[nn.Module, _Given] = {}
+        """Tensors that a module under way was called with, by id, and the nodes that made them."""
+        self._forwards = 0
+        self._in_backward = False
+        self._ends_with_forward = False
+        """Whether the iteration under way has no backward."""
+        self._handles: list[RemovableHandle] = []
+        for unit in units:
+            self._add(unit)
+        self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
+        watch(self._watched, self._read)
+        for module in self._callers(model):
+            self._handles += [
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def _callers(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
+        within = {inner for unit, modules in self._inner.items() if len(unit.modules) > 1 for inner in modules}
+        return [module for module in model.modules() if module not in within and list(module.children())]
+
+    def _add(self, unit: Unit) -> None:
+        sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
+        if not sharded:
+            return
+        for record in sharded:
+            self._units_of.setdefault(record, []).append(unit)
+            self._record_of[record.parameter] = record
+        self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
+        for module in unit.modules:
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True),
+                module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
+            ]
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._forwards += 1
+        if self._forwards == 1 and not self._in_backward:
+            kind = "training" if torch.is_grad_enabled() else "inference"
+            if self.residence.begin(f"{kind} of {type(module).__name__} {id(module)}"):
+                self._ends_with_forward = not torch.is_grad_enabled()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._forwards -= 1
+        if self._forwards == 0 and not self._in_backward:
+            for unit in self._stray:
+                self._release(unit)
+            if not torch.is_grad_enabled():
+                self._stray.clear()
+            ends, self._ends_with_forward = self._ends_with_forward, False
+            if output is None:
+                # A forward that raised has no output; its order is none to go by, and the other ranks may be elsewhere.
+                self.residence.abandon()
+            elif ends:
+                self.residence.end()
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if unit not in self._holder:
+            self._gather_unit(unit, None if self._in_backward else module)
+        if torch.is_grad_enabled() and (self._in_backward or self._holder[unit] is module):
+            self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        given = self._given.pop(module, {})
+        if self._in_backward:
+            self._watch(unit, output, given)
+            return
+        if self._holder.get(unit) is not module:
+            return
+        if not torch.is_grad_enabled() or self._watch(unit, output, given):
+            self._release(unit)
+        else:
+            self._holder[unit] = None
+
+    def _read(self, parameter: nn.Parameter) -> None:
+        """Gather the unit of a parameter that is read from elsewhere, until the end of the outermost forward."""
+        record = self._record_of.get(parameter)
+        if record is not None and self._forwards and record.residency is Residency.RELEASED:
+            unit = self._units_of[record][0]
+            self._stray[unit] = None
+            self._gather_unit(unit, None)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, unit: Unit, output: Any, given: _Given) -> bool:
+        """Gather the unit before the backward of these outputs; return False where no tensor was found in them.
+
+        A tensor that the module was `given` and hands on, as T5's blocks do with the position bias of the first, was
+        made by another unit: its gradient comes when this unit's nodes have run.
+        """
+        found = False
+        for tensor in tensors_in(output):
+            if given.get(id(tensor), _NOT_GIVEN) is tensor.grad_fn:
+                continue
+            found = True
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
+        return found
+
+    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if unit not in self._holder:
+            self._gather_unit(unit, None)
+        if unit in self._due:
+            return
+        for other in list(self._due):
+            if other not in self._stray and not self._nested(unit, other):
+                self._close(other)
+        self._open(unit)
+
+    def _nested(self, unit: Unit, other: Unit) -> bool:
+        """Return whether one of the units lies within the other, so that this hook says nothing of the other's nodes.
+
+        Where the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
+        the first.
+        """
+        return unit.modules[0] in self._inner[other] or other.modules[0] in self._inner[unit]
+
+    def _open(self, unit: Unit) -> None:
+        self._due[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}
+
+    def _close(self, unit: Unit) -> None:
+        del self._due[unit]
+        self._release(unit)
+
+    def start_backward(self) -> None:
+        """Gather what was read from elsewhere; forwards from here on are recomputation (the engine's call)."""
+        self._in_backward = True
+        self.residence.fill_lent()
+        for unit in self._stray:
+            if unit not in self._holder:
+                self._gather_unit(unit, None)
+            self._open(unit)
+
+    def arrived(self, record: ParameterRecord) -> None:
+        """Note that the gradient of `record` was accumulated and taken."""
+        for unit in self._units_of.get(record, ()):
+            due = self._due.get(unit)
+            if due is not None:
+                due.discard(record)
+                if not due:
+                    self._close(unit)
+
+    def end_backward(self) -> None:
+        """Release whatever is still gathered (the engine's call, all ranks)."""
+        self._release_all()
+        self.residence.end()
+
+    def abandon(self) -> None:
+        """Release whatever is gathered after a backward that failed (the engine's call)."""
+        self._release_all()
+        self.residence.abandon()
+
+    def _release_all(self) -> None:
+        self._in_backward = False
+        self._due.clear()
+        self._stray.clear()
+        for unit in list(self._holder):
+            self._release(unit)
+        self.residence.empty_lent()
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    def _gather_unit(self, unit: Unit, holder: nn.Module | None) -> None:
+        self.residence.take(unit)
+        self._holder[unit] = holder
+
+    def _release(self, unit: Unit) -> None:
+        if unit in self._holder:
+            del self._holder[unit]
+            self.residence.give_back(unit)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules, and end the residence."""
+        self.residence.close()
+        unwatch(self._watched)
+        for handle in self._handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module returned: tuples, lists, mappings, dataclasses, other objects' attributes."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, str | bytes | int | float | nn.Module | type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any]
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif dataclasses.is_dataclass(value):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+    for item in inner:
+        yield from _tensors_in(item, seen)

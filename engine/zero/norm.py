@@ -1,0 +1,156 @@
+"""The global norm of the gradients, the same bits at every stage, tier and number of threads.
+
+[Note: the order of sums]
+A shard's elements are taken in flat order: cast to fp32, and the 2-norm of each row of 4,096 is taken in fp32 (the last
+row may be shorter); the squares of the rows' norms are added in fp64, one after another. A parameter's sum is that of
+its shards in rank order; the total adds parameters in the order of their names. A norm over more than a row would give
+other bits with other numbers of threads. torch takes the norms of fp32 rows in one pass without a temporary; of 16-bit
+rows in fp32 it is many times slower than the cast, so those are cast first, in tiles that stay in cache.
+
+On a device that is not the host the squares of a row are added by halves: the second half to the first, until one is left,
+with zeros behind a short row. Its own norm of a row would have other bits beside other numbers of rows. Rows of all
+parameters are taken together, and the host looks at their norms once: each look waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+
+from zstore.ranks.world import World
+
+from ..params.record import ParameterRecord
+from .gradients import Gradients
+
+ROW_NUMEL = 4096
+_TILE_ROWS = 128
+_DEVICE_TILE_ROWS = 2048
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """Return the sum of squares of a shard's elements, 1-D of any floating type. See [Note: the order of sums]."""
+    return sums_of_squares([values])[0]
+
+
+def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
+    elsewhere = iter(sums_by_halves([values for values in shards if values.device.type != "cpu"]))
+    return [_sum_on_host(values) if values.device.type == "cpu" else next(elsewhere) for values in shards]
+
+
+def _sum_on_host(values: torch.Tensor) -> float:
+    step = values.numel() if values.dtype == torch.float32 else _TILE_ROWS * ROW_NUMEL
+    total = 0.0
+    for first in range(0, values.numel(), max(step, 1)):
+        for norm in _row_norms(values[first : first + step].float()):
+            total += norm * norm
+    return total
+
+
+def _row_norms(tile: torch.Tensor) -> list[float]:
+    """Return the 2-norm of each row of a tile, 1-D fp32, that begins at a row."""
+    whole = tile.numel() // ROW_NUMEL * ROW_NUMEL
+    norms: list[float] = []
+    if whole:
+        norms = torch.linalg.vector_norm(tile[:whole].view(-1, ROW_NUMEL), dim=1).tolist()
+    if whole < tile.numel():
+        norms.append(torch.linalg.vector_norm(tile[whole:]).item())
+    return norms
+
+
+def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sum of squares of each shard's elements, all on one device, as a device that is not the host adds them."""
+    found: list[torch.Tensor] = []
+    tile: torch.Tensor | None = None
+    used = 0
+    for values in shards:
+        for first in range(0, values.numel(), _DEVICE_TILE_ROWS * ROW_NUMEL):
+            part = values[first : first + _DEVICE_TILE_ROWS * ROW_NUMEL]
+            rows = -(-part.numel() // ROW_NUMEL)
+            if tile is None or used + rows > _DEVICE_TILE_ROWS:
+                if tile is not None:
+                    found.append(_norms_by_halves(tile[:used]))
+                tile, used = torch.zeros(_DEVICE_TILE_ROWS, ROW_NUMEL, device=values.device), 0
+            tile[used : used + rows].view(-1)[: part.numel()].copy_(part)
+            used += rows
+    if tile is not None:
+        found.append(_norms_by_halves(tile[:used]))
+    norms = iter(torch.cat(found).tolist() if found else [])
+    sums: list[float] = []
+    for values in shards:
+        total = 0.0  # not sum(), which from Python 3.12 on gives other bits
+        for norm in islice(norms, -(-values.numel() // ROW_NUMEL)):
+            total += norm * norm
+        sums.append(total)
+    return sums
+
+
+def _norms_by_halves(tile: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm of each row, [rows, ROW_NUMEL] in fp32."""
+    squares = tile.square()
+    while squares.shape[-1] > 1:
+        half = squares.shape[-1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares.flatten().sqrt()
+
+
+def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
+    """Return the norm from (name, sum of squares of each shard in rank order), one entry a parameter."""
+    total = 0.0
+    for _, shards in sorted(sums, key=lambda item: item[0]):
+        parameter = 0.0
+        for shard in shards:
+            parameter += shard
+        total += parameter
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def global_norm(
+    records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, state_is_sharded: bool
+) -> float:
+    """Return the norm of the averaged gradients over all parameters and ranks, as they are scaled (all ranks)."""
+    here = [record for record in records if gradients.has(record)]
+    if not here:
+        return 0.0
+    cut = [[_known_or_rows(record, gradients)] if state_is_sharded else _shards(record, gradients) for record in here]
+    sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
+    found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
+    if not state_is_sharded:  # every rank has all rows
+        return norm_of_sums([(record.name, shards) for record, shards in zip(here, found, strict=True)])
+    mine = torch.tensor([shards[0] for shards in found], dtype=torch.float64, device=world.device)
+    everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
+    world.all_gather(everyone, mine, kind="control")
+    columns = everyone.view(world.world_size, -1).t().tolist()
+    return norm_of_sums([(record.name, shards) for record, shards in zip(here, columns, strict=True)])
+
+
+def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | torch.Tensor:
+    """Return the sum of squares of this rank's rows where it is known, else the rows."""
+    known = gradients.squares(record)
+    if known is not None:
+        return known
+    rows = gradients.owned(record)
+    return 0.0 if rows is None else rows
+
+
+def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch.Tensor]:
+    """Return what `_known_or_rows` returns for every rank's shard of a gradient that is whole here."""
+    step = max(record.grid.shard_numel, 1)
+    if record.numel <= step:
+        return [_known_or_rows(record, gradients)]
+    rows = gradients.owned(record)
+    return [] if rows is None else [rows[first : first + step] for first in range(0, record.numel, step)]
+
+
+def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
+    """Return what the gradients are multiplied with, once, in fp32: 1 / loss scale, and down to norm `clip` if it is
+    set.
+
+    `norm` is that of the unscaled gradients.
+    """
+    if clip > 0 and norm > clip:
+        return clip / (norm + 1e-6) / loss_scale
+    return 1.0 / loss_scale

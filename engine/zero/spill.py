@@ -1,0 +1,130 @@
+"""Gradients that wait for the update on disk, where the host budget cannot hold them.
+
+One thread writes them behind the backward; how much may be on its way is bounded. A gradient that more comes to is read
+back, added to and written again. The sum of squares is taken while the rows are at hand. An array has the planned type;
+where a step turns out to accumulate in a wider one, a wider array takes its place for good.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import torch
+
+from zstore.io.queue import Ticket
+from zstore.store import TensorStore
+
+from ..device.copies import Transfers
+from ..device.streams import Within
+from ..params.gradient_types import is_narrower
+from ..params.record import ParameterRecord
+from ..params.tensors import as_torch, dtype_name
+from .norm import sum_of_squares
+
+_POOL_BYTES = 16 * 1024 * 1024
+_MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
+
+
+def spill_pool_bytes(budget_bytes: int) -> int:
+    """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
+    return min(_POOL_BYTES, budget_bytes // 16)
+
+
+class GradientSpill:
+    """Rows of the records in `arrays`, each in its array of the store; a wider array is entered there. Used from one
+    thread."""
+
+    def __init__(
+        self,
+        store: TensorStore,
+        arrays: MutableMapping[ParameterRecord, str],
+        transfers: Transfers,
+        pool_bytes: int = _POOL_BYTES,
+    ) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._arrays = arrays
+        self._pool = store.make_pool(pool_bytes)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zstore-gradients")
+        self._under_way: deque[tuple[Ticket[None], int]] = deque()
+        self._squares: dict[ParameterRecord, float] = {}
+        """Of the gradients that are there in this step."""
+
+    def __contains__(self, record: ParameterRecord) -> bool:
+        return record in self._arrays
+
+    def add(self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype) -> None:
+        """Keep `rows`, 1-D, added to what is kept of this step, rounded to `total`; they belong to this from now on.
+
+        Raises the error of an earlier write.
+        """
+        if record in self._squares:
+            self.settle()
+            rows = self._read(record, on_host=self._transfers.lane.is_host(rows)).to(total).add_(rows)
+        elif is_narrower(total, rows.dtype):
+            rows = rows.to(total)
+        self._make_room(record, rows)
+        self._squares[record] = sum_of_squares(rows)
+        nbytes = rows.nbytes
+        while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
+            self._under_way.popleft()[0].wait()
+        within = self._transfers.within()
+        self._under_way.append((Ticket(self._thread.submit(self._write, self._arrays[record], rows, within)), nbytes))
+
+    def _make_room(self, record: ParameterRecord, rows: torch.Tensor) -> None:
+        """Let the array of a parameter be one that can hold the values of `rows`."""
+        former = self._store.spec(self._arrays[record])
+        if not is_narrower(getattr(torch, former.dtype), rows.dtype):
+            return
+        self.settle()
+        wider = record.spec(f"gradient_{dtype_name(rows.dtype)}", rows.dtype)
+        self._store.create(wider, grid=record.state_grid, shard=record.state_shard, tier="disk")
+        self._arrays[record] = wider.name
+        self._store.remove(former.name)
+
+    def _write(self, name: str, rows: torch.Tensor, within: Within) -> None:
+        with within(), closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
+            for tile in tiles:
+                self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
+
+    def _read(self, record: ParameterRecord, *, on_host: bool = False) -> torch.Tensor:
+        """Return what is kept of a gradient, as it is stored: in host memory or on the parameter's device."""
+        name = self._arrays[record]
+        dtype: torch.dtype = getattr(torch, self._store.spec(name).dtype)
+        if on_host:
+            rows = self._transfers.lane.empty_host(record.owned_numel, dtype)
+        else:
+            rows = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
+        with closing(self._store.stream([[name]], "read", pool=self._pool)) as tiles:
+            for tile in tiles:
+                self._transfers.copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]))
+        return rows
+
+    def settle(self) -> None:
+        """Return when everything is on disk; raise the error of a write."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def squares(self, record: ParameterRecord) -> float | None:
+        """Return the sum of squares of a gradient of this step, None where there is none."""
+        return self._squares.get(record)
+
+    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return a copy of the rows of this step, 1-D; None where there are none."""
+        if record not in self._squares:
+            return None
+        self.settle()
+        return self._read(record)
+
+    def drop(self) -> None:
+        """Forget this step's gradients; errors of their writes with them."""
+        while self._under_way:
+            self._under_way.popleft()[0].error()
+        self._squares.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()

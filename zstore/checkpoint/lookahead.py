@@ -1,0 +1,303 @@
+"""Reading ranges of arrays in order, ahead of their use, each stored chunk once, in bounded memory.
+
+[Note: spans]
+The ranges are cut where stored chunks end, into spans of about `span_bytes`. Threads load spans in order into a fixed
+set of buffers; a buffer is free again when every element of its span was used. Whoever uses the ranges roughly in order
+cannot be stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
+it is used up: all spans of a huge checkpoint would take gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..io.buffers import make_slab
+from ..io.pool import Crew
+from .source import ArraySource, StoredArray
+
+Bytes = npt.NDArray[np.uint8]
+
+Range = tuple[str, int, int]
+"""An array's name and global flat elements `[first, stop)` of it."""
+
+MEMORY_BYTES = 48 * 1024 * 1024
+_LEAST_DEPTH = 6
+_NUM_REQUESTS = 12
+"""Requests of `read_into` under way at a time, at least."""
+
+
+@dataclass(eq=False)
+class Span:
+    """Elements `[first, stop)` of array `name`; `data` are their bytes from `take` until `release`."""
+
+    name: str
+    first: int
+    stop: int
+    itemsize: int
+    slab: Bytes | None = None
+    loaded: bool = False
+    used_numel: int = 0
+    error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return (self.stop - self.first) * self.itemsize
+
+    @property
+    def data(self) -> Bytes:
+        """The elements' bytes, while the span has memory."""
+        if self.slab is None:
+            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory (any more)")
+        return self.slab[: self.nbytes]
+
+
+def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Iterator[Span]:
+    """Yield the spans of elements `[first, stop)`. See [Note: spans]."""
+    grid, itemsize = array.grid, array.spec.itemsize
+    while first < stop:
+        shard, local = divmod(first, grid.shard_numel)
+        chunks = max(1, span_bytes // (grid.chunk_numel * itemsize))
+        end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
+        end = min(shard * grid.shard_numel + end, stop)
+        yield Span(array.spec.name, first, end, itemsize)
+        first = end
+
+
+class ReadAhead:
+    """Loads `ranges` of `reader`'s arrays, in that order. Close it, or use it in a `with` block.
+
+    The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
+    that. Either `read` serves pieces of the ranges, roughly in order, each element once; or `take` hands out whole spans.
+    Both are usable from several threads, and raise what reading raised.
+    """
+
+    def __init__(
+        self,
+        reader: ArraySource,
+        ranges: Sequence[Range],
+        *,
+        memory_bytes: int | None = None,
+        depth: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self._reader = reader
+        num_threads = num_threads or reader.num_readers
+        if memory_bytes is None:
+            memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
+        # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
+        depth = depth or min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
+        span_bytes = memory_bytes // depth
+        self._ranges: dict[str, list[tuple[int, int, int]]] = {}
+        """By array, first and stop element of each range and its place among all, by first element."""
+        most = 0
+        for place, (name, first, stop) in enumerate(ranges):
+            if first < stop:
+                insort(self._ranges.setdefault(name, []), (first, stop, place))
+                array = reader.array(name)
+                chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
+                most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
+        self._slab_bytes, self._slabs_left = most, depth
+        self._coming = self._cut(ranges, span_bytes)
+        self._next = next(self._coming, None)
+        self._live: dict[str, list[Span]] = {}
+        """Spans that are begun and not used up, by array and first element."""
+        self._to_take: deque[Span] = deque()
+        """Spans that are begun and were not taken, in order."""
+        self._free: list[Bytes] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._load, name=f"zstore-ahead-{i}", daemon=True)
+            for i in range(num_threads if self._next is not None else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
+        """Yield all spans, each with the place of its range."""
+        for place, (name, first, stop) in enumerate(ranges):
+            for span in cut_spans(self._reader.array(name), first, stop, span_bytes):
+                yield place, span
+
+    def _load(self) -> None:
+        while True:
+            with self._changed:
+                # Number and buffer are taken together: the earliest span without a buffer gets the next one.
+                self._changed.wait_for(lambda: self._closed or self._next is None or self._free or self._slabs_left)
+                if self._closed or self._next is None:
+                    return
+                span = self._begin(self._next[1])
+            try:
+                self._reader.read(span.name, span.first, span.stop, span.data)
+            except BaseException as error:
+                span.error = error
+            with self._changed:
+                span.loaded = True
+                self._changed.notify_all()
+
+    def _begin(self, span: Span) -> Span:
+        """Give the next span a buffer, with the lock held."""
+        if self._free:
+            span.slab = self._free.pop()
+        else:
+            self._slabs_left -= 1
+            span.slab = make_slab(self._slab_bytes)
+        insort(self._live.setdefault(span.name, []), span, key=_first)
+        self._to_take.append(span)
+        self._next = next(self._coming, None)
+        self._changed.notify_all()
+        return span
+
+    def take(self) -> Span | None:
+        """Return the next span, loaded, or None after the last; the caller releases it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
+            if not self._to_take and self._next is None:
+                return None
+            if not self._to_take:
+                raise UsageError("the reading ahead was closed")
+            span = self._to_take.popleft()
+            self._wait_for(span)
+            return span
+
+    def release(self, span: Span) -> None:
+        """Give the span's memory back."""
+        with self._changed:
+            self._use(span, span.stop - span.first)
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
+        """Copy elements `[first, stop)`, part of one of the ranges, into `out`: contiguous elements, or bytes as uint8.
+
+        Raises UsageError for elements that are in none of the ranges.
+        """
+        target = out.reshape(-1).view(np.uint8)
+        position = first
+        while position < stop:
+            with self._changed:
+                span = self._span_at(name, position)
+            end = min(span.stop, stop)
+            source = span.data[(position - span.first) * span.itemsize : (end - span.first) * span.itemsize]
+            target[(position - first) * span.itemsize : (end - first) * span.itemsize] = source
+            with self._changed:
+                self._use(span, end - position)
+            position = end
+
+    def _span_at(self, name: str, position: int) -> Span:
+        """Return the span of an element once it is loaded; raise UsageError for one that will never be."""
+        place = self._place_of(name, position)
+        while True:
+            spans = self._live.get(name, [])
+            number = bisect_right(spans, position, key=_first) - 1
+            if number >= 0 and position < spans[number].stop:
+                span = spans[number]
+                self._wait_for(span)  # the list changes meanwhile
+                return span
+            if self._next is None or (place, position) < (self._next[0], self._next[1].first):
+                raise UsageError(f"array {name!r}: elements from {position} on are not in memory (any more)")
+            if self._closed:
+                raise UsageError("the reading ahead was closed")
+            self._changed.wait()
+
+    def _place_of(self, name: str, position: int) -> int:
+        ranges = self._ranges.get(name, [])
+        number = bisect_right(ranges, position, key=_first_of_range) - 1
+        if number < 0 or position >= ranges[number][1]:
+            raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
+        return ranges[number][2]
+
+    def _wait_for(self, span: Span) -> None:
+        self._changed.wait_for(lambda: span.loaded or self._closed)
+        if span.error is not None:
+            raise span.error
+        if not span.loaded:
+            raise UsageError("the reading ahead was closed")
+
+    def _use(self, span: Span, numel: int) -> None:
+        span.used_numel += numel
+        if span.used_numel >= span.stop - span.first and span.slab is not None:
+            self._free.append(span.slab)
+            span.slab = None
+            self._live[span.name].remove(span)
+            while self._to_take and self._to_take[0].slab is None:  # used up by `read`
+                self._to_take.popleft()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop loading and give the buffers back; a second call does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._free.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _first(span: Span) -> int:
+    return span.first
+
+
+def _first_of_range(one: tuple[int, int, int]) -> int:
+    return one[0]
+
+
+def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
+    """Read `ranges` ahead and call `use` for each span, in several threads called `name`; its memory is taken back then.
+
+    The first error stops all of them and is raised.
+    """
+    # More than cores: some wait for the drive while others compute.
+    num_threads = max(4, min(8, os.cpu_count() or 4))
+    stopped = threading.Event()
+
+    def work(ahead: ReadAhead) -> None:
+        try:
+            while not stopped.is_set() and (span := ahead.take()) is not None:
+                use(span)
+                ahead.release(span)
+        except BaseException:
+            stopped.set()
+            raise
+
+    if not ranges:
+        return
+    with Crew(num_threads, name) as crew, ReadAhead(reader, ranges) as ahead:
+        try:
+            crew.run([partial(work, ahead)] * num_threads)
+        finally:
+            stopped.set()
+
+
+def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:
+    """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
+
+    Takes no memory beside the reader's pool. The first error stops all and is raised; the memory is a mixture then.
+    """
+    tasks: list[Callable[[], None]] = []
+    for (name, first, stop), out in targets:
+        array, target = reader.array(name), out.reshape(-1).view(np.uint8)
+        for span in cut_spans(array, first, stop, reader.resources.block_bytes):
+            low = (span.first - first) * span.itemsize
+            piece = target[low : low + span.nbytes]
+            tasks.append(partial(reader.read, name, span.first, span.stop, piece))
+    if tasks:
+        with Crew(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as crew:
+            crew.run(tasks)

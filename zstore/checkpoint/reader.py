@@ -1,0 +1,292 @@
+"""Reading a checkpoint: any range of any array, every chunk verified, in parallel and in bounded memory. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptionError
+from ..io.archives import open_shard_file
+from ..io.queue import Priority
+from ..io.shards import IoResources, ShardReader
+from ..sizes import format_bytes, format_count
+from .catalog import Refusal, TagInfo, list_tags, resolve, scan
+from .folder import Folder, Place, folder_at
+from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
+from .metadata import parse_root
+from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
+from .source import NUM_THREADS, ArraySource, StoredArray
+
+_MOST_OPEN_SHARDS = 4096
+_NUM_REMOTE_REQUESTS = 12
+"""Requests under way at a time: each takes tens of milliseconds, whatever it reads."""
+
+
+class _Checksums:
+    """Those of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
+
+    def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardEntry]) -> None:
+        parts: list[Sequence[int]] = [()] * len(numbers)
+        for entry in entries:
+            if entry.shard == shard and entry.array in numbers:
+                parts[numbers[entry.array]] = entry.crcs
+        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.uint32)
+        self._crcs = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(self._ends[-1]))
+
+    def of(self, number: int) -> npt.NDArray[np.uint32]:
+        """Return those of one array, none where the rank stored no shard of it."""
+        return self._crcs[self._ends[number] : self._ends[number + 1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was read of a checkpoint so far, and why."""
+
+    read_bytes: int
+    """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""
+    asked_bytes: int
+    """Bytes of the elements that were asked for."""
+    requests: int
+    """Operations on a URL; 0 for a folder."""
+
+    def text(self) -> str:
+        """Return a line for people."""
+        text = f"read {format_bytes(self.read_bytes)}"
+        if self.asked_bytes:
+            text += f" for {format_bytes(self.asked_bytes)} of array data"
+        if self.requests:
+            text += f" in {format_count(self.requests, 'request')}"
+        if not self.asked_bytes:
+            return text
+        ratio = self.read_bytes / self.asked_bytes
+        percent = round(100 * abs(ratio - 1))
+        if not percent:
+            return text
+        if ratio < 1:
+            return f"{text}: {percent} % less, since chunks are compressed"
+        why = "chunks are read whole, with their checksums and padding" + (", and metadata" if self.requests else "")
+        return f"{text}: {f'{ratio:.1f} times what is' if ratio >= 2 else f'{percent} % more than'} needed, since {why}"
+
+
+class CheckpointReader(ArraySource):
+    """An open checkpoint."""
+
+    kind = "zstore"
+
+    def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
+        self.documents, parsed = _read_metadata(info)
+        remote = not info.folder.is_local
+        num_threads = _NUM_REMOTE_REQUESTS if remote else NUM_THREADS
+        super().__init__(info.location, info.tag, info.record, resources, num_threads=num_threads)
+        if remote:
+            self.num_readers = _NUM_REMOTE_REQUESTS
+        self.folder: Folder = info.folder
+        """The tag's folder."""
+        self.asked_bytes = 0
+        """Bytes of elements that `read` was asked for so far."""
+        self.shard_resources: IoResources = info.folder.resources(self.resources)
+        """`resources`, made to read the shard files, wherever they are."""
+        self.arrays = parsed
+        self._numbers: dict[str, dict[str, int]] = {}
+        """By group, the number of each of its arrays."""
+        self._checksums: dict[tuple[str, int], _Checksums] = {}
+        """By group and rank, those of the rank's shards."""
+        self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
+        self._lock = threading.Lock()
+        self._retired_bytes = 0
+        try:
+            self._find_sizes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_sizes(self) -> None:
+        """Look up how large the files of compressed arrays are: their metadata does not tell."""
+        packed = {name: array for name, array in self.arrays.items() if array.codec is not None}
+        sizes: dict[str, list[int]] = {name: [0] * array.grid.num_shards for name, array in packed.items()}
+        for rank in range(max(map(len, sizes.values()), default=0)):
+            for entry in self.manifest(rank).shards:
+                if entry.shard == rank < len(sizes.get(entry.array, ())):
+                    sizes[entry.array][rank] = entry.file_bytes
+        for name, array in packed.items():
+            self.arrays[name] = replace(array, shard_bytes=tuple(sizes[name]))
+
+    @property
+    def path(self) -> Path:
+        """The tag's folder; raises UsageError where it is behind a URL."""
+        return self.folder.path
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of chunks that were read from files so far, checksums and alignment included."""
+        with self._lock:
+            return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
+
+    def reading(self) -> Reading:
+        """See `ArraySource.reading`; here it is always counted."""
+        traffic = self.folder.traffic
+        return Reading(
+            read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
+            asked_bytes=self.asked_bytes,
+            requests=0 if traffic is None else traffic.requests,
+        )
+
+    def manifest(self, rank: int) -> Manifest:
+        """Return what rank `rank` of the saving run wrote, checked against the record.
+
+        Raises CorruptionError where it is missing or not the one that was committed.
+        """
+        path = self.folder.place_of(manifest_file(rank))
+        try:
+            data = self.folder.read_small(manifest_file(rank))
+        except FileNotFoundError as error:
+            raise CorruptionError(f"{path} is missing; restore it from another copy") from error
+        if sha256(data) != self.record.manifest_sha256[rank]:
+            raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
+        manifest = Manifest.decode(data, path)
+        if (manifest.id, manifest.rank, manifest.outcome) != (self.record.id, rank, COMPLETE):
+            raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
+        return manifest
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """See `ArraySource.read`."""
+        array = self.array(name)
+        spec, grid = array.spec, array.grid
+        target = self.room_for(name, first, stop, out)
+        with self._lock:
+            self.asked_bytes += out.nbytes
+        low = first
+        while low < stop:
+            shard = low // grid.shard_numel
+            high = min(stop, (shard + 1) * grid.shard_numel)
+            piece = target[(low - first) * spec.itemsize : (high - first) * spec.itemsize]
+            self.open_shard(name, shard).read(low, high, piece, priority)
+            low = high
+
+    def read_array(self, name: str) -> npt.NDArray[Any]:
+        """See `ArraySource.read_array`."""
+        if self.folder.is_local:
+            for shard in range(self.array(name).grid.num_shards):
+                self.open_shard(name, shard)  # files of that size are there, before memory is taken
+        return super().read_array(name)
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return the JSON that belongs to rank `rank` of the saving run alone."""
+        return self.manifest(rank).rank_state
+
+    def file_of(self, name: str, shard: int) -> Path | None:
+        """See `ArraySource.file_of`."""
+        if not self.folder.is_local or self.array(name).codec is not None:
+            return None
+        opened = self.open_shard(name, shard)
+        opened.check_index()
+        return Path(opened.path)
+
+    def open_shard(self, name: str, shard: int) -> ShardReader:
+        """Return the reader of one shard file, of the right size; its index is checked with its first chunk."""
+        key = (name, shard)
+        with self._lock:
+            if key in self._shards:
+                self._shards.move_to_end(key)
+                return self._shards[key]
+        array = self.array(name)
+        crcs = self.shard_crcs(name, shard)
+        path = self.folder.place_of(array.shard_file(shard))
+        try:
+            self.folder.check_file(array.shard_file(shard))
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"array {name!r}: the shard file {path} is missing; restore it from another copy"
+            ) from error
+        opened = open_shard_file(self.shard_resources, path, array.cut, shard, check=False)
+        if (
+            self.folder.is_local
+        ):  # far away, size and index would be two requests a shard, and tell nothing that chunks do not
+            opened.check_size()
+        opened.expect(crcs)
+        with self._lock:
+            kept = self._shards.setdefault(key, opened)
+            if len(self._shards) > _MOST_OPEN_SHARDS:
+                self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
+        return kept
+
+    def shard_crcs(self, name: str, shard: int) -> list[int]:
+        """Return the crc32c of each chunk of a shard that holds values, by the manifest; in an archive of its compressed
+        bytes. Raises CorruptionError where it lacks them.
+        """
+        array = self.array(name)
+        group = name.partition("/")[0]
+        # Rank r stores shard r; arrays of one shard are rank 0's.
+        with self._lock:
+            known = self._checksums.get((group, shard))
+        if known is None:
+            known = _Checksums(self._numbers_in(group), shard, self.manifest(shard).shards)
+            with self._lock:
+                self._checksums[group, shard] = known
+        crcs = known.of(self._numbers[group][name])
+        if len(crcs) != array.grid.present_chunks(shard):
+            raise CorruptionError(
+                f"array {name!r}: {manifest_file(shard)} has no checksums for each of the "
+                f"{array.grid.present_chunks(shard)} chunks of shard {shard}; restore it from another copy"
+            )
+        found: list[int] = crcs.tolist()
+        return found
+
+    def _numbers_in(self, group: str) -> dict[str, int]:
+        with self._lock:
+            if group not in self._numbers:
+                names = [name for name in self.arrays if name.startswith(f"{group}/")]
+                self._numbers[group] = {name: number for number, name in enumerate(names)}
+            return self._numbers[group]
+
+
+def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray]]:
+    path = info.folder.place_of(METADATA_FILE)
+    try:
+        data = info.folder.read_small(METADATA_FILE)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptionError(f"{path} is missing; restore it from another copy") from error
+    if sha256(data) != info.record.metadata_sha256:
+        raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
+    document = parse_json(data, path)
+    arrays = {
+        name: StoredArray(spec=spec, grid=grid, folder=folder, codec=codec)
+        for name, (folder, spec, grid, codec) in parse_root(document, path).items()
+    }
+    for name, array in arrays.items():
+        if array.grid.num_shards > info.record.world_size:
+            raise CorruptionError(
+                f"array {name!r} has {array.grid.num_shards} shards, but {info.record.world_size} rank(s) saved: {path} was "
+                "changed"
+            )
+    return document, arrays
+
+
+def open_checkpoint(
+    place: Place, tag: str | float | None = None, *, resources: IoResources | None = None
+) -> CheckpointReader:
+    """Open the checkpoint `tag` in the folder `place` (the newest committed one by default), or the tag's folder `place`.
+
+    Raises CheckpointNotFoundError, CorruptionError where its record or metadata is damaged, CheckpointMismatchError
+    where a newer version wrote it. `resources` stays the caller's.
+    """
+    return CheckpointReader(resolve(place, None if tag is None else tag_text(tag)), resources)
+
+
+def tags(place: Place) -> list[TagInfo]:
+    """Return the committed checkpoints in the folder `place`, the oldest first; of a tag's folder, that one."""
+    return list(list_tags(place).tags)
+
+
+def refused(place: Place) -> list[Refusal]:
+    """Return the folders in `place` that look like checkpoints and are none, with the reason; none of a tag's folder."""
+    folder = folder_at(place)
+    return [] if folder.has(RECORD_FILE) else list(scan(folder).refusals)

@@ -1,0 +1,282 @@
+"""Saving: every rank publishes its pinned shards behind training, and rank 0 commits.
+
+[Note: who does what]
+On every rank, in one background thread and without collectives:
+    publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
+On rank 0 besides: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
+manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit. The
+others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
+rank 0 then gives up and leaves `abort.json` for all to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import TypeVar
+
+from ..errors import CheckpointError
+from ..io.pool import Crew
+from ..io.shards import ShardSummary
+from .catalog import TagInfo, read_record, replaced_text
+from .commit import Committer, sweep
+from .folder import LocalFolder
+from .format import COMPLETE, decode_state, encode_state
+from .gather import Gatherer
+from .handle import SaveHandle
+from .lock import owner_is_dead
+from .names import ABORT_FILE, MANIFEST_FOLDER
+from .pieces import Pieces
+from .publish import Publisher
+from .reader import CheckpointReader
+from .request import SaveRequest, SaveSummary
+from .retention import retire
+from .spare import Spare, lay_aside
+
+T = TypeVar("T")
+
+_SEE_FOLDER_S = 60.0
+"""How long a rank looks for the temporary folder that rank 0 makes first."""
+_LEAST_PAUSE_S = 0.001
+_LOOK_AFTER_RANK_0_S = 2.0
+
+
+def save_checkpoint(request: SaveRequest) -> SaveHandle:
+    """Begin to save in the background and return the handle. See [Note: who does what].
+
+    The pins belong to the save from now on, also where this raises: it releases them. Raises before anything is
+    written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
+    cannot be written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` theirs.
+    """
+    job: _Job | None = None
+    try:
+        job = _Job(request)
+        job.check()
+        return SaveHandle(job)
+    except BaseException as error:
+        if job is not None:
+            job.give_up(error)
+        for pin in request.pins.values():
+            pin.release()
+        raise
+
+
+class _Job:
+    """The save of one rank."""
+
+    def __init__(self, request: SaveRequest) -> None:
+        request.check()
+        self._request = request
+        self._files = request.resources.files
+        # Copies, which also name what is not JSON before anything is written.
+        self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
+        self._state = decode_state(encode_state(request.record, "record"))
+        self._committer = Committer(self._files, request.folder, request.tag, request.save_id)
+        self._folder = self._committer.temporary
+        self.target = self._committer.target
+        self.cancelled = threading.Event()
+        self._publisher = Publisher(request, self._folder, self._check_alive)
+        self._pieces = Pieces(request, self._folder)
+        self._messages: list[str] = []
+        self._spare: Spare | None = None
+        self._started = time.monotonic()
+
+    @property
+    def title(self) -> str:
+        """See SaveJob."""
+        return f"the save of {self.target}"
+
+    def cancel(self) -> None:
+        """See SaveJob."""
+        self.cancelled.set()
+
+    def check(self) -> None:
+        """Check what can be checked at once."""
+        if self._request.rank == 0:
+            self._gatherer = Gatherer(self._request, self._folder)
+            request = self._request
+            replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
+            if replaced is not None and not request.overwrite:
+                self._messages.append(replaced_text(replaced))
+            request.check_room(request.folder)
+
+    def run(self) -> SaveSummary:
+        """Carry the save out. Called once, by the save's thread."""
+        request = self._request
+        try:
+            with Crew(request.num_threads, f"zstore-save-{request.rank}") as crew:
+                if request.rank == 0:
+                    self._begin()
+                else:
+                    # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
+                    manifests = self._folder / MANIFEST_FOLDER
+                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                summaries = self._publish(crew)
+                if request.rank == 0 and request.pieces:
+                    summaries += self._assemble(crew)
+                self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
+                if request.rank == 0:
+                    self._commit(crew)
+                else:
+                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
+        except BaseException as error:
+            self.give_up(error)
+            if isinstance(error, OSError) and error.errno == errno.ENOENT:
+                self._check_alive()  # rank 0 gave up, and removed what this rank was working on: it knows why
+            raise
+        finally:
+            for pin in request.pins.values():
+                pin.release()
+            self._committer.close()
+        return self._summarise(summaries)
+
+    def _begin(self) -> None:
+        spare, files = self._request.spare, self._files
+        if spare is not None and spare.metadata_sha256 != self._gatherer.metadata_sha256:
+            spare.remove(files)
+            spare = None
+        self._committer.begin(None if spare is None else partial(spare.take, files))
+
+    def _publish(self, crew: Crew) -> list[ShardSummary]:
+        tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
+        if self._request.rank == 0:
+            # In between, so that the drive writes shards meanwhile.
+            tasks = _in_turn(tasks, self._gatherer.metadata_tasks())
+        try:
+            found = crew.run(tasks)
+            syncs = self._publisher.syncs()
+            if self._request.rank == 0:
+                syncs += self._gatherer.metadata_syncs()
+            crew.run(syncs)
+            return [summary for summary in found if summary is not None]
+        except OSError:
+            # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
+            self._check_alive()
+            raise
+
+    def _assemble(self, crew: Crew) -> list[ShardSummary]:
+        """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
+        gatherer = self._gatherer
+        self._wait_until(
+            lambda: gatherer.collect() or gatherer.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
+        )
+        found = crew.run(self._pieces.assembling(self._publisher.store_whole))
+        crew.run(self._publisher.syncs())
+        return [summary for summaries in found for summary in summaries]
+
+    def _commit(self, crew: Crew) -> None:
+        request, gatherer = self._request, self._gatherer
+        self._messages += sweep(self._files, request.folder)
+        self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
+        gatherer.check_complete()
+        record = gatherer.record(self._state)
+        if request.before_commit is not None:
+            with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
+                self._messages += request.before_commit(reader)
+        gatherer.sync_folders(crew)
+        self._check_alive()
+        self._messages += self._committer.commit(record)
+        if request.spares:
+            self._spare, messages = lay_aside(request, gatherer.metadata_sha256)
+            self._messages += messages
+        elif request.keep is not None:
+            self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
+
+    def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
+        request = self._request
+        linked = [s for s in summaries if s.linked]
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].tier == "disk"]
+        num_copied = sum(not s.linked for s in on_disk)
+        if num_copied:
+            self._messages.append(
+                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied behind "
+                f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
+                "one without hard links)"
+            )
+        return SaveSummary(
+            path=self.target,
+            num_files=len(summaries),
+            num_linked=len(linked),
+            linked_bytes=sum(s.file_bytes for s in linked),
+            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
+            elapsed_s=time.monotonic() - self._started,
+            known=self._publisher.known,
+            spare=self._spare,
+            messages=tuple(self._messages),
+        )
+
+    # -- waiting and giving up --------------------------------------------------------------------------------------
+
+    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not ready():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise failure()
+            self.cancelled.wait(pause_s)
+            pause_s = min(2 * pause_s, self._request.most_pause_s)
+
+    def _check_alive(self) -> None:
+        """Raise CheckpointError where the save was given up here or by rank 0."""
+        if self.cancelled.is_set():
+            raise CheckpointError(f"the save of {self.target} was cancelled")
+        if self._request.rank > 0:
+            with contextlib.suppress(OSError, LookupError, ValueError):
+                reason = json.loads((self._folder / ABORT_FILE).read_bytes())["reason"]
+                raise CheckpointError(f"rank 0 gave up the save of {self.target}: {reason}")
+
+    def _is_over(self) -> bool:
+        """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
+        if self._is_committed():
+            return True
+        if time.monotonic() - self._started > _LOOK_AFTER_RANK_0_S:
+            with owner_is_dead(self._committer.lock_path) as dead:
+                ended = dead
+            if ended and not self._is_committed():
+                self._check_alive()
+                raise CheckpointError(f"rank 0 ended without committing {self.target}; the checkpoint before it holds")
+        return False
+
+    def _is_committed(self) -> bool:
+        if self._folder.is_dir():
+            return False
+        try:
+            return read_record(self.target).id == self._request.save_id
+        except (OSError, ValueError):
+            return False
+
+    def _not_seen(self) -> Exception:
+        return CheckpointError(
+            f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
+            "says why), or the checkpoint folder is local to a machine; give one that all ranks share"
+        )
+
+    def _not_committed(self) -> Exception:
+        return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
+
+    def _ranks_missing(self) -> Exception:
+        missing = [rank for rank in self._gatherer.missing_ranks() if rank]  # its own manifest is the last
+        return CheckpointError(
+            f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and why."""
+        reason = f"{type(error).__name__}: {error}"
+        if self._request.rank == 0:
+            self._committer.abort(reason, alone=self._request.world_size == 1)
+        elif (self._folder / MANIFEST_FOLDER).is_dir():
+            with contextlib.suppress(OSError):
+                self._publisher.write_manifest(f"failed: {reason}", [], self._rank_state)
+
+
+def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
+    """Return all of both, each in order, one of each as long as there are some."""
+    return [each for pair in zip_longest(first, second) for each in pair if each is not None]

@@ -1,0 +1,65 @@
+"""Byte layout of a compressed shard file: chunks of any size, one directly behind the other. Pure.
+
+[Note: the layout of a packed shard]
+As a plain shard (`zstore.format.shardfile`), but that sizes vary: the index stands at the start, with zeros up to a multiple of
+4096; behind it every present chunk, its bytes and their crc32c, without a gap and in order; at the end zeros up to a multiple
+of 4096. So the index can lead nowhere else, and the file's size follows from it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from ..errors import CorruptionError
+from .codecs import most_stored_bytes
+from .shardfile import BLOCK_BYTES, CRC_BYTES, MISSING, ShardLayout, round_up
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def encode_packed_index(layout: ShardLayout, sizes: Sequence[int]) -> bytes:
+    """Return the first `layout.data_offset` bytes of the file, for present chunks of `sizes` bytes, crc32c included."""
+    entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
+    ends = layout.data_offset + np.cumsum(np.asarray(sizes, np.uint64), dtype=np.uint64)
+    entries[: len(sizes), 0] = ends - np.asarray(sizes, np.uint64)
+    entries[: len(sizes), 1] = sizes
+    body = entries.tobytes()
+    return (body + struct.pack("<I", crc32c(body))).ljust(layout.data_offset, b"\0")
+
+
+def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: str) -> npt.NDArray[np.int64]:
+    """Return where the present chunks lie in the file, `[num_present + 1]` offsets: chunk i from offset i to offset i + 1.
+
+    `data` are the first bytes of the file. Raises CorruptionError where the checksum is wrong, or where chunks do not lie one
+    behind the other or are of sizes that no chunk has.
+    """
+    body = bytes(data[: layout.index_bytes - CRC_BYTES])
+    if crc32c(body) != struct.unpack_from("<I", data.data, layout.index_bytes - CRC_BYTES)[0]:
+        raise CorruptionError(
+            f"array {array!r}: the index of {path} fails its crc32c (offset 0, {layout.index_bytes} bytes): "
+            "the file is damaged; restore it from another copy"
+        )
+    sizes = np.frombuffer(body, "<u8").reshape(-1, 2)[: layout.num_present, 1]
+    most = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
+    if ((sizes <= CRC_BYTES) | (sizes > most)).any() or not encode_packed_index(layout, sizes.tolist()).startswith(
+        body
+    ):
+        raise CorruptionError(
+            f"array {array!r}: the index of {path} is not that of {layout.num_present} compressed chunks of up to {most} "
+            "bytes, one behind the other; the file was replaced or the metadata changed: restore it from another copy"
+        )
+    offsets = np.empty(layout.num_present + 1, np.int64)
+    offsets[0] = layout.data_offset
+    np.cumsum(sizes, out=offsets[1:])
+    offsets[1:] += layout.data_offset
+    return offsets
+
+
+def packed_file_bytes(end: int) -> int:
+    """Return the bytes of a file whose last chunk ends at offset `end`."""
+    return round_up(end, BLOCK_BYTES)

@@ -1,0 +1,112 @@
+"""Named global tensors: what an array is called, its shape and its data type. Pure; knows no ranks and no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BudgetError
+
+_NUMPY: dict[str, npt.DTypeLike] = {
+    "bool": np.bool_,
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "uint16": np.uint16,
+    "int32": np.int32,
+    "uint32": np.uint32,
+    "int64": np.int64,
+    "uint64": np.uint64,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+
+MAX_NAME = 4096
+"""Characters of an array's name, at most."""
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Return the little-endian numpy data type called `name` ("bfloat16" comes from ml_dtypes).
+
+    Raises ValueError for a name that the format does not store.
+    """
+    if name not in _NUMPY:
+        raise ValueError(f"data type {name!r} cannot be stored; expected one of {', '.join(_NUMPY)}")
+    return np.dtype(_NUMPY[name]).newbyteorder("<")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """One named global tensor."""
+
+    name: str
+    """Group and fully qualified name, as `model/transformer.h.0.mlp.c_fc.weight`."""
+    shape: tuple[int, ...]
+    """True shape of the tensor; `()` for a scalar."""
+    dtype: str
+    """Data type by its Zarr name, as `float32` or `bfloat16`."""
+    aliases: tuple[str, ...] = ()
+    """Other fully qualified names of the same tensor (tied parameters), without the group."""
+
+    def __post_init__(self) -> None:
+        numpy_dtype(self.dtype)
+        group, _, fqn = self.name.partition("/")
+        if not group or not fqn:
+            raise ValueError(f"array name {self.name!r:.200}: expected `group/name`, as `model/weight`")
+        if len(self.name) > MAX_NAME:
+            raise ValueError(f"array name {self.name[:100]!r}... has {len(self.name)} characters, at most {MAX_NAME}")
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"array {self.name!r}: shape {self.shape} has a negative extent")
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape on disk: 0-d as `[1]`, 1-D and 2-D as they are, more dims collapsed to `[prod(d0..dn-2), d_last]`."""
+        if not self.shape:
+            return (1,)
+        if len(self.shape) <= 2:
+            return self.shape
+        return (math.prod(self.shape[:-1]), self.shape[-1])
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the stored shape."""
+        return self.stored_shape[0]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in a row: 1 for 1-D arrays; 0 where the last extent is 0."""
+        return self.stored_shape[1] if len(self.stored_shape) == 2 else 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, without padding."""
+        return self.numel * self.itemsize
+
+
+def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return memory for values of the array `name`; raises BudgetError where there is not so much."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as error:
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise BudgetError(
+            f"array {name!r}: no memory for {nbytes} bytes, {dtype} {list(shape)}; read a part of it"
+        ) from error

@@ -1,0 +1,156 @@
+"""Byte layout of a shard file: the index, the inner chunks and their crc32c. Pure; no I/O, no threads, no torch.
+
+[Note: the layout of a shard file]
+A shard file is a Zarr v3 shard (`sharding_indexed`, `index_location: start`) with everything at a fixed place:
+
+    index        chunks_per_shard x (offset u64, nbytes u64), little-endian, C order; crc32c of those bytes (u32);
+                 zeros up to a multiple of 4096
+    slot 0..     one slot for each present chunk: payload, crc32c of the payload (u32), zeros up to a multiple of 4096
+
+The payload is the chunk's elements, little-endian, C order; a chunk that straddles the array's end is stored whole,
+with zeros. Chunks past the end are marked missing: offset and nbytes are 2**64 - 1. Since sizes are fixed, the index is
+known before any data, and direct I/O can write any run of slots.
+Source: Zarr v3 sharding codec specification, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from ..errors import CorruptionError
+from .arrays import numpy_dtype
+from .partition import Grid
+
+BLOCK_BYTES = 4096
+_KEEP_INTERPRETER = 0
+"""A chunk's checksum takes microseconds: handing the interpreter over and back takes longer where threads want it."""
+CRC_BYTES = 4
+MISSING = 2**64 - 1
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardLayout:
+    """Where everything of one shard file lies. See [Note: the layout of a shard file]."""
+
+    num_chunks: int
+    """Entries of the index."""
+    num_present: int
+    """Leading chunks that are stored; the others are marked missing."""
+    payload_bytes: int
+    """Bytes of a chunk, without its crc32c."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index with its crc32c, without the padding behind it."""
+        return 16 * self.num_chunks + CRC_BYTES
+
+    @property
+    def data_offset(self) -> int:
+        """File offset of slot 0."""
+        return round_up(self.index_bytes, BLOCK_BYTES)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a stored chunk: payload and crc32c."""
+        return self.payload_bytes + CRC_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one chunk to the next."""
+        return round_up(self.chunk_bytes, BLOCK_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.num_present * self.slot_bytes
+
+    def slot_offset(self, chunk: int) -> int:
+        """Return the file offset of chunk number `chunk`."""
+        return self.data_offset + chunk * self.slot_bytes
+
+
+def layout_of(grid: Grid, shard: int, dtype: str) -> ShardLayout:
+    """Return the layout of shard number `shard` of an array on `grid` with data type `dtype`."""
+    return ShardLayout(
+        num_chunks=grid.chunks_per_shard,
+        num_present=grid.present_chunks(shard),
+        payload_bytes=grid.chunk_numel * numpy_dtype(dtype).itemsize,
+    )
+
+
+def encode_index(layout: ShardLayout) -> bytes:
+    """Return the first `layout.data_offset` bytes of the file: index, crc32c and zeros."""
+    entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
+    present = np.arange(layout.num_present, dtype=np.uint64)
+    entries[: layout.num_present, 0] = layout.data_offset + present * np.uint64(layout.slot_bytes)
+    entries[: layout.num_present, 1] = layout.chunk_bytes
+    body = entries.tobytes()
+    return (body + struct.pack("<I", crc32c(body))).ljust(layout.data_offset, b"\0")
+
+
+def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: str, array: str) -> None:
+    """Check that `data`, the first bytes of a shard file, is the index that `layout` says.
+
+    Raises CorruptionError where the checksum is wrong or the entries are those of another layout.
+    """
+    found = bytes(data[: layout.index_bytes])
+    if found == encode_index(layout)[: layout.index_bytes]:
+        return
+    whole = len(found) == layout.index_bytes
+    if whole and crc32c(found[:-CRC_BYTES]) == struct.unpack("<I", found[-CRC_BYTES:])[0]:
+        raise CorruptionError(
+            f"array {array!r}: the index of {path} belongs to another layout (expected {layout.num_present} chunks of "
+            f"{layout.chunk_bytes} bytes); the file was replaced or the metadata changed: restore it from another copy"
+        )
+    raise CorruptionError(
+        f"array {array!r}: the index of {path} fails its crc32c (offset 0, {layout.index_bytes} bytes): "
+        "the file is damaged; restore it from another copy"
+    )
+
+
+def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
+    """Return `slots`, a run of whole slots, as a view of shape [chunks, slot_bytes]."""
+    return slots.reshape(-1, layout.slot_bytes)
+
+
+def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
+    """Write crc32c and zeros behind the payload of every slot in `slots` (uint8, a run of whole slots), in place.
+
+    Returns the crc32c of each chunk's payload.
+    """
+    crcs: list[int] = []
+    for slot in slot_views(slots, layout):
+        crc = crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER)
+        struct.pack_into("<I", slot, layout.payload_bytes, crc)
+        slot[layout.chunk_bytes :] = 0
+        crcs.append(crc)
+    return crcs
+
+
+def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str) -> list[int]:
+    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums.
+
+    Raises CorruptionError that names array, file, chunk and offset of the first one that is wrong.
+    """
+    crcs: list[int] = []
+    for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
+        stored: int = struct.unpack_from("<I", slot, layout.payload_bytes)[0]
+        if crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER) != stored:
+            raise CorruptionError(
+                f"array {array!r}: chunk {number} of {path} fails its crc32c (offset {layout.slot_offset(number)}, "
+                f"{layout.chunk_bytes} bytes): the file is damaged; restore it from another copy"
+            )
+        crcs.append(stored)
+    return crcs
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple

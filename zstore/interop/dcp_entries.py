@@ -1,0 +1,215 @@
+"""Entries of torch.distributed.checkpoint that are no tensors: what they are, and where their bytes lie. No torch.
+
+[Note: bytes in pickles]
+torch.save pickles with protocol 2, which knows no `bytes`: they stand there as text of one character each, in UTF-8, so that
+those from 128 on take two bytes. The text is gone through once, to count them and to note how many stand before each block
+of it; then any range of them is decoded from the blocks that it touches. Later protocols have them as they are.
+What is not recognised as such is looked into where it is small, and else kept as the pickle that it is.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointMismatchError, CorruptionError, storage_error
+from ..io.files import Files
+from .dcp_values import BYTES, PICKLE, NotPlainError, Room, encode_value
+from .torchfile import find_pickle, load_torch_file
+
+Bytes = npt.NDArray[np.uint8]
+
+_MOST_LOADED_BYTES = 4 * 1024 * 1024
+"""Longer pickles are not looked into."""
+_MOST_VALUES, _MOST_VALUES_BYTES = 2**19, 32 * 1024 * 1024
+"""What the values of one checkpoint may take: half of what a record may."""
+_BLOCK_BYTES = 1024 * 1024
+_AROUND_BYTES = 64
+"""More than a pickle of `bytes` has before them, or behind."""
+
+_TEXT = re.compile(rb"\x80\x02c_codecs\nencode\n(?:q.)?\(?X(.{4})", re.DOTALL)
+_TEXT_END = re.compile(rb"(?:q.)?X\x06\x00\x00\x00latin1(?:q.)?[\x86t](?:q.)?R(?:q.)?\.", re.DOTALL)
+_RAW = re.compile(rb"\x80[\x03-\x05](?:\x95.{8})?(?:C(.)|B(.{4})|\x8e(.{8}))", re.DOTALL)
+_RAW_END = re.compile(rb"(?:\x95.{8})?(?:\x94|q.)?\.", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a block or an entry lies: bytes `[offset, offset + nbytes)` of a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class Opaque(Protocol):
+    """The bytes of an entry, read where they lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        """Fill `out` with them, from number `first` on. Raises StorageError where the file is shorter now."""
+
+
+@dataclass(frozen=True)
+class RawBytes:
+    """Bytes that stand in a file as they are."""
+
+    place: Place
+
+    @property
+    def nbytes(self) -> int:
+        """See `Opaque.nbytes`."""
+        return self.place.nbytes
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        """See `Opaque.read`."""
+        with files.opened(self.place.path) as file:
+            files.read_into(file, out, self.place.offset + first)
+
+
+class TextBytes:
+    """Bytes that stand in a file as text. See [Note: bytes in pickles]. Raises CorruptionError where they do not."""
+
+    def __init__(self, files: Files, place: Place) -> None:
+        self._place = place
+        self._starts = [0]
+        """How many bytes stand before each block of the text."""
+        carried = False  # a block ended between the two bytes of a character
+        for at in range(0, place.nbytes, _BLOCK_BYTES):
+            text = _load(files, place, at, min(at + _BLOCK_BYTES, place.nbytes))
+            follows, leads = (text & 0xC0) == 0x80, (text & 0xFE) == 0xC2
+            good = bool(follows[0]) == carried and np.array_equal(follows[1:], leads[:-1])
+            if not good or not np.all(follows | leads | (text < 0x80)):
+                raise self._damaged()
+            carried = bool(leads[-1])
+            self._starts.append(self._starts[-1] + text.size - int(np.count_nonzero(follows)))
+        if carried:
+            raise self._damaged()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Opaque.nbytes`."""
+        return self._starts[-1]
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        """See `Opaque.read`."""
+        done = 0
+        while done < out.size:
+            block = bisect_right(self._starts, first + done) - 1
+            decoded = self._decoded(files, block)[first + done - self._starts[block] :][: out.size - done]
+            if not decoded.size:
+                raise self._damaged()
+            out[done : done + decoded.size] = decoded
+            done += decoded.size
+
+    def _decoded(self, files: Files, block: int) -> Bytes:
+        """Return the bytes whose characters begin in a block."""
+        first = block * _BLOCK_BYTES
+        stop = min(first + _BLOCK_BYTES, self._place.nbytes)
+        text = _load(files, self._place, first, min(stop + 1, self._place.nbytes))
+        begins = np.flatnonzero((text[: stop - first] & 0xC0) != 0x80)
+        values = text[begins]
+        two = np.flatnonzero(values >= 0x80)
+        values[two] = (values[two] << 6) | (text[np.minimum(begins[two] + 1, text.size - 1)] & 0x3F)
+        return values
+
+    def _damaged(self) -> CorruptionError:
+        return CorruptionError(
+            f"{self._place.path}: the bytes at {self._place.offset} are no text that stands for bytes: it is damaged"
+        )
+
+
+@dataclass(frozen=True)
+class LoadedBytes:
+    """A few bytes that are unpickled anew whenever they are read."""
+
+    place: Place
+    nbytes: int
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        """See `Opaque.read`."""
+        value = load_torch_file(self.place.path, part=(self.place.offset, self.place.nbytes))
+        if type(value) is not bytes or len(value) != self.nbytes:
+            raise CorruptionError(f"{self.place.path} changed while it was read")
+        out[:] = np.frombuffer(value, np.uint8)[first : first + out.size]
+
+
+class Entries:
+    """Looks into the entries of one checkpoint. They may not lie over one another: many would else be made of few bytes."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._room = Room(_MOST_VALUES, _MOST_VALUES_BYTES)
+        self._left: dict[Path, int] = {}
+        """Bytes of each file that no entry had yet."""
+
+    def look(self, place: Place) -> tuple[str, Any]:
+        """Return an empty kind and JSON for plain data, else the kind and the `Opaque`.
+
+        Raises CorruptionError where the entry is missing or damaged, or the file has less than its entries.
+        """
+        self._claim(place)
+        pickled = find_pickle(place.path, (place.offset, place.nbytes))
+        found = self._bytes_in(Place(path=place.path, offset=pickled[0], nbytes=pickled[1]))
+        if found is not None:
+            return BYTES, found
+        if pickled[1] <= _MOST_LOADED_BYTES:
+            try:
+                value = load_torch_file(place.path, part=(place.offset, place.nbytes))
+                if type(value) is bytes:
+                    return BYTES, LoadedBytes(place, len(value))
+                return "", encode_value(value, self._room)
+            except (NotPlainError, CheckpointMismatchError):
+                pass
+        return PICKLE, RawBytes(place)
+
+    def _claim(self, place: Place) -> None:
+        if place.path not in self._left:
+            self._left[place.path] = _size(place.path)
+        self._left[place.path] -= place.nbytes
+        if self._left[place.path] < 0:
+            raise CorruptionError(
+                f"{place.path} is shorter than the entries that lie in it, or they lie over one another: it is cut off or "
+                "damaged; copy it again"
+            )
+
+    def _bytes_in(self, pickled: Place) -> RawBytes | TextBytes | None:
+        """Return the bytes that a pickle is of; None where it is of something else."""
+        head = _load(self._files, pickled, 0, min(_AROUND_BYTES, pickled.nbytes)).tobytes()
+        for begin, end in ((_TEXT, _TEXT_END), (_RAW, _RAW_END)):
+            match = begin.match(head)
+            if match is None:
+                continue
+            size = int.from_bytes(next(group for group in match.groups() if group is not None), "little")
+            stop = match.end() + size
+            if not 0 < pickled.nbytes - stop <= _AROUND_BYTES:
+                continue
+            if end.fullmatch(_load(self._files, pickled, stop, pickled.nbytes).tobytes()):
+                content = Place(path=pickled.path, offset=pickled.offset + match.end(), nbytes=size)
+                return TextBytes(self._files, content) if begin is _TEXT else RawBytes(content)
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path} is missing: copy it again") from error
+    except OSError as error:
+        raise storage_error(error, "the file cannot be read", path=str(path)) from error
+
+
+def _load(files: Files, place: Place, first: int, stop: int) -> Bytes:
+    out = np.empty(stop - first, np.uint8)
+    with files.opened(place.path) as file:
+        files.read_into(file, out, place.offset + first)
+    return out

@@ -1,0 +1,187 @@
+"""A DeepSpeed checkpoint as named arrays. No torch.
+
+[Note: which value a parameter has]
+`model/<name>` is the master where the optimizer has one, else the parameter of the model states: of frozen ones, and
+where there is no optimizer. Tied parameters stand there once, under the name that is first in the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointMismatchError, CorruptionError
+from ...format.arrays import ArraySpec
+from ...io.files import Files
+from ...io.shards import IoResources
+from ..source import Bytes, ForeignSource
+from ..torchfile import TorchTensor
+from .folder import Folder, check_ranks, find, refusal
+from .pieces import Elements, Joined, MemoryPart, Striped, Vector
+from .progress import Progress
+from .states import StateReader
+from .trained import MASTER, States
+from .values import Fields, shapes_of, table_of, tensor_of
+
+_ALWAYS_LOST = "the states of random number generators"
+
+
+def open_deepspeed(
+    location: str | Path, tag: str | None = None, *, resources: IoResources | None = None
+) -> DeepSpeedSource | None:
+    """Open the DeepSpeed checkpoint that `location` and `tag` mean; None where there is none of DeepSpeed.
+
+    Raises CheckpointNotFoundError, CorruptionError where it is damaged or incomplete, CheckpointMismatchError for a layout
+    or an object that is not read.
+    """
+    folder = find(Path(location), tag)
+    return None if folder is None else DeepSpeedSource(folder, resources)
+
+
+class DeepSpeedSource(ForeignSource):
+    """An open checkpoint of DeepSpeed. See [Note: which value a parameter has]."""
+
+    def __init__(self, folder: Folder, resources: IoResources | None = None) -> None:
+        files = Files(direct=False)
+        self._folder = folder
+        self._model = _model_states(folder)
+        _refuse_parallel(folder, self._model)
+        self._elements: dict[str, Elements] = {}
+        self._specs: dict[str, ArraySpec] = {}
+        states = StateReader(folder, self._model, files).read()
+        self._add_arrays(states)
+        progress = Progress(self._model, states, files)
+        parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
+        record = progress.record(folder.tag, parameters)
+        for name, value in progress.client_tensors.items():
+            self._add_client(name, value)
+        super().__init__(folder.path, record, self._specs.values(), resources, files)
+        self.kind = _kind(folder, states, progress)
+        self.notes = (*progress.notes, _ALWAYS_LOST)
+
+    def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
+        itemsize, done = self._specs[name].itemsize, 0
+        for part, low, high in self._elements[name].pieces(first, stop):
+            size = (high - low) * itemsize
+            part.read(self._files, low, high, out[done : done + size])
+            done += size
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+
+    def _add(
+        self, name: str, shape: tuple[int, ...], dtype: str, elements: Elements, aliases: tuple[str, ...] = ()
+    ) -> None:
+        try:
+            self._specs[name] = ArraySpec(name=name, shape=shape, dtype=dtype, aliases=aliases)
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{self._folder.path}: {error}") from error
+        self._elements[name] = elements
+
+    def _add_arrays(self, states: States) -> None:
+        aliases = self._aliases(states)
+        other_names: dict[str, tuple[str, ...]] = {}
+        for alias, name in aliases.items():
+            other_names[name] = (*other_names.get(name, ()), alias)
+        for name, parameter in states.parameters.items():
+            for key, (dtype, elements) in parameter.states.items():
+                group = f"model/{name}" if key == MASTER else f"optimizer/{key}/{name}"
+                self._add(group, parameter.shape, dtype, elements, other_names.get(name, ()) if key == MASTER else ())
+        names = self._model.get("buffer_names")
+        buffers = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        known = {*states.parameters, *aliases, *buffers}
+        self._add_buffers(buffers)
+        striped = states.stage == 3
+        if striped:
+            self._add_frozen_fragments(states.world_size, other_names)
+        for name, value in table_of(self._model.get("module")).items():
+            if isinstance(name, str) and name not in known and isinstance(value, TorchTensor) and not striped:
+                self._add_whole(f"model/{name}", value, other_names.get(name, ()))
+
+    def _add_whole(self, name: str, value: TorchTensor, aliases: tuple[str, ...] = ()) -> None:
+        self._add(name, value.shape, value.dtype, Joined(Vector([value])), aliases)
+
+    def _add_buffers(self, names: set[str]) -> None:
+        seen = set()
+        for name, value in self._model.fields("module").entries.items():
+            if name in names and isinstance(value, TorchTensor) and (not value.numel or value.place not in seen):
+                seen.add(value.place)
+                self._add_whole(f"buffer/{name}", value)
+
+    def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
+        found = self._model.get("frozen_param_shapes")
+        shapes = shapes_of(found, f"{self._model.where}: frozen_param_shapes") if found else {}
+        if not shapes:
+            return
+        check_ranks(self._folder, self._folder.model, world_size, "model states")
+        others = [Fields.load(self._folder.model[rank]) for rank in range(1, world_size)]
+        ranks = [model.fields("frozen_param_fragments") for model in (self._model, *others)]
+        for name, shape in shapes.items():
+            parts = [tensor_of(rank.get(name), f"{rank.where}: {name[:200]!r}") for rank in ranks]
+            cut = -(-math.prod(shape) // world_size)
+            if any(part.numel < min(cut, math.prod(shape) - rank * cut) for rank, part in enumerate(parts)):
+                raise CorruptionError(
+                    f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
+                    "on NVMe, of which DeepSpeed saves no parameters): save again without offload_param"
+                )
+            self._add(f"model/{name}", shape, parts[0].dtype, Striped(parts, 0, cut), aliases.get(name, ()))
+
+    def _aliases(self, states: States) -> dict[str, str]:
+        """Return the names of tied parameters that stand under another name."""
+        shared = self._model.get("shared_params")
+        if isinstance(shared, dict):
+            return {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
+        first: dict[Any, str] = {}
+        aliases: dict[str, str] = {}
+        for name, value in table_of(self._model.get("module")).items():
+            if isinstance(name, str) and isinstance(value, TorchTensor) and value.numel and states.stage != 3:
+                kept = first.setdefault(value.place, name)
+                if kept != name:
+                    aliases[name] = kept
+        return aliases
+
+    def _add_client(self, name: str, value: Any) -> None:
+        if isinstance(value, TorchTensor):
+            self._add_whole(name, value)
+            return
+        dtype = value.dtype.name
+        self._add(name, value.shape, dtype, Joined(Vector([MemoryPart(value.reshape(-1), dtype)])))
+
+
+def _model_states(folder: Folder) -> Fields:
+    if not folder.model:
+        raise CorruptionError(
+            f"{folder.path} has no *_model_states.pt: it is incomplete; copy it again, or take another tag"
+        )
+    if 0 not in folder.model:
+        raise CorruptionError(f"{folder.path} has no model states of rank 0: copy them from the machine that it ran on")
+    return Fields.load(folder.model[0])
+
+
+def _refuse_parallel(folder: Folder, model: Fields) -> None:
+    """Raise CheckpointMismatchError where the model states tell of a layout that file names do not."""
+    dims = table_of(model.get("checkpoint_parallel_dimensions"))
+    degrees = {
+        "tensor parallel": max(_degree(model.get("mp_world_size")), _degree(dims.get("tp_degree"))),
+        "pipeline parallel": _degree(dims.get("pp_degree")),
+    }
+    for what, degree in degrees.items():
+        if degree > 1:
+            raise CheckpointMismatchError(refusal(folder.path, what, f"of degree {degree}"))
+    experts = model.get("num_experts")
+    if model.get("ds_autoep_layers") or model.get("autoep_layers") or (isinstance(experts, list) and experts):
+        raise CheckpointMismatchError(refusal(folder.path, "expert parallel", "its model states tell of experts"))
+
+
+def _degree(value: Any) -> int:
+    return value if type(value) is int else 1
+
+
+def _kind(folder: Folder, states: States, progress: Progress) -> str:
+    details = [f"stage {states.stage}", progress.precision]
+    if folder.universal:
+        details.append("universal")
+    if states.num_offloaded:
+        details.append("with offloaded state")
+    return f"DeepSpeed {progress.version}, {', '.join(details)}"

@@ -1,0 +1,84 @@
+"""What the sources of other software's checkpoints have in common. No torch."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint import ArraySource, Record, StoredArray, tag_text
+from ..checkpoint.names import array_path, step_tag
+from ..errors import UsageError
+from ..format.arrays import ArraySpec
+from ..format.partition import make_grid
+from ..io.files import Files
+from ..io.queue import Priority
+from ..io.shards import IoResources
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ForeignSource(ArraySource):
+    """A checkpoint in `folder` that holds the arrays `specs`, each in one piece. A kind of it gives `_fill`.
+
+    Nothing belongs to a single rank of the run. Where the files have no checksums, what is read is what is there.
+    """
+
+    def __init__(
+        self, folder: Path, record: Record, specs: Iterable[ArraySpec], resources: IoResources | None, files: Files
+    ) -> None:
+        arrays = {
+            spec.name: StoredArray(spec=spec, grid=make_grid(spec.stored_shape, 1), folder=array_path(spec.name))
+            for spec in specs
+        }
+        super().__init__(str(folder), record.tag, record, resources)
+        self.arrays = arrays
+        self._files = files
+        self._lock = threading.Lock()
+        self._read_bytes = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of arrays that were read so far."""
+        with self._lock:
+            return self._read_bytes
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        """See `ArraySource.read`."""
+        target = self.room_for(name, first, stop, out)
+        if first == stop:
+            return
+        self._fill(name, first, stop, target)
+        with self._lock:
+            self._read_bytes += target.size
+
+    @abstractmethod
+    def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
+        """Read flat elements `[first, stop)`, at least one, of array `name` into `out`, which has their bytes."""
+
+
+def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = None) -> Record:
+    """Return the record of a folder that has none; the tag is the folder's name where that can be one."""
+    try:
+        tag = tag_text(folder.resolve().name)
+    except UsageError:
+        tag = step_tag(step)
+    return Record(
+        id="",
+        tag=tag,
+        step=step,
+        world_size=1,
+        training_world_size=1,
+        metadata_sha256="",
+        manifest_sha256=(),
+        state=state or {},
+    )

@@ -1,0 +1,218 @@
+"""Compressed shard files: written from a source, and read and verified, in bounded memory."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from ..errors import CorruptionError
+from ..format.archive import decode_packed_index, encode_packed_index, packed_file_bytes
+from ..format.arrays import ArraySpec
+from ..format.codecs import Codec, CodecError
+from ..format.partition import Grid
+from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of, round_up
+from .buffers import Buffer, make_slab
+from .files import OpenFile
+from .queue import Priority, Ticket, settle
+from .shards import Fill, IoResources, ShardReader, ShardSummary, fill_chunk
+
+Bytes = npt.NDArray[np.uint8]
+
+_STAGING_BYTES = 1024 * 1024
+_MOST_IN_FLIGHT = 8
+
+
+class _Appender:
+    """Writes pieces of any size one behind the other, in whole blocks, from `offset` on."""
+
+    def __init__(self, res: IoResources, file: OpenFile, offset: int) -> None:
+        self._files = res.files
+        self._file = file
+        self._offset = offset
+        self._staging = make_slab(_STAGING_BYTES)
+        self._used = 0
+
+    def append(self, piece: bytes) -> None:
+        data = np.frombuffer(piece, np.uint8)
+        while data.size:
+            count = min(data.size, self._staging.size - self._used)
+            self._staging[self._used : self._used + count] = data[:count]
+            self._used += count
+            data = data[count:]
+            if self._used == self._staging.size:
+                self._flush()
+
+    def finish(self) -> int:
+        """Write the rest, with zeros up to a whole block; return where the file ends."""
+        whole = round_up(self._used, BLOCK_BYTES)
+        self._staging[self._used : whole] = 0
+        self._used = whole
+        self._flush()
+        return self._offset
+
+    def _flush(self) -> None:
+        if self._used:
+            self._files.write_from(self._file, self._staging[: self._used], self._offset)
+        self._offset += self._used
+        self._used = 0
+
+
+def write_packed(
+    res: IoResources, path: str | Path, codec: Codec, spec: ArraySpec, grid: Grid, shard: int, fill: Fill
+) -> ShardSummary:
+    """Make a new compressed shard file from `fill` and return its summary; the data is durable when this returns.
+
+    `fill` is called from several threads, for one chunk at a time, roughly in order. Otherwise as `write_shard`.
+    """
+    layout = layout_of(grid, shard, spec.dtype)
+    in_flight = max(1, min(_MOST_IN_FLIGHT, res.pool.nbytes // (2 * layout.payload_bytes)))
+
+    def encode(chunk: int, buffer: Buffer) -> tuple[bytes, int]:
+        with buffer:
+            fill_chunk(buffer.bytes, fill, spec, grid, shard, chunk)
+            stored = codec.encode(buffer.bytes, spec.itemsize)
+        return stored, crc32c(stored)
+
+    sizes: list[int] = []
+    crcs: list[int] = []
+    pending: deque[Ticket[tuple[bytes, int]]] = deque()
+    with res.files.opened(path, write=True, create=True) as file:
+        out = _Appender(res, file, layout.data_offset)
+
+        def take_one() -> None:
+            stored, crc = pending.popleft().wait()
+            out.append(stored + struct.pack("<I", crc))
+            sizes.append(len(stored) + CRC_BYTES)
+            crcs.append(crc)
+
+        try:
+            for chunk in range(layout.num_present):
+                if len(pending) == in_flight:
+                    take_one()
+                buffer = res.pool.acquire(layout.payload_bytes)
+                pending.append(res.queue.submit(partial(encode, chunk, buffer), Priority.CHECKPOINT, buffer.bytes.size))
+            while pending:
+                take_one()
+        finally:
+            _settle_all(pending)
+        file_bytes = out.finish()
+        index = make_slab(layout.data_offset)
+        index[:] = np.frombuffer(encode_packed_index(layout, sizes), np.uint8)
+        res.files.write_from(file, index, 0)
+        res.files.sync_data(file)
+    return ShardSummary(spec.name, shard, file_bytes, tuple(crcs))
+
+
+def _settle_all(pending: deque[Ticket[tuple[bytes, int]]]) -> None:
+    """Wait until nothing is in flight any more, whatever came of it."""
+    for ticket in pending:
+        ticket.error()
+    pending.clear()
+
+
+class PackedReader(ShardReader):
+    """Reads one compressed shard file. As `ShardReader`; what chunks decode to is checked too."""
+
+    def __init__(
+        self,
+        res: IoResources,
+        path: str | Path,
+        array: tuple[ArraySpec, Grid, Codec],
+        shard: int,
+        *,
+        check: bool = True,
+    ) -> None:
+        spec, grid, self._codec = array
+        self._offsets: npt.NDArray[np.int64] | None = None
+        super().__init__(res, path, spec, grid, shard, check=check)
+
+    def check_file(self) -> None:
+        """See `ShardReader.check_file`."""
+        self.check_size()
+
+    def check_size(self) -> None:
+        """Check the size, which the index tells, and so the index."""
+        found = self._file_bytes()
+        if found < self.layout.data_offset:
+            raise self._wrong_size(found, self.layout.data_offset)
+        self.check_index()
+        expected = packed_file_bytes(int(self._places()[-1]))
+        if found != expected:
+            raise self._wrong_size(found, expected)
+
+    def check_index(self) -> None:
+        """See `ShardReader.check_index`."""
+        self._offsets = decode_packed_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
+
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Return where each chunk begins, and behind them where the last one ends."""
+        if self._offsets is None:
+            self.check_index()
+        return np.zeros(1, np.int64) if self._offsets is None else self._offsets
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """See `ShardReader.place`."""
+        first, stop = self._places()[chunk : chunk + 2].tolist()
+        return first, stop - first
+
+    def _scan_chunks(
+        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
+    ) -> list[int]:
+        def read_span(first: int, stop: int, low: int, high: int, buffer: Buffer) -> list[int]:
+            with buffer:
+                stored, room = buffer.bytes[: high - low], buffer.bytes[high - low :][: self.layout.payload_bytes]
+                with self._res.files.opened(self.path) as file:
+                    self._res.files.read_into(file, stored, low)
+                return [self._decode(chunk, stored, low, room, take) for chunk in range(first, stop)]
+
+        offsets = self._places()
+        most = min(self._res.block_bytes, self._res.pool.nbytes // 4)
+        tickets: list[Ticket[list[int]]] = []
+        first = first_chunk
+        while first < stop_chunk:
+            limit = int(np.searchsorted(offsets, offsets[first] + most, side="right")) - 1
+            stop = min(max(first + 1, limit), stop_chunk)
+            low = int(offsets[first]) // BLOCK_BYTES * BLOCK_BYTES
+            high = round_up(int(offsets[stop]), BLOCK_BYTES)
+            buffer = self._res.pool.acquire(high - low + self.layout.payload_bytes)
+            self.read_bytes += high - low
+            tickets.append(
+                self._res.queue.submit(partial(read_span, first, stop, low, high, buffer), priority, high - low)
+            )
+            first = stop
+        return [crc for part in settle(tickets) for crc in part]
+
+    def _decode(
+        self, chunk: int, stored: Bytes, base: int, room: Bytes, take: Callable[[int, Bytes], None] | None
+    ) -> int:
+        """Decode chunk number `chunk`, which is in `stored`, file offset `base` and on; return its crc32c."""
+        offset, nbytes = self.place(chunk)
+        data = stored[offset - base : offset - base + nbytes - CRC_BYTES]
+        crc: int = struct.unpack_from("<I", stored.data, offset - base + data.size)[0]
+        where = f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes)"
+        if crc32c(data.data) != crc:
+            raise CorruptionError(f"{where} fails its crc32c: the file is damaged; restore it from another copy")
+        try:
+            self._codec.decode(data, room)
+        except CodecError as error:
+            raise CorruptionError(f"{where}: {error}: the file is damaged; restore it from another copy") from error
+        if take is not None:
+            take(chunk, room[np.newaxis])
+        return crc
+
+
+def open_shard_file(
+    res: IoResources, path: str | Path, array: tuple[ArraySpec, Grid, Codec | None], shard: int, *, check: bool = True
+) -> ShardReader:
+    """Return the reader of a shard file, compressed or not; with `check`, size and index are checked first."""
+    spec, grid, codec = array
+    if codec is None:
+        return ShardReader(res, path, spec, grid, shard, check=check)
+    return PackedReader(res, path, (spec, grid, codec), shard, check=check)

@@ -1,0 +1,188 @@
+"""Host memory for transfers: slabs in huge pages, and a pool that lends parts of one slab under a byte budget."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BudgetError, UsageError
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+
+def make_slab(nbytes: int) -> Bytes:
+    """Return `nbytes` of zeroed private memory, 2 MiB aligned, in huge pages where the system has them.
+
+    Direct I/O into huge pages moves about twice the bytes per second of ordinary pages. The memory lives as long as the
+    array or a view of it.
+    """
+    if nbytes == 0:
+        return np.empty(0, dtype=np.uint8)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    room = nbytes + HUGE_PAGE_BYTES
+    region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
+            region.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(region, dtype=np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[start : start + nbytes]
+
+
+class Buffer:
+    """A part of a pool: `bytes` is uint8, 1-D, page aligned. Give it back with `release()` or by a `with` block."""
+
+    def __init__(self, pool: Pool, data: Bytes, start: int) -> None:
+        self.bytes = data
+        self._pool: Pool | None = pool
+        self._start = start
+
+    def release(self) -> None:
+        """Give the memory back; a second call does nothing. Views of it must not be used afterwards."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._give_back(self._start, self.bytes.size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class Pool:
+    """Lends page-aligned parts of one slab of `nbytes`; requests are served in the order they came.
+
+    What an update needs is one request, so it is taken together or not at all, and a caller that holds nothing never
+    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, as long as slab
+    and request together stay within `limit_bytes` (None: no limit), which may be lowered later. `make` makes the slab;
+    by default `make_slab`.
+    """
+
+    def __init__(
+        self, nbytes: int, *, limit_bytes: int | None = None, make: Callable[[int], Bytes] | None = None
+    ) -> None:
+        self.nbytes = max(_pages(nbytes), PAGE_BYTES)
+        self.limit_bytes = limit_bytes
+        self.on_shortage: Callable[[], None] = _do_nothing
+        """Called by a request that would have to wait; may give back buffers that are only a convenience."""
+        self._slab = (make or make_slab)(self.nbytes)
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
+        self._oversized_bytes = 0
+        self._lock = threading.RLock()  # `on_shortage` gives back while a request holds it
+        self._waiting: deque[threading.Condition] = deque()
+        """Those that wait, in order: the first alone is woken."""
+        self.peak_bytes = 0
+        self._held_bytes = 0
+
+    def acquire(self, nbytes: int) -> Buffer:
+        """Return a buffer of `nbytes`; waits until there is room.
+
+        Raises BudgetError where it can never fit.
+        """
+        self._check(nbytes)
+        me = threading.Condition(self._lock)
+        with self._lock:
+            self._waiting.append(me)
+            asked = False
+            try:
+                while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
+                    if asked:
+                        me.wait()
+                    else:
+                        asked = True
+                        self.on_shortage()
+            finally:
+                self._waiting.remove(me)
+                self._wake_first()
+            return buffer
+
+    def _wake_first(self) -> None:
+        if self._waiting:
+            self._waiting[0].notify()
+
+    def try_acquire(self, nbytes: int) -> Buffer | None:
+        """Return a buffer of `nbytes`, or None where it would have to wait."""
+        self._check(nbytes)
+        with self._lock:
+            return None if self._waiting else self._take(nbytes)
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise UsageError(f"a buffer has at least one byte, got {nbytes}")
+        wanted = _pages(nbytes)
+        if wanted > self.nbytes and self.limit_bytes is not None and self.nbytes + wanted > self.limit_bytes:
+            raise BudgetError(
+                f"one piece needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
+                f"{self.limit_bytes} for both: raise `host_budget_bytes`"
+            )
+
+    def _take(self, nbytes: int) -> Buffer | None:
+        wanted = _pages(nbytes)
+        if wanted > self.nbytes:
+            if self._oversized_bytes:
+                return None
+            slab = make_slab(wanted)  # first: where this fails, nothing was taken
+            self._oversized_bytes = wanted
+            self._count(wanted)
+            return Buffer(self, slab[:nbytes], -1)
+        for i, (start, size) in enumerate(self._free):
+            if size >= wanted:
+                self._free[i : i + 1] = [(start + wanted, size - wanted)] if size > wanted else []
+                self._count(wanted)
+                return Buffer(self, self._slab[start : start + nbytes], start)
+        return None
+
+    def _count(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    def _give_back(self, start: int, nbytes: int) -> None:
+        size = _pages(nbytes)
+        with self._lock:
+            self._held_bytes -= size
+            if start < 0:
+                self._oversized_bytes = 0
+            else:
+                self._free = _merged([*self._free, (start, size)])
+            self._wake_first()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes lent out now."""
+        return self._held_bytes
+
+    @property
+    def has_waiters(self) -> bool:
+        """Tell whether a request is waiting for room."""
+        return bool(self._waiting)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, size in sorted(extents):
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return merged
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,368 @@
+"""Operations on the operating system's files: the one seam through which zstore touches a disk.
+
+[Note: the seam]
+Everything above calls `Files`. A test double (`zstore.testing.faults`) overrides the primitives at the end of the class
+and so injects short transfers and errors below the code that must resume or report them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import StorageError, storage_error
+
+with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
+    import fcntl
+
+Bytes = npt.NDArray[np.uint8]
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_LARGE_BYTES = 1024 * 1024
+"""Files from here on go past the page cache though nobody waits until they are durable."""
+# What a file system answers where it cannot do direct I/O, links or preallocation at all.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A descriptor, and whether its transfers go past the page cache (then memory and offsets are multiples of 512)."""
+
+    fd: int
+    path: str
+    direct: bool
+
+
+class Files:
+    """Reads, writes and names files; every failure is a StorageError with path, offset, size and errno.
+
+    `direct=False` keeps all transfers in the page cache. File systems that refuse O_DIRECT are served buffered, with
+    the same bytes, and named in `fallbacks`.
+    """
+
+    def __init__(self, *, direct: bool = True) -> None:
+        self.direct = direct and _O_DIRECT != 0
+        """Whether transfers go past the page cache where the file system allows it."""
+        self._refusing: set[int] = set()
+        self.fallbacks: list[str] = []
+        self._lock = threading.Lock()
+
+    # -- bulk transfers ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
+        """Open `path`, past the page cache where the file system allows it, and close it at the end.
+
+        `create` makes a new file and fails where one exists.
+        """
+        flags = (os.O_RDWR if write else os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        name = os.fspath(path)
+        fd, direct = self._open_probed(name, flags)
+        try:
+            yield OpenFile(fd, name, direct)
+        finally:
+            os.close(fd)
+
+    def _open_probed(self, name: str, flags: int) -> tuple[int, bool]:
+        try:
+            fd = self._open(name, flags)
+        except OSError as error:
+            raise storage_error(error, "cannot open the file", path=name) from error
+        try:
+            return fd, self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _made_direct(self, fd: int, name: str) -> bool:
+        """Let the transfers of `fd` go past the page cache; return whether the file system does that."""
+        if self._refusing and os.fstat(fd).st_dev in self._refusing:
+            return False
+        try:
+            self._make_direct(fd)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise storage_error(error, "cannot open the file", path=name) from error
+            device = os.fstat(fd).st_dev
+            with self._lock:
+                if device not in self._refusing:
+                    self._refusing.add(device)
+                    folder = os.path.dirname(name)
+                    self.fallbacks.append(f"{folder}: the file system refuses O_DIRECT; transfers are buffered")
+            return False
+        return True
+
+    def _goes_direct(self, fd: int, flags: int) -> bool:
+        """Return whether the transfers of a file opened like this go past the page cache, where they may."""
+        return True
+
+    def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
+        """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
+        done = 0
+        while done < out.size:
+            try:
+                count = self._preadv(file, out[done:], offset + done)
+            except OSError as error:
+                raise storage_error(
+                    error, "cannot read", path=file.path, offset=offset + done, nbytes=out.size - done
+                ) from error
+            if count == 0:
+                raise StorageError(
+                    f"the file ends after {offset + done} bytes, expected at least {offset + out.size}",
+                    path=file.path,
+                    offset=offset,
+                    nbytes=out.size,
+                )
+            done = _resume_at(done, count, out.size, file.direct)
+
+    def write_from(self, file: OpenFile, data: Bytes, offset: int) -> None:
+        """Write all of `data` at `offset`; short writes are resumed."""
+        done = 0
+        while done < data.size:
+            try:
+                count = self._pwritev(file, data[done:], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            except OSError as error:
+                raise storage_error(
+                    error, "cannot write", path=file.path, offset=offset + done, nbytes=data.size - done
+                ) from error
+            done = _resume_at(done, count, data.size, file.direct)
+
+    def allocate(self, file: OpenFile, nbytes: int) -> None:
+        """Reserve `nbytes` for the file, so that a full disk shows now and not at a later write."""
+        if nbytes == 0:
+            return
+        try:
+            self._fallocate(file, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise storage_error(error, "cannot reserve space", path=file.path, nbytes=nbytes) from error
+            os.ftruncate(file.fd, nbytes)
+
+    def sync_data(self, file: OpenFile) -> None:
+        """Make the file's data durable."""
+        try:
+            self._fsync(file)
+        except OSError as error:
+            raise storage_error(error, "cannot make the file durable", path=file.path) from error
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def size(self, path: str | Path) -> int:
+        """Return the file's bytes; FileNotFoundError where it is missing."""
+        return os.stat(path).st_size
+
+    def link(self, source: str | Path, target: str | Path) -> None:
+        """Make the hard link `target`. Raises the operating system's OSError: callers fall back to a copy."""
+        self._link(os.fspath(source), os.fspath(target))
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        """Rename; `target` must not exist, or be a file (which is then replaced)."""
+        try:
+            self._rename(os.fspath(source), os.fspath(target))
+        except OSError as error:
+            raise storage_error(error, f"cannot rename to {os.fspath(target)}", path=os.fspath(source)) from error
+
+    def unlink(self, path: str | Path) -> None:
+        """Remove the file's name; a missing one is no error."""
+        try:
+            self._unlink(os.fspath(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, "cannot remove the file", path=os.fspath(path)) from error
+
+    def make_folder(self, path: str | Path) -> None:
+        """Make the folder and those above it; an existing one is no error."""
+        try:
+            self._make_folder(os.fspath(path))
+        except OSError as error:
+            raise storage_error(error, "cannot make the folder", path=os.fspath(path)) from error
+
+    def remove_tree(self, path: str | Path) -> None:
+        """Remove the folder and all in it; a missing one is no error."""
+        try:
+            self._remove_tree(os.fspath(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, "cannot remove the folder", path=os.fspath(path)) from error
+
+    def sync_folder(self, path: str | Path) -> None:
+        """Make the names in the folder durable (a no-op where folders cannot be opened)."""
+        if not hasattr(os, "O_DIRECTORY"):
+            return
+        try:
+            self._fsync_folder(os.fspath(path))
+        except OSError as error:
+            raise storage_error(error, "cannot make the folder durable", path=os.fspath(path)) from error
+
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """Write a small file through the page cache, durable when this returns unless `sync` is false."""
+        name = os.fspath(path)
+        try:
+            fd = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise storage_error(error, "cannot make the file", path=name) from error
+        try:
+            file = OpenFile(fd, name, False)
+            self.write_from(file, np.frombuffer(data, dtype=np.uint8), 0)
+            if sync:
+                self.sync_data(file)
+        finally:
+            os.close(fd)
+
+    def free_bytes(self, path: str | Path) -> int:
+        """Return the bytes that an ordinary user may still write on the path's file system."""
+        return shutil.disk_usage(path).free
+
+    # -- primitives that a double overrides -------------------------------------------------------------------------
+
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, 0o644)
+
+    def _make_direct(self, fd: int) -> None:
+        # Not by opening the file again: that is two calls more, each of which gives the interpreter away.
+        fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        return os.preadv(file.fd, [out.data], offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        return os.pwritev(file.fd, [data.data], offset)
+
+    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fd, 0, nbytes)
+        else:
+            os.ftruncate(file.fd, nbytes)
+
+    def _fsync(self, file: OpenFile) -> None:
+        os.fdatasync(file.fd) if hasattr(os, "fdatasync") else os.fsync(file.fd)
+
+    def _fsync_folder(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _link(self, source: str, target: str) -> None:
+        os.link(source, target)
+
+    def _rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def _unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def _make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def _remove_tree(self, path: str) -> None:
+        shutil.rmtree(path)
+
+
+class UnsyncedFiles(Files):
+    """The files of `inner` without making anything durable: what is written survives the end of the process, which is
+    all that is asked, and a power cut only by chance.
+
+    Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them. A
+    new file may be there already, in a folder that is used again (`zstore.checkpoint.spare`): it is written anew in
+    place where it has no other name, and else replaced.
+    """
+
+    def __init__(self, inner: Files) -> None:
+        super().__init__(direct=inner.direct)
+        self._inner = inner
+
+    def _goes_direct(self, fd: int, flags: int) -> bool:
+        # A new file has no size yet; what is written as it is made is its index.
+        return not flags & os.O_CREAT and os.fstat(fd).st_size >= _LARGE_BYTES
+
+    def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
+        """See `Files.write_small`; nothing is written where it is there already."""
+        with contextlib.suppress(FileNotFoundError):
+            with open(path, "rb") as file:
+                if file.read(len(data) + 1) == data:
+                    return
+            self.unlink(path)
+        super().write_small(path, data, sync=sync)
+
+    def _open(self, path: str, flags: int) -> int:
+        if flags & os.O_EXCL and self._may_write(path):
+            flags &= ~(os.O_CREAT | os.O_EXCL)
+        return self._inner._open(path, flags)
+
+    def _may_write(self, path: str) -> bool:
+        """Return whether a file is there that may be written in place; one that may not is removed."""
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return False
+        if found.st_nlink > 1:
+            self._inner._unlink(path)
+            return False
+        os.chmod(path, 0o644)
+        return True
+
+    def _make_direct(self, fd: int) -> None:
+        self._inner._make_direct(fd)
+
+    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+        return self._inner._preadv(file, out, offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+        return self._inner._pwritev(file, data, offset)
+
+    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
+        if (size := os.fstat(file.fd).st_size) != nbytes:
+            if size:
+                os.ftruncate(file.fd, 0)
+            self._inner._fallocate(file, nbytes)
+
+    def _fsync(self, file: OpenFile) -> None:
+        """Do nothing."""
+
+    def _fsync_folder(self, path: str) -> None:
+        """Do nothing."""
+
+    def _link(self, source: str, target: str) -> None:
+        try:
+            self._inner._link(source, target)
+        except FileExistsError:
+            self._inner._unlink(target)
+            self._inner._link(source, target)
+
+    def _rename(self, source: str, target: str) -> None:
+        self._inner._rename(source, target)
+
+    def _unlink(self, path: str) -> None:
+        self._inner._unlink(path)
+
+    def _make_folder(self, path: str) -> None:
+        self._inner._make_folder(path)
+
+    def _remove_tree(self, path: str) -> None:
+        self._inner._remove_tree(path)
+
+
+def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
+    """Return where to go on. A direct transfer must resume at an aligned place, so a few bytes are moved again."""
+    after = done + count
+    if direct and after < size:
+        aligned = after // 512 * 512
+        return aligned if aligned > done else after
+    return after

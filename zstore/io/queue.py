@@ -1,0 +1,213 @@
+"""I/O threads: a bounded queue of operations by priority, and the ticket that each one leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+from ..errors import UsageError
+from .links import LinkCounters, LinkStatistics, total
+
+T = TypeVar("T")
+
+
+class Priority(IntEnum):
+    """Who goes first when operations wait for a thread."""
+
+    READ = 0
+    """Something waits for it now."""
+    PREFETCH = 1
+    """Something will wait for it soon."""
+    WRITE_BACK = 2
+    """Changed state on its way to its tier."""
+    CHECKPOINT = 3
+    """Copies made behind training."""
+
+
+class Ticket(Generic[T]):
+    """An operation under way: `await ticket` or `ticket.wait()` gives its result or raises its error.
+
+    Giving up the wait, by a timeout or a cancelled task, does not stop the operation: the caller must not touch its
+    memory until the ticket is done.
+    """
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    @classmethod
+    def finished(cls, value: T) -> Ticket[T]:
+        """Return a ticket that is already done."""
+        future: Future[T] = Future()
+        future.set_result(value)
+        return cls(future)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
+        return self._future.result(timeout_s)
+
+    def done(self) -> bool:
+        """Tell whether the operation ended, well or badly."""
+        return self._future.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
+        self._future.add_done_callback(lambda _: callback())
+
+    def error(self) -> BaseException | None:
+        """Wait for the end and return the operation's error, None where it went well."""
+        return self._future.exception()
+
+    def __await__(self) -> Generator[object, None, T]:
+        if not self._future.done():
+            import asyncio  # loaded by who awaits; what only waits starts sooner without
+
+            loop = asyncio.get_running_loop()
+            ended = asyncio.Event()
+
+            def wake(_: Future[T]) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(ended.set)
+
+            self._future.add_done_callback(wake)
+            yield from ended.wait().__await__()
+        return self._future.result()
+
+
+def settle(tickets: list[Ticket[T]]) -> list[T]:
+    """Wait for all `tickets`, then return their results or raise the first error: nothing is left in flight."""
+    errors = [error for ticket in tickets if (error := ticket.error()) is not None]
+    if errors:
+        raise errors[0]
+    return [ticket.wait() for ticket in tickets]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueStatistics:
+    """What the I/O threads did since they started, by priority name."""
+
+    operations: dict[str, int]
+    bytes: dict[str, int]
+    busy_s: dict[str, float]
+    blocked_s: float
+    """Time that producers waited for room in the queue."""
+    waiting: int
+    """Operations in the queue now."""
+    subjects: Mapping[str, LinkStatistics]
+    """The same by priority name and subject, as "read optimizer"; only what occurred."""
+
+
+class IoQueue:
+    """`num_threads` threads that carry out operations, lowest priority value first, in order within a priority.
+
+    At most `depth` operations wait; a producer of one more blocks. Operations must not submit others.
+    """
+
+    def __init__(self, num_threads: int = 4, depth: int = 64) -> None:
+        if num_threads < 1 or depth < 1:
+            raise UsageError(f"expected at least one thread and a depth of one, got {num_threads} and {depth}")
+        self.num_threads = num_threads
+        self._depth = depth
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        # One is woken for each operation and each place: waking all of them costs more than most operations.
+        self._filled = threading.Condition(self._lock)
+        self._emptied = threading.Condition(self._lock)
+        self._closed = False
+        self._links = LinkCounters()
+        self._blocked_s = 0.0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"zstore-io-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
+    ) -> Ticket[T]:
+        """Queue `operation`, which moves `nbytes` of what `subject` names; returns its ticket. Blocks while the queue
+        is full."""
+        ticket, run = self._ticket(operation, priority, nbytes, subject)
+        with self._lock:
+            if len(self._heap) >= self._depth and not self._closed:
+                started = time.perf_counter()
+                while len(self._heap) >= self._depth and not self._closed:
+                    self._emptied.wait()
+                self._blocked_s += time.perf_counter() - started
+            if self._closed:
+                raise UsageError("the I/O threads are closed: no operation can be queued")
+            heapq.heappush(self._heap, (priority, next(self._order), run))
+            self._filled.notify()
+        return ticket
+
+    def carry_out(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
+        """Carry `operation` out in the calling thread, which would only wait for it; counted as those of the queue are."""
+        ticket, run = self._ticket(operation, priority, nbytes, "")
+        run()
+        return ticket
+
+    def _ticket(
+        self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
+    ) -> tuple[Ticket[T], Callable[[], None]]:
+        """Return a ticket for `operation`, and what carries it out."""
+        future: Future[T] = Future()
+        link = f"{priority.name.lower()} {subject}"
+
+        def run() -> None:
+            started = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                result = operation()
+            except BaseException as raised:  # the ticket carries it to whoever waits
+                error = raised
+            self._links.begin(link, nbytes)
+            self._links.busy(link, time.perf_counter() - started)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        return Ticket(future), run
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                while not self._heap:
+                    if self._closed:
+                        return
+                    self._filled.wait()
+                run = heapq.heappop(self._heap)[2]
+                self._emptied.notify()
+            run()
+
+    def statistics(self) -> QueueStatistics:
+        """Return counters of the time since the start."""
+        subjects = self._links.statistics()
+        names = [priority.name.lower() for priority in Priority]
+        sums = {name: total(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names}
+        with self._lock:
+            return QueueStatistics(
+                operations={name: link.operations for name, link in sums.items()},
+                bytes={name: link.bytes for name, link in sums.items()},
+                busy_s={name: link.busy_s for name, link in sums.items()},
+                blocked_s=self._blocked_s,
+                waiting=len(self._heap),
+                subjects=subjects,
+            )
+
+    def close(self) -> None:
+        """Carry out what is queued, then end the threads."""
+        with self._lock:
+            self._closed = True
+            self._filled.notify_all()
+            self._emptied.notify_all()
+        for thread in self._threads:
+            thread.join()

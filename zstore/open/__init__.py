@@ -1,0 +1,1 @@
+"""Checkpoints opened from Python, whoever wrote them."""

@@ -1,0 +1,279 @@
+"""A checkpoint as Python sees it: named arrays that are read when they are indexed, and weights in any precision.
+
+No engine, no process group, no pickle; torch is imported where a tensor is asked for, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint import ArraySource, CheckpointReader, Fault, StoredArray, verify_checkpoint
+from ..errors import CheckpointError, CheckpointMismatchError, UsageError
+from ..weights import (
+    DTYPES,
+    Lost,
+    Overflow,
+    Weight,
+    choose,
+    list_weights,
+    lost_text,
+    natural_key,
+    read_weight,
+    read_weights,
+)
+from .lazy import LazyArray, Read, as_tensor
+from .sources import open_source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from zarr import Group
+
+Array = npt.NDArray[Any]
+Dtype = Any
+"""A data type for weights: "fp16", "bf16", "fp32" or their long names, numpy's or torch's; None: as they are stored."""
+
+
+def open_checkpoint(
+    location: str | os.PathLike[str],
+    tag: str | float | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
+    tag's own folder. Other software's checkpoints are opened as they are.
+
+    `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it is damaged,
+    CheckpointMismatchError where it is of a kind or version that is not read.
+    """
+    return Checkpoint(open_source(location, tag, storage_options=storage_options), storage_options or {})
+
+
+def load_state_dict(
+    location: str | os.PathLike[str],
+    *,
+    tag: str | float | None = None,
+    dtype: Dtype = None,
+    names: str | Sequence[str] | None = None,
+    overflow: Overflow = "error",
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
+
+    `dtype` is what floating weights become (None: their best stored precision), `names` a name or a pattern with `*`,
+    `?`, `[...]`, or several. Tied parameters are there under each of their names, as one tensor. Raises
+    CheckpointMismatchError for a pattern that matches nothing, CheckpointError where a value does not fit the type
+    (unless `overflow` is "inf" or "clamp").
+    """
+    with open_checkpoint(location, tag, storage_options=storage_options) as checkpoint:
+        return checkpoint.consolidated(dtype, overflow=overflow).load(names)
+
+
+class Checkpoint(Mapping[str, LazyArray]):
+    """An open checkpoint: its arrays by name, as `model/...`, `optimizer/<slot>/...`, `buffer/...`, `client/...`.
+
+    `checkpoint[name]` is a `LazyArray`; nothing is read until it is indexed. Close it, or use it in a `with` block.
+    Usable from several threads.
+    """
+
+    def __init__(self, source: ArraySource, storage_options: Mapping[str, Any]) -> None:
+        self.source = source
+        """What the arrays are read from."""
+        self._storage_options = dict(storage_options)
+        self._names = sorted(source.arrays, key=natural_key)
+        self._ends = ExitStack()
+        self._ends.callback(source.close)
+        self._closed = False
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the tag's folder."""
+        return self.source.location
+
+    @property
+    def tag(self) -> str:
+        """What the checkpoint is called."""
+        return self.source.tag
+
+    @property
+    def step(self) -> int:
+        """Training steps that it holds."""
+        return self.source.record.step
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that it is laid out for."""
+        return self.source.record.world_size
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """JSON beside the arrays: counters, scheduler, loss scale, position in the data, the user's own."""
+        return self.source.record.state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.spec.nbytes for array in self.source.arrays.values())
+
+    def __getitem__(self, name: str) -> LazyArray:
+        try:
+            stored = self.source.arrays[name]
+        except KeyError:
+            raise KeyError(
+                f"{self.location} has no array {name!r}; it has {len(self._names)}, as {self._names[:3]}"
+            ) from None
+        return _lazy(self.source, stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source.arrays
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.tag!r} of {self.location}: step {self.step}, {len(self)} arrays>"
+
+    def _read(self, name: str, first: int, stop: int, out: Array) -> None:
+        self.check_open()
+        self.source.read(name, first, stop, out)
+
+    def check_open(self) -> None:
+        """Raise UsageError where the checkpoint was closed."""
+        if self._closed:
+            raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
+
+    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error") -> Weights:
+        """Return the parameters and buffers as tensors of `dtype` by their names in the state dict, read one by one."""
+        return Weights(self, _zarr_name(dtype), overflow)
+
+    def verify(self) -> list[Fault]:
+        """Check every byte, and return what is not as it was committed; an empty list means a whole checkpoint."""
+        self.check_open()
+        if not isinstance(self.source, CheckpointReader):
+            raise CheckpointMismatchError(
+                f"{self.location} is {self.source.kind}, which has no checksums to compare with: convert it first"
+            )
+        return verify_checkpoint(self.source)
+
+    def zarr(self) -> Group:
+        """Return the checkpoint as a group of zarr-python, read-only; bfloat16 is `ml_dtypes.bfloat16`.
+
+        Arrays have their stored shape there: of more than two extents the last and all others.
+        """
+        if not self.source.record.id:
+            raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is no Zarr: convert it first")
+        import zarr
+
+        from ..format import zarr_dtypes  # noqa: F401 - registers bfloat16
+
+        if "://" in self.location:
+            return zarr.open_group(self.location, mode="r", storage_options=dict(self._storage_options))
+        return zarr.open_group(zarr.storage.LocalStore(self.location, read_only=True), mode="r")
+
+    def close(self) -> None:
+        """Give threads, buffers and files back; a second call does nothing. Arrays cannot be read any more."""
+        self._closed = True
+        self._ends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Weights(Mapping[str, "Tensor"]):
+    """A checkpoint's parameters and buffers as tensors of one precision, by their names in the state dict.
+
+    `weights[name]` reads, casts and returns a tensor in host memory, anew each time; `array(name)` is the same, lazily and
+    without torch. Tied parameters have each of their names.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow) -> None:
+        self._checkpoint = checkpoint
+        self._overflow: Overflow = overflow
+        source = checkpoint.source
+        found = sorted(list_weights(source, dtype), key=lambda weight: natural_key(weight.name))
+        self._weights = {weight.name: weight for weight in found}
+        for weight in found:
+            for alias in source.arrays[weight.array].spec.aliases:
+                self._weights.setdefault(alias, weight)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return as_tensor(self._load([self._weight(name)])[self._weight(name).name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __repr__(self) -> str:
+        return f"<Weights of {self._checkpoint.location}: {len(self)} names>"
+
+    def array(self, name: str) -> LazyArray:
+        """Return a weight as a lazy array of its precision."""
+        weight = self._weight(name)
+        source = self._checkpoint.source
+        return _lazy(source, source.arrays[weight.array], weight.name, weight.dtype, partial(self._read, weight))
+
+    def load(self, names: str | Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return those that `names` names, or all; see `load_state_dict`."""
+        patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
+        chosen = choose(self._weights, patterns) if names is None or patterns else []
+        wanted = {self._weights[name].name: self._weights[name] for name in chosen}
+        tensors = {name: as_tensor(values) for name, values in self._load(list(wanted.values())).items()}
+        return {name: tensors[self._weights[name].name] for name in chosen}
+
+    def _weight(self, name: str) -> Weight:
+        try:
+            return self._weights[name]
+        except KeyError:
+            raise KeyError(f"{self._checkpoint.location} has no weight {name!r}; it has {len(self)} names") from None
+
+    def _load(self, weights: list[Weight]) -> dict[str, Array]:
+        self._checkpoint.check_open()
+        found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
+        self._refuse(lost, weights)
+        return found
+
+    def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
+        self._checkpoint.check_open()
+        count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
+        self._refuse([Lost(name=weight.name, count=count)] if count else [], [weight])
+
+    def _refuse(self, lost: list[Lost], weights: list[Weight]) -> None:
+        if lost and self._overflow == "error":
+            dtype = next(weight.dtype for weight in weights if weight.name == lost[0].name)
+            raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
+
+
+def _lazy(source: ArraySource, stored: StoredArray, name: str, dtype: str, read: Read) -> LazyArray:
+    chunk_numel = stored.grid.chunk_numel
+    return LazyArray(name, stored.spec, dtype, read, chunk_numel=chunk_numel, num_readers=source.num_readers)
+
+
+def _zarr_name(dtype: Dtype) -> str | None:
+    """Return the name of a floating data type; raises UsageError for what none is."""
+    if dtype is None:
+        return None
+    text = str(dtype).removeprefix("torch.")
+    name = DTYPES.get(text, text)
+    if name not in DTYPES.values() and isinstance(dtype, type | np.dtype):
+        name = np.dtype(dtype).name
+    if name not in DTYPES.values():
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}, or None for what is stored")
+    return name

@@ -1,0 +1,121 @@
+"""Opens whatever a path or URL means: a checkpoint of ours, or one that other software wrote."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import ArraySource, open_checkpoint, tag_text
+from ..checkpoint.folder import Folder, LocalFolder
+from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from ..io.shards import IoResources
+from ..remote import is_url, open_folder
+
+_MAKERS = (
+    ("torch.distributed.checkpoint", ".metadata"),
+    ("DeepSpeed", "*_model_states.pt"),
+    ("DeepSpeed", "zero_to_fp32.py"),
+    ("Hugging Face", "*.safetensors"),
+)
+"""Whose checkpoint has a file of such a name."""
+
+
+def open_source(
+    location: str | os.PathLike[str],
+    tag: str | float | None = None,
+    *,
+    resources: IoResources | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ArraySource:
+    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
+
+    `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it
+    is damaged, CheckpointMismatchError where it is of a kind or version that is not read, or other software's behind a URL,
+    UsageError for a URL that nothing opens. `resources` stays the caller's.
+    """
+    folder = folder_of(location, storage_options)
+    text = None if tag is None else tag_text(tag)
+    try:
+        return open_checkpoint(folder, text, resources=resources)
+    except CheckpointNotFoundError:
+        # Only where there is none of ours: a run that moved here goes on in the same folder.
+        if is_url(location):
+            _refuse_foreign(folder if text is None else folder.within(text))
+            raise
+        if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
+            return foreign
+        raise
+
+
+def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
+    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
+
+    A local folder that is there is meant as it is, colons included. Raises UsageError where there are two tags.
+    """
+    text = os.fspath(location)
+    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
+    if is_url(text):
+        # The last one alone: others belong to the URL.
+        places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
+    elif Path(text).is_dir():
+        places = []
+    else:
+        places = [(folder, name) for folder, name in places if name and Path(folder).is_dir()]
+    if not places:
+        return text, tag
+    if tag is not None:
+        raise UsageError(f"{text} names the tag {places[0][1]!r}, and --tag names {tag!r}: name one of them")
+    return places[0]
+
+
+def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:
+    """Open a checkpoint of other software; None where there is none that is known."""
+    folder = Path(location) if tag is None else Path(location) / tag
+    if (folder / ".metadata").is_file():
+        from ..interop.torch_dcp import TorchDcpSource
+
+        return TorchDcpSource(folder, resources)
+    from ..interop.deepspeed import open_deepspeed
+
+    if (deepspeed := open_deepspeed(location, tag, resources=resources)) is not None:
+        return deepspeed
+    if any(folder.glob("*.safetensors")):
+        from ..interop.huggingface import HuggingFaceSource
+
+        return HuggingFaceSource(folder, resources)
+    return None
+
+
+def _refuse_foreign(folder: Folder) -> None:
+    """Raise CheckpointMismatchError where other software's checkpoint lies behind a URL."""
+    if (maker := maker_of(folder)) is not None:
+        raise CheckpointMismatchError(
+            f"{folder} looks like a checkpoint of {maker}: behind a URL zstore reads its own alone, other software's from a "
+            "folder. Copy it to a folder of this machine and name that"
+        )
+
+
+def maker_of(folder: Folder) -> str | None:
+    """Return whose checkpoint a folder looks like, by the names in it; None where they tell of no other software."""
+    try:
+        entries = folder.entries()
+    except OSError:
+        return None
+    for maker, pattern in _MAKERS:
+        if fnmatch.filter(entries.files, pattern):
+            return maker
+    steps = fnmatch.filter(entries.folders, "global_step*")
+    return maker_of(folder.within(steps[0])) if steps else None
+
+
+def folder_of(location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Folder:
+    """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
+
+    Raises UsageError for a URL that nothing opens.
+    """
+    if is_url(location):
+        return open_folder(os.fspath(location), storage_options)
+    return LocalFolder(Path(location))

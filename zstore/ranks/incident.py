@@ -1,0 +1,123 @@
+"""What ranks tell each other when one of them failed, and what follows from it. Pure.
+
+[Note: sound or broken]
+A call that raised on every rank after the same number of collectives leaves the ranks in step: each raises its own
+error and the run is sound. It is broken, for good, where a rank does not answer, where a collective failed, where a
+rank waits in a collective that a failed one will never enter, or where a rank has not failed within `SAME_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from ..errors import RankError
+
+ABSENT_S = 3.0
+"""A rank whose process lives answers within this; its main thread need not."""
+SAME_S = 10.0
+"""How long a failed rank waits for the same failure of ranks that are still at work."""
+
+
+class Outcome(Enum):
+    """What an incident comes to. See [Note: sound or broken]."""
+
+    SOUND = "sound"
+    BROKEN = "broken"
+
+
+@dataclass
+class Place:
+    """Where a rank is in its work. Kept by the engine and the collectives, read by the watch."""
+
+    phase: str = ""
+    """What the engine is asked to do, as "forward"; empty outside of its calls."""
+    unit: str = ""
+    """The unit that is at work in the phase, where known."""
+    collective: str = ""
+    """The collective that the rank is in."""
+    entered: int = 0
+    """Collectives entered so far."""
+
+    def __str__(self) -> str:
+        parts = [self.phase or "the training loop"]
+        parts += [f"unit {self.unit!r}"] if self.unit else []
+        parts += [f"collective {self.collective}"] if self.collective else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A rank's answer."""
+
+    at: str
+    """Its place."""
+    entered: int
+    """Collectives that it entered."""
+    cause: str | None = None
+    """Its error on one line."""
+    details: str = ""
+    """The error's traceback, or where the main thread is now."""
+    lost: str | None = None
+    """Why it can no longer talk to the others."""
+    left: bool = False
+    """It closed its engine."""
+    final: bool = False
+    """Nobody will handle the error."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+
+def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Outcome | None:
+    """Return what the reports come to; None while an answer may still change it."""
+    there = [report for report in reports.values() if not report.left]
+    errors = [report for report in there if report.cause is not None]
+    missing = len(reports) < world_size
+    if missing and waited_s < ABSENT_S:
+        return None
+    if missing or any(report.lost is not None or report.final for report in there):
+        # Ranks that are gone by themselves wait for nobody.
+        return Outcome.SOUND if len(there) <= 1 and not missing and errors else Outcome.BROKEN
+    if len(errors) == len(there) and len({report.entered for report in there}) == 1:
+        return Outcome.SOUND
+    if errors and max(report.entered for report in there) > min(report.entered for report in errors):
+        return Outcome.BROKEN
+    return Outcome.BROKEN if waited_s >= SAME_S else None
+
+
+def explain(reports: Mapping[int, Report], world_size: int, rank: int, at: str, gone: str) -> RankError:
+    """Return what rank `rank` raises at `at`; `gone` says of ranks without a report what is known of them."""
+    failures: dict[int, str] = {}
+    causes: dict[int, str] = {}
+    for other, report in reports.items():
+        if other != rank and report.cause is not None:
+            causes[other] = f"in {report.at}: {report.cause}"
+            failures[other] = report.details
+    for other in set(range(world_size)) - set(reports) - {rank}:
+        causes[other], failures[other] = "is gone", gone
+    if not causes:
+        causes, failures = _late(reports, rank)
+    if not causes:
+        for other, report in reports.items():
+            if report.cause is not None or report.lost is not None:
+                causes[other] = f"in {report.at}: {report.cause or report.lost}"
+                failures[other] = report.details
+    ranks = ", ".join(map(str, sorted(causes)))
+    text = "; ".join(f"rank {other} {cause}" for other, cause in sorted(causes.items()))
+    return RankError(f"rank {ranks} of {world_size} failed ({text}); rank {rank} stops with it, in {at}", failures)
+
+
+def _late(reports: Mapping[int, Report], rank: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Return (cause, details) of ranks that left, or that others wait for."""
+    left = {other for other, report in reports.items() if report.left and other != rank}
+    entered = {other: report.entered for other, report in reports.items() if not report.left}
+    late = {other for other, count in entered.items() if count < max(entered.values())} - {rank}
+    causes = dict.fromkeys(left, "closed its engine") | {
+        other: f"did not come to a collective that others wait in: it is in {reports[other].at}" for other in late
+    }
+    details = dict.fromkeys(left, "its loop ended: do all ranks take the same number of steps?")
+    return causes, details | {other: reports[other].details for other in late}

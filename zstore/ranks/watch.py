@@ -1,0 +1,290 @@
+"""Watching over the ranks of a run, so that what ends one ends all, soon and with its cause.
+
+[Note: the watch]
+Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody
+raised the alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank
+of which an error escapes, of which a collective fails (a process at the other end died), or whose neighbour gives no
+sign. Then every rank's thread reports where its rank is, whatever its main thread does, and each comes to the same
+outcome (`incident`). Where the run is broken, connections are cut: whoever waits in a collective, here or elsewhere,
+gets its error at once and raises RankError with what the reports say. Nothing hangs afterwards, not even the end of
+the process. Signs of life are counted in looks of one's own, so that a machine that was asleep accuses nobody.
+
+A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
+group's own timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as torch_dist
+
+from ..errors import RankError, UsageError
+from .incident import ABSENT_S, SAME_S, Outcome, Place, Report, explain, judge
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOOK_S = 0.5
+_PAUSE_S = 0.05
+_ANSWER_S = ABSENT_S + SAME_S + 5
+_MOST_SIGNS_MISSED = 9
+_GONE = "it does not answer: its process was killed, or its machine is lost or stopped"
+
+
+class Watch:
+    """This rank's part of the watch; see [Note: the watch]. Made on all ranks in the same order.
+
+    `store` is the process group's, `cut` ends all that this rank has to do with others. `silent_s` is how long a rank
+    may give no sign of life; None: for ever.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        place: Place,
+        store: Store,
+        cut: Callable[[], None],
+        silent_s: float | None,
+    ) -> None:
+        self._rank, self._world_size, self._place, self._cut = rank, world_size, place, cut
+        clone = getattr(store, "clone", None)  # not in every version of torch that is served
+        own: Store = store if clone is None else clone()
+        self._pause_s = _PAUSE_S * max(1.0, world_size / 64)
+        number = own.add(f"zstore/watches/{rank}", 1)
+        self._store: Store = torch_dist.PrefixStore(f"zstore/watch/{number}", own)  # type: ignore[attr-defined]
+        self._sign_s = None if silent_s is None else silent_s / _MOST_SIGNS_MISSED
+        self._signs, self._next_sign = 0, 0.0
+        self._seen: tuple[int, bytes] = (-1, b"")
+        self._missed = 0
+        self._incident = 0
+        self._reports: dict[int, Report] = {}
+        self._mine: Report | None = None
+        self._what_others_said = ""
+        self._changed = threading.Condition()
+        self._closing = self._ended = self._agreed = self._told = False
+        self._broken: RankError | None = None
+        self._trainer = threading.get_ident()
+        self._thread = threading.Thread(target=self._serve, name=f"zstore-watch-{rank}", daemon=True)
+        self._thread.start()
+
+    # -- called by the rank -------------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Begin what may fail on one rank; raises where the run is broken."""
+        self.require_sound()
+        self._agreed = False
+
+    def agree(self) -> None:
+        """Note that all ranks know of the error that is about to be raised."""
+        self._agreed = True
+
+    def require_sound(self) -> None:
+        """Raise RankError, once, where the run is broken, and from then on UsageError."""
+        if self._broken is None:
+            return
+        if not self._told:
+            self._told = True
+            raise self._broken
+        first = str(self._broken).splitlines()[0]
+        raise UsageError(
+            f"the ranks of this run no longer talk to each other, since {first}. Start the processes anew and load the "
+            "last checkpoint"
+        )
+
+    def escaped(self, error: BaseException, *, final: bool = False) -> None:
+        """Tell the others of an error that ends a call on this rank, and return once it is clear what follows.
+
+        Errors that all ranks agreed on since the call began are no news. `final` is one that nobody will handle.
+        """
+        if self._agreed or error is self._broken:
+            return
+        final = final or not isinstance(error, Exception)
+        if self._broken is None:
+            cause = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+            details = "".join(traceback.format_exception(error))
+            self._raise_alarm(
+                Report(at=str(self._place), entered=self._place.entered, cause=cause, details=details, final=final)
+            )
+        if self._broken is None and isinstance(error, RankError):
+            # It may name the rank alone, and not what that rank raised.
+            error.add_note(self._what_others_said)
+        if self._broken is not None:
+            if not self._told and set(self._broken.failures) - {self._rank}:
+                error.add_note(str(self._broken))
+            self._told = True
+
+    def lost(self, error: BaseException) -> RankError:
+        """Return what to raise for a collective that failed."""
+        if self._broken is None:
+            lost = f"{type(error).__name__}: {error}"
+            self._raise_alarm(Report(at=str(self._place), entered=self._place.entered, lost=lost))
+        self._told = True
+        broken = self._broken
+        if broken is None:  # every other rank is gone by itself
+            broken = self._break()
+        return broken
+
+    def close(self) -> None:
+        """End the watch."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=2 * ABSENT_S)
+
+    def tell_uncaught(self) -> None:
+        """Tell the others of the error that ends the interpreter, if one does."""
+        if not threading.main_thread().is_alive() and not self._ended:
+            uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            if uncaught is not None:
+                self.escaped(uncaught, final=True)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run is over."""
+        return self._broken is not None
+
+    def _raise_alarm(self, report: Report) -> None:
+        with self._changed:
+            self._mine = report
+            self._changed.notify_all()
+            answered = self._changed.wait_for(lambda: self._mine is None or self._ended, _ANSWER_S)
+        if (self._ended or not answered) and not self.broken:
+            self._without_store()
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while self._broken is None:
+                with self._changed:
+                    pause_s = _LOOK_S if self._sign_s is None else min(_LOOK_S, self._sign_s)
+                    self._changed.wait_for(lambda: self._closing or self._mine is not None, pause_s)
+                if self._closing and self._mine is None:
+                    self._store.set(f"left/{self._rank}", str(self._place.entered))
+                    return
+                self._give_and_look_for_signs()
+                if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
+                    self._resolve()
+        except RuntimeError:
+            # The store is gone, with the process that held it. Whoever needs the others will learn of it.
+            if self._mine is not None:
+                self._without_store()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _give_and_look_for_signs(self) -> None:
+        """Leave a sign of life when it is time, and note a report where the next rank that has not left gives none."""
+        now = time.monotonic()
+        if self._sign_s is None or now < self._next_sign:
+            return
+        self._next_sign = now + self._sign_s
+        self._signs += 1
+        self._store.set(f"sign/{self._rank}", str(self._signs))
+        others = [(self._rank + distance) % self._world_size for distance in range(1, self._world_size)]
+        neighbour = next((other for other in others if not self._store.check([f"left/{other}"])), None)
+        if neighbour is None:
+            return
+        sign = self._store.get(f"sign/{neighbour}") if self._store.check([f"sign/{neighbour}"]) else b""
+        self._missed = self._missed + 1 if self._seen == (neighbour, sign) else 0
+        self._seen = neighbour, sign
+        if self._missed >= _MOST_SIGNS_MISSED:
+            silent_s = self._sign_s * _MOST_SIGNS_MISSED
+            found = self._present(lost=f"rank {neighbour} gave no sign of life for {silent_s:.0f} s")
+            with self._changed:
+                self._mine = self._mine or found
+
+    def _present(self, lost: str | None = None) -> Report:
+        """Return where this rank is now."""
+        frame = sys._current_frames().get(self._trainer)
+        details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
+        return Report(at=str(self._place), entered=self._place.entered, details=details, lost=lost)
+
+    def _resolve(self) -> None:
+        """Report until it is clear what the incident comes to."""
+        started, number = time.monotonic(), self._incident
+        outcome: Outcome | None = None
+        last: Report | None = None
+        while outcome is None:
+            report = self._mine or self._present()
+            if report != last:
+                self._store.set(f"report/{number}/{self._rank}", json.dumps(report.to_json()))
+                last = report
+            self._store.set(f"alarm/{number}", "1")
+            self._collect(number)
+            outcome = judge(self._reports, self._world_size, time.monotonic() - started)
+            if outcome is None and self._store.check([f"broken/{number}"]):
+                outcome = Outcome.BROKEN
+            if outcome is None:
+                time.sleep(self._pause_s)
+        if outcome is Outcome.SOUND:
+            others = {rank: report for rank, report in self._reports.items() if rank != self._rank}
+            self._what_others_said = "\n".join(
+                f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}" for rank, report in others.items()
+            )
+        if outcome is Outcome.BROKEN:
+            self._store.set(f"broken/{number}", "1")
+            self._wait_for_readers(number)
+            self._break()
+        with self._changed:
+            self._incident += 1
+            self._reports, self._mine = {}, None
+            self._changed.notify_all()
+
+    def _collect(self, number: int) -> None:
+        for rank in range(self._world_size):
+            if self._store.check([f"report/{number}/{rank}"]):
+                self._reports[rank] = Report(**json.loads(self._store.get(f"report/{number}/{rank}")))
+            elif self._store.check([f"left/{rank}"]):
+                entered = int(self._store.get(f"left/{rank}"))
+                self._reports[rank] = Report(at="the end", entered=entered, left=True)
+
+    def _wait_for_readers(self, number: int) -> None:
+        """Keep the store, which may lie in this process, until all that reported have read."""
+        self._store.add(f"read/{number}", 1)
+        end = time.monotonic() + ABSENT_S
+        readers = sum(not report.left for report in self._reports.values())
+        while time.monotonic() < end and self._store.add(f"read/{number}", 0) < readers:
+            time.sleep(self._pause_s)
+
+    def _break(self) -> RankError:
+        """End the run: nobody waits for this rank any more, nor this rank for anybody."""
+        reports = dict(self._reports)
+        if self._mine is not None:
+            reports[self._rank] = self._mine
+        at = reports[self._rank].at if self._rank in reports else str(self._place)
+        broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
+        self._cut()
+        return broken
+
+    def _without_store(self) -> None:
+        """End the run when nobody can be asked what happened."""
+        unknown = Report(at="a place that is not known", entered=0)
+        self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
+        if _in_rank_0(self._store):
+            del self._reports[0]
+        self._break()
+
+
+def store_port(store: Store) -> int | None:
+    """Return the port of a store that is reached over TCP."""
+    while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    port: int | None = store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
+    return port
+
+
+def _in_rank_0(store: Store) -> bool:
+    """Return whether rank 0's process holds the store; otherwise torchrun does, or a file."""
+    return store_port(store) is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

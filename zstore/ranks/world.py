@@ -1,0 +1,378 @@
+"""The ranks of a run and the few collectives that everything else is made of.
+
+[Note: one error for all]
+`World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
+None; where all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type,
+and every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the
+same order.
+
+An error that escapes elsewhere on one rank, or a rank that dies, is what `watch` is for: a world that is watched raises
+RankError where its collectives fail.
+
+Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.distributed as torch_dist
+
+from ..errors import RankError
+from ..io.links import LinkCounters
+from .connections import Connections, listed
+from .incident import Place
+from .watch import Watch, store_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "control"]
+"""What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until it is done; raise its error."""
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+
+
+class CountedWork:
+    """A collective under way that counts how long it took and how long somebody waited for it.
+
+    On CUDA a wait holds up the stream and not this thread, so what is counted there is the host's time alone.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        links: LinkCounters,
+        kind: Kind,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._work = work
+        self._within = within
+        self._links = links
+        self._kind = kind
+        self._started: float | None = time.perf_counter()
+
+    def wait(self) -> None:
+        """See Work."""
+        with self._links.waiting(self._kind, "begun earlier"), self._within():
+            self._work.wait()
+        started, self._started = self._started, None
+        if started is not None:
+            self._links.busy(self._kind, time.perf_counter() - started)
+
+    def is_completed(self) -> bool:
+        """See Work."""
+        return self._work.is_completed()
+
+
+class Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(kw_only=True)
+class World:
+    """The ranks of a run, as this rank sees them. Made by `World.current()`."""
+
+    rank: int = 0
+    """This rank, from 0."""
+    world_size: int = 1
+    """Number of ranks."""
+    local_rank: int = 0
+    """This rank's number on its machine."""
+    local_world_size: int = 1
+    """Number of ranks on this machine."""
+    backend: str | None = None
+    """Backend of the collectives on `device` ("gloo", "nccl"); None alone."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where tensors must lie for the backend's collectives."""
+    group: torch_dist.ProcessGroup | None = None
+    """Process group of the collectives; None is the default one."""
+    links: LinkCounters = field(default_factory=LinkCounters)
+    """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
+    place: Place = field(default_factory=Place)
+    """Where this rank is; a second world shares it."""
+    watch: Watch | None = None
+    """Fails all ranks where one fails; None alone, and until `begin_watch`."""
+    connections: Connections = field(default_factory=Connections)
+    """To the other ranks, of all groups; a second world shares them."""
+    wish: int = 0
+    """What this rank asks all ranks for, 0: nothing. It travels with `raise_together`, for a few bytes there."""
+    granted: int = 0
+    """The greatest wish of any rank that has travelled: the same on all ranks after the same call."""
+    when_broken: list[Callable[[], None]] = field(default_factory=list)
+    """What else is to be given up where the run is broken; called from the watch's thread."""
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes that this rank sent to others, by `Kind`."""
+        return Counter({kind: link.bytes for kind, link in self.links.statistics().items()})
+
+    @staticmethod
+    def current() -> World:
+        """Return the world of the process group that is initialised, or a world of one rank."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        cuda = torch.cuda.is_available()
+        if not (torch_dist.is_available() and torch_dist.is_initialized()):
+            return World(
+                local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+            )
+        backend = _backend(cuda)
+        world_size = torch_dist.get_world_size()
+        return World(
+            rank=torch_dist.get_rank(),
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            backend=backend,
+            device=torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu"),
+        )
+
+    def second(self) -> World:
+        """Return the same ranks on a process group of their own (a collective); alone, this very world.
+
+        Collectives on two groups need not come in one order, so that one may wait without holding up the other.
+        """
+        if self.world_size == 1:
+            return self
+        with self._within("new_group"):
+            group = torch_dist.new_group()
+        if self.watch is not None:
+            self._know_connections()
+        return World(**{**self.__dict__, "group": group})
+
+    def begin_watch(self, silent_s: float | None = None) -> None:
+        """Watch over the ranks until `end_watch` (all ranks); see `zstore.ranks.watch`."""
+        if self.world_size == 1:
+            return
+        self._know_connections()
+        self.watch = Watch(
+            self.rank, self.world_size, place=self.place, store=_store(), cut=self._cut, silent_s=silent_s
+        )
+
+    def end_watch(self) -> None:
+        """Stop to answer for this rank; a second call does nothing."""
+        if self.watch is not None:
+            self.watch.close()
+
+    @contextmanager
+    def calling(self, phase: str) -> Iterator[None]:
+        """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all."""
+        if self.place.phase or self.watch is None:
+            yield
+            return
+        self.watch.begin_call()
+        self.place.phase, self.place.unit = phase, ""
+        try:
+            yield
+        except BaseException as error:
+            self.watch.escaped(error)
+            raise
+        finally:
+            self.place.phase = ""
+
+    def tell_uncaught(self) -> None:
+        """Tell the other ranks of the error that ends the interpreter, if one does."""
+        if self.watch is not None:
+            self.watch.tell_uncaught()
+
+    def leave_together(self) -> None:
+        """Note that all ranks know of what is about to be raised, and that it is no failure."""
+        if self.watch is not None:
+            self.watch.agree()
+
+    def escaped(self, error: BaseException) -> None:
+        """Tell the other ranks of an error of this rank that was raised outside of a call."""
+        if self.watch is not None:
+            self.watch.escaped(error)
+
+    @contextmanager
+    def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
+        """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
+        if self.watch is not None and enters:
+            self.watch.require_sound()
+        self.place.entered += enters
+        self.place.collective = collective
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is None:
+                raise
+            raise self.watch.lost(error) from error
+        finally:
+            self.place.collective = ""
+
+    def _know_connections(self) -> None:
+        everyone = self.all_gather_object(listed(store_port(_store())))
+        self.connections.learn(everyone, self.rank)
+
+    def _cut(self) -> None:
+        """End every collective that this rank waits in, or that others wait in for this rank."""
+        if self.backend == "nccl":
+            torch_dist.distributed_c10d._abort_process_group()
+        self.connections.cut()
+        for give_up in self.when_broken:
+            give_up()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's `value` (JSON data) in rank order."""
+        if self.world_size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device), kind="control")
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        mine[: data.numel()] = data
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
+        self.all_gather(everyone, mine, kind="control")
+        rows = everyone.cpu().view(self.world_size, longest)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Return rank `source`'s `value` (JSON data) on every rank."""
+        return self.all_gather_object(value if self.rank == source else None)[source]
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        if self.world_size > 1:
+            self.all_gather_object(None)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
+        if self.world_size == 1:
+            self.granted = max(self.granted, self.wish)
+            if error is not None:
+                raise error
+            return
+        text = None if error is None else "".join(traceback.format_exception(error))
+        told = self.all_gather_object([str(self.place), text, self.wish])
+        self.granted = max(self.granted, *(wish for _, _, wish in told))
+        failures = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
+        if failures and self.watch is not None:
+            self.watch.agree()
+        if error is not None:
+            raise error
+        if failures:
+            ranks = ", ".join(map(str, failures))
+            where = "".join(f" in {told[rank][0]}" for rank in list(failures)[:1] if self.place.phase)
+            raise RankError(
+                f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
+            )
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replace the values of `tensor` by rank `source`'s."""
+        if self.world_size > 1 and tensor.numel():
+            # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
+            whole = tensor.to(self.device).contiguous()
+            sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
+            with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self.group)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Replace the values of rank `target`'s `tensor`, contiguous, by rank `source`'s; those two call it."""
+        if source == target or not tensor.numel():
+            return
+        flat = tensor.view(-1).view(torch.uint8)
+        sent_bytes = tensor.nbytes if self.rank == source else 0
+        with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
+            if self.rank == source:
+                torch_dist.send(flat, target, group=self.group)
+            else:
+                torch_dist.recv(flat, source, group=self.group)
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
+        """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
+        values."""
+        if self.world_size == 1:
+            out.copy_(mine)
+            return
+        if mine.numel():
+            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
+                _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+
+    def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
+        """Do as `all_gather`, but return at once; the caller must keep both and not touch them until the work is
+        done."""
+        if self.world_size == 1:
+            out.copy_(mine)
+        if self.world_size == 1 or not mine.numel():
+            return Done()
+        self.links.begin(kind, (self.world_size - 1) * mine.nbytes)
+        with self._within(kind):
+            work: Work = _all_gather_single(
+                out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
+            )
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+    def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
+        """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
+
+        The caller must keep both and not touch them until the work is done.
+        """
+        if not send.numel():
+            return Done()
+        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
+        flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
+        with self._within(kind):
+            work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+    def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
+        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
+        reduction."""
+        if not send.numel():
+            return Done()
+        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
+        with self._within(kind):
+            work: Work = _reduce_scatter_single(
+                out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+            )
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+
+def _backend(cuda: bool) -> str:
+    """Return the backend of the default group on the device that computes: a group may have one for each kind of device, as
+    one that was started without naming any has."""
+    names = torch_dist.get_backend_config().split(",")
+    by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
+    found = by_device.get("cuda") if cuda else None
+    # NCCL has tensors of the device alone; whatever else there is has those of the host.
+    return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())
+
+
+def _store() -> Store:
+    """Return the store by which the ranks found each other."""
+    store: Store = torch_dist.distributed_c10d._get_default_store()
+    return store
+
+
+# torch 2.13 gave these two new names and warns at the old ones.
+_all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)

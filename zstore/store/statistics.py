@@ -1,0 +1,28 @@
+"""What a store tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..io.queue import QueueStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """What the store holds and did since it was opened."""
+
+    disk_read_bytes: int
+    disk_write_bytes: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    pool_bytes: int
+    pool_peak_bytes: int
+    read_wait_s: float
+    write_wait_s: float
+    pool_wait_s: float
+    pin_wait_s: float
+    pinned_bytes: int
+    """Of buffers and state in host memory, those registered with CUDA."""
+    queue: QueueStatistics
+    fallbacks: tuple[str, ...]

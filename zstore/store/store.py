@@ -1,0 +1,493 @@
+"""TensorStore: this rank's shards of named global tensors, on the device, in host memory or on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import Grid
+from ..io.buffers import Pool, make_slab
+from ..io.files import Files
+from ..io.links import LinkCounters
+from ..io.pinning import PinnedSlabs
+from ..io.queue import IoQueue, Priority, Ticket
+from ..io.shards import IoResources
+from .options import StoreOptions
+from .runfolder import RunFolders
+from .snapshot import Snapshot
+from .statistics import StoreStatistics
+from .stream import Pass, Stream, StreamCounters
+from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, ReadAhead, Tier, Tile
+from .tiers.views import as_numpy, copy_into, copy_out
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
+
+T = TypeVar("T")
+TierName = Literal["device", "host", "disk"]
+ModeName = Literal["read", "update", "fill"]
+Array = npt.NDArray[Any]
+
+SMALL_SHARD_BYTES = 64 * 1024
+"""Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
+
+
+class TensorStore:
+    """This rank's shards of named arrays. Close it, or use it in a `with` block.
+
+    `write`, `read` and `prefetch` return tickets and run behind the caller, in order for each array; `stream` is a pass
+    in the caller's thread. Arrays must not be changed by two passes at once.
+    """
+
+    def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None) -> None:
+        self.options = options
+        self.rank = rank
+        files = files or Files()
+        self._slabs = PinnedSlabs() if options.pin_buffers or options.pin_state else None
+        self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
+        pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes, make=self._make_buffers)
+        queue = IoQueue(options.num_threads, options.queue_depth)
+        try:
+            self._folders = RunFolders(options.all_paths, rank, files)
+        except BaseException:
+            queue.close()
+            raise
+        self.resources = IoResources(
+            files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
+        )
+        budget = options.host_budget_bytes
+        make_state = self._slabs.make if self._slabs is not None and options.pin_state else make_slab
+        self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes), make_state)
+        self._device = DeviceTier(options.device)
+        self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
+        self._shards: dict[str, LocalShard] = {}
+        self._tiers: dict[str, Tier] = {}
+        self._pending: dict[str, Ticket[Any]] = {}
+        self._failed: dict[str, BaseException] = {}
+        self._ahead = ReadAhead(pool)
+        self._pools = [pool]
+        self._lock = threading.Lock()
+        self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
+        self._counters = StreamCounters()
+        self.links = LinkCounters()
+        """For whoever moves what the store holds over a link of its own, as to a device."""
+        self._version = 0
+        self._closed = False
+
+    def _drives(self) -> Drives:
+        options, folders = self.options, self._folders
+        groups = {group: folders.paths(paths) for group, paths in options.group_paths.items()}
+        usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
+        return Drives(folders.paths(usual or options.all_paths), groups)
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+
+    def create(
+        self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
+    ) -> None:
+        """Register this rank's shard number `shard` of `grid`, all zeros.
+
+        `memory` (device tier only) becomes the resting place instead: 1-D, contiguous, the unpadded elements; it stays
+        the caller's, who sees every change. A shard under 64 KiB asked for on disk rests in host memory.
+        """
+        self._check_new(spec)
+        local = LocalShard(spec, grid, shard)
+        chosen = self._choose(local, tier)
+        chosen.create(local, memory)
+        self._shards[spec.name] = local
+        self._tiers[spec.name] = chosen
+        self._limit_pool()
+
+    def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
+        """Let an array be that of `spec` with the values that it has; false where its shape or data type is another, or
+        `create` would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
+        self._check_new(spec)
+        former = self.local(name)
+        local = LocalShard(spec, former.grid, former.shard)
+        alike = (former.spec.shape, former.spec.dtype) == (spec.shape, spec.dtype)
+        if not alike or self._choose(local, tier) is not self._tiers[name]:
+            return False
+        self._at_rest(name).rename(name, local)
+        self._shards[spec.name], self._tiers[spec.name] = local, self._tiers.pop(name)
+        del self._shards[name]
+        return True
+
+    def remove(self, name: str) -> None:
+        """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""
+        if not self._closed:
+            self._at_rest(name).remove(name)
+            del self._tiers[name], self._shards[name]
+            self._limit_pool()
+
+    def _at_rest(self, name: str) -> Tier:
+        """Return the tier of an array once nothing is under way for it."""
+        self.local(name)
+        self._settle([name])
+        self._ahead.drop([name])
+        self._failed.pop(name, None)
+        return self._tiers[name]
+
+    def _check_new(self, spec: ArraySpec) -> None:
+        self._check_open()
+        if spec.name in self._shards:
+            raise UsageError(f"array {spec.name!r} exists already")
+
+    def _limit_pool(self) -> None:
+        """Leave for pieces larger than a pool what host-tier state and all pools do not take."""
+        budget = self.options.host_budget_bytes
+        if budget is not None:
+            first, *others = self._pools
+            first.limit_bytes = budget - self._host.used_bytes
+            for pool in others:
+                pool.limit_bytes = budget - self._host.used_bytes - first.nbytes + pool.nbytes
+
+    def _choose(self, local: LocalShard, tier: TierName) -> Tier:
+        tiers: dict[str, Tier | None] = {"device": self._device, "host": self._host, "disk": self._disk}
+        if tier not in tiers:
+            raise UsageError(f"array {local.spec.name!r}: expected one of {', '.join(tiers)} as tier, got {tier!r}")
+        chosen = tiers[tier]
+        if chosen is None:
+            raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
+        return self._host if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
+
+    def names(self) -> list[str]:
+        """Return the names of all arrays, in the order they were created."""
+        return list(self._shards)
+
+    def local(self, name: str) -> LocalShard:
+        """Return which shard of which array this rank holds under `name`."""
+        if name not in self._shards:
+            raise UsageError(f"there is no array {name!r} in this store")
+        return self._shards[name]
+
+    def spec(self, name: str) -> ArraySpec:
+        """Return name, shape and data type of the array."""
+        return self.local(name).spec
+
+    def valid_numel(self, name: str) -> int:
+        """Return the elements of this rank's shard, padding left out."""
+        return self.local(name).valid_numel
+
+    def tier_of(self, name: str) -> str:
+        """Return where the shard rests: device, host or disk."""
+        self.local(name)
+        return self._tiers[name].name
+
+    def version(self, name: str) -> int:
+        """Return a number of what the shard holds: while it is the same, no pass changed the shard."""
+        self.local(name)
+        return self._tiers[name].version(name)
+
+    def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
+        """Let a shard file of a checkpoint, laid out as this array's, be what the array holds, without reading it.
+
+        False, and nothing changed, where the array does not rest on disk, or `path` cannot be linked to there. `crcs` are
+        its chunks' checksums: each chunk is verified when it is read. Nobody may ever write the file again.
+        """
+        tier = self._at_rest(name)
+        return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
+
+    def disk_folders(self) -> dict[str, Path]:
+        """Return by array which folder its files are in, for those that rest on disk."""
+        return {} if self._disk is None else self._disk.folders()
+
+    # -- transfers --------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
+        """Replace local flat elements `[first, first + len(data))`; the caller must not touch `data` until it is done.
+
+        `data` is 1-D, contiguous, in host memory, of the array's data type.
+        """
+        source = as_numpy(data, self.spec(name))
+        local = self.local(name)
+        if first < 0 or first + source.size > local.valid_numel:
+            raise UsageError(
+                f"array {name!r}: elements [{first}, {first + source.size}) are not in a shard of {local.valid_numel}"
+            )
+        mode = Mode.FILL if source.size == local.valid_numel else Mode.UPDATE
+
+        def run() -> None:
+            try:
+                for tile in self._ahead.forgetting([name], self._stream(self._pass_over(name, mode))):
+                    low, high = max(tile.first, first), min(tile.stop, first + source.size)
+                    if low < high:
+                        target = tile.views[0][low - tile.first : high - tile.first]
+                        copy_into(target, source[low - first : high - first])
+            except BaseException as error:
+                self._failed[name] = error
+                raise
+            self._failed.pop(name, None)
+
+        return self._drive([name], run)
+
+    def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
+        """Read local flat elements `[first, stop)` (all of them by default) into `out`, which the ticket gives.
+
+        `out` is 1-D, contiguous, of the array's data type, and the caller's; a new array where it is None.
+        """
+        local = self.local(name)
+        last = local.valid_numel if stop is None else stop
+        if not 0 <= first <= last <= local.valid_numel:
+            raise UsageError(f"array {name!r}: elements [{first}, {last}) are not in a shard of {local.valid_numel}")
+        dtype = numpy_dtype(local.spec.dtype)
+        target = np.empty(last - first, dtype) if out is None else out
+        usable = target.flags.c_contiguous and target.flags.writeable
+        if target.shape != (last - first,) or target.dtype != dtype or not usable:
+            raise UsageError(
+                f"array {name!r}: expected {last - first} contiguous, writable elements of {dtype} to read into, "
+                f"got {target.shape} of {target.dtype}"
+            )
+
+        chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
+
+        def run() -> Array:
+            cached = self._ahead.take(name)
+            tiles = self._stream(self._pass_over(name, Mode.READ, chunks)) if cached is None else cached.tiles(local)
+            for tile in tiles:
+                low, high = max(tile.first, first), min(tile.stop, last)
+                if low < high:
+                    source = tile.views[0][low - tile.first : high - tile.first]
+                    copy_out(source, target[low - first : high - first])
+            if cached is not None:
+                cached.buffer.release()
+            return target
+
+        return self._drive([name], run)
+
+    def prefetch(self, names: Sequence[str]) -> Ticket[int]:
+        """Bring shards that rest on disk into buffers, for the next `read` of each; returns how many were brought.
+
+        Takes only buffers that are free, never more than half of them, and gives them back to whoever has to wait for
+        one: it is a hint, not a promise.
+        """
+
+        def run() -> int:
+            return sum(
+                self._ahead.bring(tier, self._shards[name])
+                for name in names
+                if isinstance(tier := self._tiers[name], DiskTier)
+            )
+
+        for name in names:
+            self.local(name)
+        return self._drive(names, run)
+
+    def stream(
+        self,
+        groups: Sequence[Sequence[str]],
+        mode: ModeName = "update",
+        *,
+        modes: Mapping[str, ModeName] | None = None,
+        pool: Pool | None = None,
+        ahead: bool = False,
+        admit: Callable[[int, bool], bool] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> Generator[Tile, None, None]:
+        """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
+
+        The arrays of a group share one layout, or have a bit for each element of the first (`Grid.packed`). "update":
+        change the views in place, they go back when the next tile is asked for. "fill": set every element; nothing is
+        read. "read": changes are lost. `modes` has other modes for single arrays. `pool` (of `make_pool`) is where
+        buffers come from, for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
+        `admit(group, wait)` is asked before a group is begun; where it says no after waiting, the group is left out.
+        New versions are the present ones when the pass is done, or, with `on_end`, each group's before its number is
+        handed to that. Exhaust the pass or close it.
+        """
+        self._check_open()
+        chosen = {name: Mode(other) for name, other in (modes or {}).items()}
+        what = Pass(
+            groups=groups,
+            mode=Mode(mode),
+            pool=pool or self.resources.pool,
+            modes=chosen,
+            priority=Priority.PREFETCH if ahead else Priority.READ,
+            admit=admit,
+            on_end=on_end,
+        )
+        self._settle(what.names)
+        return self._ahead.forgetting(what.changed(what.names), self._stream(what))
+
+    def may_fill(self, name: str) -> bool:
+        """Tell whether `filling` has the array: it rests in the host's memory."""
+        tier = self.tier_of(name)
+        return tier == "host" or (tier == "device" and self.options.device == "cpu")
+
+    @contextlib.contextmanager
+    def filling(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """Give the memory where shards rest, 1-D, without padding, for the length of a `with` block: every element is set
+        there, by as many threads as the caller likes. A failure leaves what was done."""
+        self._check_open()
+        self._settle(names)
+        if not all(map(self.may_fill, names)):
+            raise UsageError("an array to be filled does not rest in the host's memory: use `stream` or `write`")
+        tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
+        with contextlib.ExitStack() as last_to_first:
+            for tier, name in zip(tiers, names, strict=True):
+                tier.begin(name, Mode.FILL)
+                last_to_first.callback(tier.end, name, True)
+            yield [tier.view(name, 0, self.valid_numel(name)) for tier, name in zip(tiers, names, strict=True)]
+
+    def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
+        return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
+
+    def _stream(self, what: Pass) -> Generator[Tile, None, None]:
+        for name in what.names:
+            self.local(name)
+        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters).tiles()
+
+    def make_pool(self, nbytes: int) -> Pool:
+        """Return buffers of their own for passes that must not wait for others; counted against the host budget.
+
+        Raises BudgetError where the budget has no room for them.
+        """
+        pool = Pool(nbytes, make=self._make_buffers)
+        self._host.reserve(pool.nbytes)
+        self._pools.append(pool)
+        self._limit_pool()
+        return pool
+
+    def _drive(self, names: Sequence[str], run: Callable[[], T]) -> Ticket[T]:
+        """Run behind the caller, after what is under way for the same arrays."""
+        self._check_open()
+        with self._lock:
+            before = [self._pending[name] for name in names if name in self._pending]
+
+            def after_those() -> T:
+                for ticket in before:
+                    ticket.error()
+                return run()
+
+            ticket = Ticket(self._drivers.submit(after_those))
+            for name in names:
+                self._pending[name] = ticket
+        return ticket
+
+    def _settle(self, names: Sequence[str]) -> None:
+        """Wait for what is under way for `names`; errors stay with their tickets."""
+        with self._lock:
+            tickets = {id(t): t for name in names if (t := self._pending.pop(name, None)) is not None}
+        for ticket in tickets.values():
+            ticket.error()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the store is closed")
+
+    def _raise_failed(self, names: Sequence[str]) -> None:
+        """Raise the error of a failed write of `names`, once: its ticket may have been dropped."""
+        for error in [self._failed.pop(name) for name in names if name in self._failed]:
+            raise error
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Wait for everything under way, call the state a version, and return its number.
+
+        Raises, once, the error of a write that failed and that no later write of its array made good.
+        """
+        self._check_open()
+        self._settle(list(self._shards))
+        self._raise_failed(list(self._shards))
+        self._version += 1
+        return self._version
+
+    @property
+    def unused_budget_bytes(self) -> int | None:
+        """Bytes of the host budget that nothing was given of; None without a budget."""
+        budget = self.options.host_budget_bytes
+        return None if budget is None else budget - self._host.used_bytes - self._pools[0].nbytes
+
+    def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
+        """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
+
+        What is pinned stays as it is, and a change makes new files beside it. `num_stores` share the drive, each of
+        about this size. Raises DiskFullError where the room is not there.
+        """
+        if self._disk is None:
+            return 0
+        on_disk = self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk)
+        return self._folders.require_room(on_disk, num_stores)
+
+    def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
+        """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
+        self._check_open()
+        chosen = list(self._shards) if names is None else list(names)
+        self._settle(chosen)
+        self._raise_failed(chosen)
+        snapshot = Snapshot(self._version, {})
+        try:
+            for name in chosen:
+                self.local(name)
+                snapshot.pins[name] = self._tiers[name].pin(name)
+        except BaseException:
+            snapshot.release()
+            raise
+        return snapshot
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What was asked for and could not be had, so that something slower stands in."""
+        return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
+
+    def statistics(self) -> StoreStatistics:
+        """Return counters since the store was opened."""
+        queue = self.resources.queue.statistics()
+        held = dict.fromkeys(("device", "host", "disk"), 0)
+        for name, local in self._shards.items():
+            held[self._tiers[name].name] += local.nbytes
+        return StoreStatistics(
+            disk_read_bytes=queue.bytes["read"] + queue.bytes["prefetch"],
+            disk_write_bytes=queue.bytes["write_back"],
+            device_bytes=held["device"],
+            host_bytes=held["host"],
+            disk_bytes=held["disk"],
+            pool_bytes=sum(pool.nbytes for pool in self._pools),
+            pool_peak_bytes=sum(pool.peak_bytes for pool in self._pools),
+            read_wait_s=self._counters.read_wait_s,
+            write_wait_s=self._counters.write_wait_s,
+            pool_wait_s=self._counters.pool_wait_s,
+            pin_wait_s=self._counters.pin_wait_s,
+            queue=queue,
+            pinned_bytes=0 if self._slabs is None else self._slabs.pinned_bytes,
+            fallbacks=self.fallbacks,
+        )
+
+    def close(self) -> None:
+        """Finish what is under way, then give memory, files and the run folder back; a second call does nothing.
+
+        A write that waits for a snapshot to be released fails instead.
+        """
+        if self._closed:
+            return
+        self._host.stop_waiting()
+        self._device.stop_waiting()
+        self._settle(list(self._shards))
+        self._closed = True
+        with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self._folders.close)
+            if self._slabs is not None:
+                last_to_first.callback(self._slabs.close)
+            for tier in (self._device, self._host, self._disk):
+                if tier is not None:
+                    last_to_first.callback(tier.close)
+            last_to_first.callback(self.resources.queue.close)
+            last_to_first.callback(self._ahead.drop_all)
+            last_to_first.callback(self._drivers.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

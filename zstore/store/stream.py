@@ -1,0 +1,442 @@
+"""A pass over shards: chunks come from their tiers ahead of use, and go back behind it, in bounded memory.
+
+[Note: the pipeline]
+Phases of a span, for all arrays of a group together:
+1. one buffer for the whole span is taken from the pool, together or not at all;
+2. the loads are queued; spans behind it are loaded while earlier ones are used;
+3. the consumer gets one `Tile` a chunk and changes its views in place;
+4. the saves are queued; the last of them gives the buffer back.
+A stream waits for the pool only while it holds no loaded span, so it cannot wait for itself, and it never takes the
+last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; a pass
+with `on_end` makes each group's the present one as soon as that group's own saves are done.
+
+Where all arrays of a group rest in memory there is nothing to load, and a tile spans many chunks: fewer steps in
+Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two. A pass over memory alone does
+without the pipeline, whose bookkeeping costs more than the work on a small array.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import UsageError
+from ..format.partition import BITS
+from ..io.buffers import Buffer, Bytes, Pool
+from ..io.queue import Priority, Ticket
+from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Span, Tier, Tile
+from .tiers.base import View
+
+__all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
+
+_MOST_LOADED_SPANS = 64
+_LEAST_SPANS_IN_POOL = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a stream goes over, and how."""
+
+    groups: Sequence[Sequence[str]]
+    """Arrays that are brought together; those of a group share one layout, or have a bit for each element of it
+    (`Grid.packed`). The first has one value an element: tiles count in its elements."""
+    mode: Mode
+    pool: Pool
+    """Where buffers come from."""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
+    chunks: tuple[int, int] | None = None
+    """Limits a reading pass to chunks `[first, stop)` of each shard."""
+    priority: Priority = Priority.READ
+    """Of the loads."""
+    admit: Callable[[int, bool], bool] | None = None
+    """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
+    on_end: Callable[[int], None] | None = None
+    """Told the number of each group whose new version is the present one, in the consumer's thread."""
+
+    def mode_of(self, name: str) -> Mode:
+        """Return what is done with an array."""
+        return self.modes.get(name, self.mode)
+
+    @property
+    def names(self) -> list[str]:
+        """All arrays, in order."""
+        return [name for group in self.groups for name in group]
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is brought."""
+        return any(self.mode_of(name) is not Mode.FILL for name in self.names)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that get a new version."""
+        return [name for name in names if self.mode_of(name) is not Mode.READ]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A span of a group before it has memory."""
+
+    group: int
+    span: Span
+    starts_group: bool
+    ends_group: bool
+
+
+@dataclass
+class _Loaded:
+    """A span with its memory and its loads under way."""
+
+    plan: _Plan
+    buffer: Buffer | None
+    parts: list[Bytes]
+    tickets: list[Ticket[None]]
+
+
+@dataclass
+class StreamCounters:
+    """Time a consumer waited, in seconds, by cause."""
+
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+    pool_wait_s: float = 0.0
+    pin_wait_s: float = 0.0
+
+
+NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass
+class _Ending:
+    """A group whose last span was taken back, and its saves."""
+
+    group: int
+    saves: deque[Ticket[None]]
+
+
+class Stream:
+    """Drives one pass; `tiers` and `shards` say where each array rests."""
+
+    def __init__(
+        self,
+        what: Pass,
+        *,
+        tiers: Mapping[str, Tier],
+        shards: Mapping[str, LocalShard],
+        counters: StreamCounters,
+    ) -> None:
+        self._pass = what
+        self._groups = [tuple(group) for group in what.groups]
+        self._pool = what.pool
+        self._reads = what.reads
+        self._tiers = tiers
+        self._shards = shards
+        self._counters = counters
+        self._loaded: deque[_Loaded] = deque()
+        self._in_memory = self._memory_tiers()
+        self._check_groups()
+        self._plans: deque[_Plan] = deque() if self._in_memory else deque(self._plan())
+        self._begun: dict[str, Tier] = {}
+        """Arrays whose pass was begun and not ended."""
+        self._saves: deque[Ticket[None]] = deque()
+        """Of the group under way."""
+        self._ending: deque[_Ending] = deque()
+
+    def _memory_tiers(self) -> dict[str, MemoryTier]:
+        """Return the tier of each array where all rest in memory; nothing where one does not."""
+        tiers: dict[str, MemoryTier] = {}
+        for group in self._groups:
+            for name in group:
+                tier = self._tiers[name]
+                if not isinstance(tier, MemoryTier):
+                    return {}
+                tiers[name] = tier
+        return tiers
+
+    def _check_groups(self) -> None:
+        seen: set[str] = set()
+        num_seen = 0
+        for group in self._groups:
+            seen.update(group)
+            num_seen += len(group)
+            if not group or len(seen) < num_seen:
+                raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
+            first = self._shards[group[0]]
+            for name in group[1:]:
+                shard = self._shards[name]
+                alike = shard.grid is first.grid or shard.grid in (first.grid, first.grid.packed())
+                if shard.shard != first.shard or not alike:
+                    raise UsageError(
+                        f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
+                    )
+
+    def _chunks_of(self, group: Sequence[str]) -> tuple[int, int, int]:
+        """Return the chunks `[start, stop)` that the pass visits of each array of a group, and how many of them travel
+        together."""
+        shard = self._shards[group[0]]
+        present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
+        start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
+        return start, min(stop, present), self._span_chunks(group)
+
+    def _plan(self) -> Iterator[_Plan]:
+        for number, group in enumerate(self._groups):
+            start, stop, step = self._chunks_of(group)
+            for first in range(start, stop, step):
+                span = Span(first, min(step, stop - first))
+                yield _Plan(number, span, first == start, first + step >= stop)
+
+    def _span_chunks(self, group: Sequence[str]) -> int:
+        """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
+        on_disk = []
+        if not self._in_memory:
+            on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
+        if not on_disk:
+            least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
+            return max(1, least // max(self._shards[group[0]].grid.chunk_numel, 1))
+        chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
+        return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
+
+    def _numel_per_value(self, name: str, first: str) -> int:
+        """Return how many elements of the group's first array a value of another one is for."""
+        grid, firsts = self._shards[name].grid, self._shards[first].grid
+        return 1 if grid is firsts or grid == firsts else BITS
+
+    def tiles(self) -> Generator[Tile, None, None]:
+        """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
+        return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
+
+    def _tiles_in_memory(self) -> Generator[Tile, None, None]:
+        """Yield the tiles of a pass over memory alone: groups begin and end one after another."""
+        on_end = self._pass.on_end
+        ok = False
+        try:
+            for number, names in enumerate(self._groups):
+                start, stop, step = self._chunks_of(names)
+                if start >= stop or self._admit(number) is None:
+                    continue
+                self._begin(names)
+                tiers = [(self._in_memory[name], name, self._numel_per_value(name, names[0])) for name in names]
+                shard = self._shards[names[0]]
+                chunk_numel, valid_numel = shard.grid.chunk_numel, shard.valid_numel
+                last = min(stop * chunk_numel, valid_numel)
+                for first in range(start * chunk_numel, last, step * chunk_numel):
+                    end = min(first + step * chunk_numel, last)
+                    yield Tile(number, first, end, _views(tiers, first, end))
+                if on_end is not None:
+                    self._end(names, True)
+                    on_end(number)
+            ok = True
+        finally:
+            self._end(list(self._begun), ok)
+
+    def _tiles_of_all(self) -> Generator[Tile, None, None]:
+        ok = False
+        current: _Loaded | None = None
+        try:
+            while True:
+                self._load_ahead()
+                if not self._loaded:
+                    break
+                current = self._loaded.popleft()
+                self._counters.read_wait_s += _wait_all(current.tickets)
+                yield from self._tiles_of(current)
+                done, current = current, None
+                self._save(done)
+                self._end_groups(wait=False)
+            self._end_groups(wait=True)
+            ok = True
+        finally:
+            self._finish(current, ok)
+
+    def _load_ahead(self) -> None:
+        while self._plans and len(self._loaded) < _MOST_LOADED_SPANS:
+            plan = self._plans[0]
+            names = self._groups[plan.group]
+            if plan.starts_group:
+                admitted = self._admit(plan.group)
+                if admitted is None:
+                    self._leave_out(plan.group)
+                    continue
+                if not (admitted and self._begin(names)):
+                    return
+            sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
+            total = sum(sizes)
+            buffer = self._take(total)
+            if buffer is None and total > 0:
+                return
+            self._plans.popleft()
+            try:
+                self._loaded.append(self._start(plan, names, sizes, buffer))
+            except BaseException:
+                if buffer is not None:
+                    buffer.release()
+                raise
+
+    def _admit(self, group: int) -> bool | None:
+        """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
+        if self._pass.admit is None or self._pass.admit(group, False):
+            return True
+        if self._loaded:
+            return False
+        self._end_groups(wait=True)  # what is done must not wait for what is to come
+        return True if self._pass.admit(group, True) else None
+
+    def _leave_out(self, group: int) -> None:
+        while self._plans and self._plans[0].group == group:
+            self._plans.popleft()
+
+    def _begin(self, names: Sequence[str]) -> bool:
+        """Begin the pass over a group, before any memory is taken for it: whoever must release a pin may need that.
+
+        False where a pin would have to be waited for while spans are loaded.
+        """
+        names = [name for name in names if name not in self._begun]
+        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in self._pass.changed(names)):
+            return False
+        started = time.perf_counter()
+        for name in names:
+            tier = self._tiers[name]
+            tier.begin(name, self._pass.mode_of(name))
+            self._begun[name] = tier
+        self._counters.pin_wait_s += time.perf_counter() - started
+        return True
+
+    def _take(self, nbytes: int) -> Buffer | None:
+        if nbytes == 0:
+            return None
+        if not self._loaded:
+            started = time.perf_counter()
+            buffer = self._pool.acquire(nbytes)
+            self._counters.pool_wait_s += time.perf_counter() - started
+            return buffer
+        # A pass that reads nothing gains nothing from memory held ahead of use.
+        if not self._reads or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
+            return None
+        return self._pool.try_acquire(nbytes)
+
+    def _start(self, plan: _Plan, names: Sequence[str], sizes: Sequence[int], buffer: Buffer | None) -> _Loaded:
+        parts: list[Bytes] = []
+        tickets: list[Ticket[None]] = []
+        offset = 0
+        for name, size in zip(names, sizes, strict=True):
+            part = NO_BYTES if buffer is None else buffer.bytes[offset : offset + size]
+            offset += size
+            parts.append(part)
+            try:
+                ticket = self._tiers[name].load(name, plan.span, part, self._pass.mode_of(name), self._pass.priority)
+            except BaseException:
+                for under_way in tickets:
+                    under_way.error()
+                raise
+            if ticket is not None:
+                tickets.append(ticket)
+        return _Loaded(plan, buffer, parts, tickets)
+
+    def _tiles_of(self, loaded: _Loaded) -> Iterator[Tile]:
+        plan = loaded.plan
+        names = self._groups[plan.group]
+        shard = self._shards[names[0]]
+        in_memory = [
+            (tier, name, self._numel_per_value(name, names[0]))
+            for name in names
+            if isinstance(tier := self._tiers[name], MemoryTier)
+        ]
+        if len(in_memory) == len(names):
+            first, stop = shard.span_range(plan.span)
+            yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
+            return
+        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
+        for i, chunk in enumerate(plan.span.chunks):
+            first, stop = shard.chunk_range(chunk)
+            yield Tile(plan.group, first, stop, tuple(column[i] for column in columns))
+
+    def _save(self, loaded: _Loaded) -> None:
+        tickets: list[Ticket[None]] = []
+        try:
+            for name, part in zip(self._groups[loaded.plan.group], loaded.parts, strict=True):
+                if self._pass.mode_of(name) is not Mode.READ:
+                    ticket = self._tiers[name].save(name, loaded.plan.span, part)
+                    if ticket is not None:
+                        tickets.append(ticket)
+        finally:
+            if loaded.buffer is not None:
+                _release_after(loaded.buffer, tickets)
+            self._saves.extend(tickets)
+        while self._saves and self._saves[0].done():
+            self._saves.popleft().wait()
+        if loaded.plan.ends_group:
+            self._ending.append(_Ending(loaded.plan.group, self._saves))
+            self._saves = deque()
+
+    def _end_groups(self, *, wait: bool) -> None:
+        """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
+        while self._ending and (wait or all(ticket.done() for ticket in self._ending[0].saves)):
+            ending = self._ending.popleft()
+            # Also where they are done: this is where an error is raised. The rest is settled by `_finish`.
+            self._saves = ending.saves
+            self._counters.write_wait_s += _wait_all(ending.saves)
+            self._saves = deque()
+            if self._pass.on_end is not None:
+                self._end(self._groups[ending.group], True)
+                self._pass.on_end(ending.group)
+
+    def _finish(self, current: _Loaded | None, ok: bool) -> None:
+        for loaded in [*([current] if current is not None else []), *self._loaded]:
+            for ticket in loaded.tickets:
+                ticket.error()
+            if loaded.buffer is not None:
+                loaded.buffer.release()
+        for ticket in [*self._saves, *(ticket for ending in self._ending for ticket in ending.saves)]:
+            ticket.error()
+        self._end(list(self._begun), ok)
+
+    def _end(self, names: Sequence[str], ok: bool) -> None:
+        errors: list[Exception] = []
+        for name in names:
+            tier = self._begun.pop(name, None)
+            if tier is None or self._pass.mode_of(name) is Mode.READ:
+                continue
+            try:
+                tier.end(name, ok)
+            except Exception as error:
+                errors.append(error)
+        if errors and ok:
+            raise errors[0]
+
+
+def _views(tiers: Sequence[tuple[MemoryTier, str, int]], first: int, stop: int) -> tuple[View, ...]:
+    """Return views of elements `[first, stop)`; each array with how many of them a value of it is for."""
+    return tuple([tier.view(name, first // numel, -(-stop // numel)) for tier, name, numel in tiers])
+
+
+def _wait_all(tickets: Iterable[Ticket[None]]) -> float:
+    """Wait for all `tickets` and return the seconds that took; raises the first error."""
+    started = time.perf_counter()
+    for ticket in tickets:
+        ticket.wait()
+    return time.perf_counter() - started
+
+
+def _release_after(buffer: Buffer, tickets: Sequence[Ticket[None]]) -> None:
+    """Give `buffer` back when all `tickets` are done."""
+    if not tickets:
+        buffer.release()
+        return
+    lock = threading.Lock()
+    left = len(tickets)
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            buffer.release()
+
+    for ticket in tickets:
+        ticket.when_done(one_done)

@@ -1,0 +1,226 @@
+"""The contract that every tier keeps: where a rank's shard rests, and how passes and pins reach it.
+
+[Note: a pass]
+All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
+
+    begin(name, mode)                      once; may wait for a pin of memory to be released
+      load(name, span, buffer)             for each span, ahead of its use; the buffer was sized by `span_bytes`
+      views(name, span, buffer)            when the load's ticket is done: one view a chunk, padding left out
+      save(name, span, buffer)             after the consumer changed the views (not in mode READ)
+    end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
+                                           is the present one
+
+One pass at a time changes a shard. While it does so in place, the shard can be neither read nor pinned: what would be
+seen is neither the old version nor the new one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import UsageError
+from ...format.arrays import ArraySpec
+from ...format.partition import Grid
+from ...io.queue import Priority, Ticket
+from ...io.shards import IoResources, ShardSummary
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+View = Any
+"""A 1-D numpy array (host, disk) or torch tensor (device) of the array's data type."""
+
+
+class Mode(Enum):
+    """What a pass does with each chunk."""
+
+    READ = "read"
+    """Bring it; the consumer changes nothing."""
+    UPDATE = "update"
+    """Bring it and keep the changes."""
+    FILL = "fill"
+    """Do not bring it; the consumer sets every element."""
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The shard of an array that this rank holds."""
+
+    spec: ArraySpec
+    grid: Grid
+    shard: int
+
+    def __post_init__(self) -> None:
+        spec, grid = self.spec, self.grid
+        if (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel) or self.shard < 0:
+            raise UsageError(
+                f"array {spec.name!r} has {spec.rows} rows of {spec.row_numel} elements, got shard {self.shard} of a grid "
+                f"of {grid.rows} rows of {grid.row_numel}"
+            )
+
+    @property
+    def base(self) -> int:
+        """Global flat element where the shard begins."""
+        return self.shard * self.grid.shard_numel
+
+    @cached_property
+    def valid_numel(self) -> int:
+        """Elements that are not padding."""
+        return self.grid.shard_valid_numel(self.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are not padding."""
+        return self.valid_numel * self.spec.itemsize
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of chunk number `chunk`, padding left out."""
+        first = chunk * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
+
+    def span_range(self, span: Span) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of the chunks of `span`, padding left out."""
+        first = span.first_chunk * self.grid.chunk_numel
+        last = first + span.num_chunks * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(last, self.valid_numel)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent chunks of a shard that travel together."""
+
+    first_chunk: int
+    num_chunks: int
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks."""
+        return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One chunk, or in memory several, of every array of a group: local flat elements `[first, stop)` without padding.
+
+    `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
+    They are valid until the next tile is asked for.
+    """
+
+    group: int
+    first: int
+    stop: int
+    views: tuple[View, ...]
+
+
+class PinnedShard(Protocol):
+    """A shard's version that nobody changes until `release()`; usable from any thread but an I/O thread."""
+
+    @property
+    def local(self) -> LocalShard:
+        """Which shard of which array."""
+
+    @property
+    def tier(self) -> str:
+        """Where the pinned bytes rest: device, host or disk."""
+
+    @property
+    def version(self) -> int | None:
+        """See `Tier.version`; None where it is not known yet, because an update is to make it."""
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError where the pinned
+        shard is on disk."""
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Make the shard file `path` of shard number `shard` on `grid`: a hard link where the disk tier has that very
+        file on the same file system, else a copy; durable when this returns, if `res.sync`."""
+
+    def release(self) -> None:
+        """Allow changes again; a second call does nothing."""
+
+
+class Tier(ABC):
+    """A resting place for shards. See [Note: a pass] for the order of calls."""
+
+    name: str
+
+    @abstractmethod
+    def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
+        """Register the shard, all zeros, or resting in `memory` where the tier can adopt it."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Forget a shard that no pass is over, and free its space. Raises UsageError where it is pinned or changed."""
+
+    @abstractmethod
+    def rename(self, name: str, local: LocalShard) -> None:
+        """Let a shard that no pass is over be that of another array, laid out alike. Raises UsageError as `remove` does."""
+
+    @abstractmethod
+    def is_pinned_in_place(self, name: str) -> bool:
+        """Tell whether `begin` for a change would have to wait for a pin."""
+
+    @abstractmethod
+    def version(self, name: str) -> int:
+        """Return a number that no other content of any shard had: while it is the same, no pass changed the shard."""
+
+    @abstractmethod
+    def begin(self, name: str, mode: Mode) -> None:
+        """Start a pass. Raises UsageError while another pass changes the shard in place."""
+
+    @abstractmethod
+    def span_bytes(self, name: str, num_chunks: int) -> int:
+        """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
+
+    @abstractmethod
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
+        """Start bringing the span into `buffer`; None where nothing has to move."""
+
+    @abstractmethod
+    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+        """Return a view of each chunk's elements, without padding."""
+
+    @abstractmethod
+    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+        """Start taking the span back; None where nothing has to move."""
+
+    @abstractmethod
+    def end(self, name: str, ok: bool) -> None:
+        """End a pass that changes; with `ok` false the shard keeps its former version where the tier still has it."""
+
+    @abstractmethod
+    def pin(self, name: str) -> PinnedShard:
+        """Pin the present version. Raises UsageError while a pass changes it in place."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+
+_versions = count(1)
+
+
+def new_version() -> int:
+    """Return a number that no version of a shard had before in this process."""
+    return next(_versions)
+
+
+def being_changed(name: str) -> UsageError:
+    """Return the error of a pass or a pin that comes in the middle of a change."""
+    return UsageError(f"array {name!r} is being changed by a pass: exhaust that or close it first")

@@ -1,0 +1,418 @@
+"""The disk tier: shard files in a run folder, replaced by new versions once they were published.
+
+[Note: versions]
+A shard's bytes rest in one file of the run folder, its number in the name. While nobody pinned or published that file,
+a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: what
+was published is never written again. A table in memory decides, never link counts. A superseded file that was
+published loses its name here (the checkpoint's link keeps the bytes); one that was not is kept for the next version.
+
+A chunk that was never written has no checksum in the table and reads as zeros without touching the disk.
+
+A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
+Its chunks are verified like all others, when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from ...errors import CorruptionError, UsageError
+from ...format.arrays import numpy_dtype
+from ...format.partition import Grid
+from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
+from ...io.queue import Priority, Ticket, settle
+from ...io.shards import IoResources, ShardSummary, write_index
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class DiskFile:
+    """One file of the run folder. `crcs[i]` is the checksum of chunk i, None where it was never written."""
+
+    path: Path
+    crcs: list[int | None]
+    pins: int = 0
+    published: bool = False
+    version: int = field(default_factory=new_version)
+    origin: Path | None = None
+    """The checkpoint's file that it is a link of, where it was adopted."""
+
+
+@dataclass(eq=False)
+class DiskShard:
+    """A shard and its files. `target` is what a pass writes; `spare` waits for the next version."""
+
+    local: LocalShard
+    layout: ShardLayout
+    folder: Path
+    current: DiskFile
+    target: DiskFile | None = None
+    spare: DiskFile | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the file is linked."""
+    number: int = 0
+    touched: bool = False
+    """Something was saved in the pass under way."""
+    broken: bool = False
+
+
+@dataclass
+class Drives:
+    """Folders on the drives that shards are spread over: a new shard goes to the folder that has least bytes."""
+
+    usual: tuple[Path, ...]
+    groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Other folders by the first part of an array's name."""
+    given_bytes: Counter[Path] = field(default_factory=Counter)
+
+    def choose(self, name: str, nbytes: int) -> Path:
+        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
+        folders = self.groups.get(name.split("/", 1)[0], self.usual)
+        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
+        self.given_bytes[chosen] += nbytes
+        return chosen
+
+
+class DiskTier(Tier):
+    """Shards as files under the folders of `drives`, which this tier owns. See [Note: versions]."""
+
+    name = "disk"
+
+    def __init__(self, drives: Drives, res: IoResources) -> None:
+        self._drives = drives
+        self._res = res
+        self._shards: dict[str, DiskShard] = {}
+        self._lock = threading.RLock()
+
+    def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
+        """See `Tier.create`; reserves the file's space, so that a full disk shows now."""
+        if memory is not None:
+            raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        folder = self._drives.choose(local.spec.name, layout.file_bytes)
+        first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
+        shard = DiskShard(local, layout, folder, first)
+        if layout.num_present:
+            write_index(self._res, first.path, layout, create=True)
+        self._shards[local.spec.name] = shard
+
+    def folders(self) -> dict[str, Path]:
+        """Return the folder of each shard, by array."""
+        return {name: shard.folder for name, shard in self._shards.items()}
+
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`."""
+        with self._lock:
+            shard = self._at_rest(name)
+            del self._shards[name]
+        self._drives.given_bytes[shard.folder] -= shard.layout.file_bytes
+        for file in (shard.current, shard.spare):
+            if file is not None:
+                self._res.files.unlink(file.path)
+
+    def rename(self, name: str, local: LocalShard) -> None:
+        """See `Tier.rename`."""
+        with self._lock:
+            shard = self._at_rest(name)
+            for number, file in enumerate((shard.current, shard.spare)):
+                if file is not None and shard.layout.num_present:
+                    path = _path(shard.folder, local.spec.name, number)
+                    self._res.files.rename(file.path, path)
+                    file.path = path
+            shard.local, shard.number, shard.current.version = local, 1, new_version()
+            self._shards[local.spec.name] = self._shards.pop(name)
+
+    def _at_rest(self, name: str) -> DiskShard:
+        shard = self._shards[name]
+        if shard.target is not None or shard.current.pins:
+            raise being_changed(name)
+        return shard
+
+    def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
+        """Let the shard file `path`, which nobody will write again, be the present version of a shard that no pass is
+        over; false where it cannot be linked. `crcs` are the checksums of its chunks."""
+        shard = self._shards[name]
+        if len(crcs) != shard.layout.num_present:
+            raise UsageError(f"array {name!r}: expected {shard.layout.num_present} checksums, got {len(crcs)}")
+        with self._lock:
+            if shard.target is not None:
+                raise being_changed(name)
+            shard.number += 1
+            link = _path(shard.folder, name, shard.number)
+            try:
+                self._res.files.link(path, link)
+            except OSError:
+                return False
+            former, shard.current = shard.current, DiskFile(link, list(crcs), published=True, origin=path)
+            shard.broken = False
+            self._retire(shard, former)
+        return True
+
+    def version(self, name: str) -> int:
+        """See `Tier.version`."""
+        return self._shards[name].current.version
+
+    def is_pinned_in_place(self, name: str) -> bool:
+        """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
+        return False
+
+    def begin(self, name: str, mode: Mode) -> None:
+        """See `Tier.begin`."""
+        shard = self._shards[name]
+        if shard.broken and mode is not Mode.FILL:
+            raise UsageError(
+                f"array {name!r}: an earlier update failed half way, so its values are lost: load a checkpoint"
+            )
+        with self._lock:
+            if shard.target is shard.current or (shard.target is not None and mode is not Mode.READ):
+                raise being_changed(name)
+            if mode is not Mode.READ:
+                frozen = shard.current.pins > 0 or shard.current.published
+                shard.target = self._next_file(shard) if frozen else shard.current
+                shard.touched = False
+                if not frozen:
+                    shard.current.version = new_version()
+
+    def _next_file(self, shard: DiskShard) -> DiskFile:
+        """Return a file for the next version: the spare one under a new name, or a new one."""
+        shard.number += 1
+        path = _path(shard.folder, shard.local.spec.name, shard.number)
+        if shard.spare is not None:
+            self._res.files.rename(shard.spare.path, path)
+            shard.spare = None
+        else:
+            write_index(self._res, path, shard.layout, create=True)
+        return DiskFile(path, [None] * shard.layout.num_present)
+
+    def span_bytes(self, name: str, num_chunks: int) -> int:
+        """See `Tier.span_bytes`."""
+        return num_chunks * self._shards[name].layout.slot_bytes
+
+    def span_chunks(self, name: str) -> int:
+        """Return how many chunks of the shard make one request."""
+        return self._res.span_chunks(self._shards[name].layout)
+
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
+        """See `Tier.load`."""
+        if mode is Mode.FILL:
+            return None
+        shard = self._shards[name]
+        file = shard.current
+        if all(file.crcs[chunk] is None for chunk in span.chunks):
+            buffer[:] = 0
+            return None
+        task = partial(_read_span, self._res, shard, file, span, buffer)
+        return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
+
+    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+        """See `Tier.views`."""
+        shard = self._shards[name]
+        dtype = numpy_dtype(shard.local.spec.dtype)
+        views: list[View] = []
+        for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
+            first, stop = shard.local.chunk_range(chunk)
+            views.append(slot[: (stop - first) * dtype.itemsize].view(dtype))
+        return views
+
+    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+        """See `Tier.save`."""
+        shard = self._shards[name]
+        if shard.target is None:
+            raise UsageError(f"array {name!r}: a span can only be saved in a pass that changes the shard")
+        shard.touched = True
+        task = partial(_write_span, self._res, shard, shard.target, span, buffer)
+        return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
+
+    def end(self, name: str, ok: bool) -> None:
+        """See `Tier.end`."""
+        shard = self._shards[name]
+        with self._lock:
+            target, shard.target = shard.target, None
+            if target is None:
+                return
+            if target is shard.current:
+                shard.broken = not ok and (shard.touched or shard.broken)
+            elif ok:
+                former, shard.current, shard.broken = shard.current, target, False
+                self._retire(shard, former)
+            else:
+                self._retire(shard, target)
+
+    def _retire(self, shard: DiskShard, file: DiskFile) -> None:
+        """Let go of a file that is not the present version, once nobody pins it."""
+        if file.pins or file is shard.current:
+            return
+        if shard.spare is None and not file.published and file.crcs:
+            shard.spare = file
+        elif file.crcs:
+            self._res.files.unlink(file.path)
+
+    def pin(self, name: str) -> DiskPin:
+        """See `Tier.pin`."""
+        shard = self._shards[name]
+        if shard.broken:
+            raise UsageError(f"array {name!r}: an earlier update failed half way: load a checkpoint before saving one")
+        with self._lock:
+            if shard.target is shard.current:
+                raise being_changed(name)
+            shard.current.pins += 1
+            return DiskPin(self, shard, shard.current)
+
+    def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
+        """Return by folder the bytes of the files that changes of these shards will make once what they hold now is
+        pinned."""
+        needed: Counter[Path] = Counter()
+        for shard in [self._shards[name] for name in names]:
+            if shard.layout.num_present and shard.spare is None:
+                needed[shard.folder] += shard.layout.file_bytes
+        return needed
+
+    def unpin(self, shard: DiskShard, file: DiskFile) -> None:
+        """Drop one pin of `file`."""
+        with self._lock:
+            file.pins -= 1
+            self._retire(shard, file)
+
+    def close(self) -> None:
+        """See `Tier.close`; removes the files, for the run folder holds nothing that outlives the run."""
+        for shard in self._shards.values():
+            for file in {id(f): f for f in (shard.current, shard.spare, shard.target) if f is not None}.values():
+                self._res.files.unlink(file.path)
+        self._shards.clear()
+
+
+def _path(folder: Path, name: str, number: int) -> Path:
+    stem = quote(name, safe="")
+    if len(stem) > 200:
+        stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return folder / f"{stem}.{number}.shard"
+
+
+def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+    with res.files.opened(file.path) as opened:
+        res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
+    name, where = shard.local.spec.name, str(file.origin or file.path)
+    for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
+        known = file.crcs[chunk]
+        if known is None:
+            slot[:] = 0
+        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name) != [known]:
+            problem = "what was written last: the drive lost a write; load a checkpoint"
+            if file.origin is not None:
+                problem = "the one that the manifest names: the file was replaced; load another checkpoint"
+            raise CorruptionError(
+                f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not "
+                f"{problem}"
+            )
+
+
+def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+    local, layout = shard.local, shard.layout
+    for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
+        first, stop = local.chunk_range(chunk)
+        slot[(stop - first) * local.spec.itemsize : layout.payload_bytes] = 0
+    crcs = seal_slots(buffer, layout)
+    with res.files.opened(file.path, write=True) as opened:
+        res.files.write_from(opened, buffer, layout.slot_offset(span.first_chunk))
+    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
+
+
+class DiskPin:
+    """A pinned file of the run folder; it is never written again once it was published."""
+
+    tier = "disk"
+
+    def __init__(self, tier: DiskTier, shard: DiskShard, file: DiskFile) -> None:
+        self.local = shard.local
+        self._owner: DiskTier | None = tier
+        self._shard = shard
+        self._file = file
+        self.version: int | None = file.version
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """See `PinnedShard.copy_into`."""
+        raise UsageError(f"array {self.local.spec.name!r}: a shard on disk is published as the file that it is")
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """See `PinnedShard.checksums`; of a shard of which nothing or not all was written, none."""
+        self._require_layout(grid, shard)
+        return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Link the file to `path`, or copy it where links are not to be had; see `PinnedShard.publish`."""
+        local, file = self.local, self._file
+        self._require_layout(grid, shard)
+        crcs = [crc for crc in file.crcs if crc is not None]
+        if not crcs or len(crcs) < len(file.crcs):
+            return self._copy(res, path, priority)
+        # Opened for reading: a file that was published before may be read-only by now.
+        if res.sync:
+            with res.files.opened(file.path) as opened:
+                res.files.sync_data(opened)
+        if not self._link(res, path):
+            return self._copy(res, path, priority)
+        return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
+
+    def _require_layout(self, grid: Grid, shard: int) -> None:
+        if (grid, shard) != (self.local.grid, self.local.shard):
+            raise UsageError(
+                f"array {self.local.spec.name!r}: a shard on disk is published with the layout that it has"
+            )
+
+    def _link(self, res: IoResources, path: str | Path) -> bool:
+        """Link the file to `path`; false where links are not to be had."""
+        with self._shard.lock:
+            before = self._file.published
+            # Marked first: once the link exists, nobody may write the file any more.
+            self._file.published = True
+            try:
+                res.files.link(self._file.path, path)
+            except OSError:
+                # Another save may have linked it already.
+                self._file.published = before
+                return False
+        return True
+
+    def _copy(self, res: IoResources, path: str | Path, priority: Priority) -> ShardSummary:
+        shard, file, layout = self._shard, self._file, self._shard.layout
+        write_index(res, path, layout, create=True)
+        step = res.span_chunks(layout)
+        tickets: list[Ticket[list[int]]] = []
+        for first in range(0, layout.num_present, step):
+            span = Span(first, min(step, layout.num_present - first))
+            buffer = res.pool.acquire(span.num_chunks * layout.slot_bytes)
+
+            def copy(span: Span = span, data: Bytes = buffer.bytes) -> list[int]:
+                _read_span(res, shard, file, span, data)
+                crcs = seal_slots(data, layout)
+                with res.files.opened(path, write=True) as opened:
+                    res.files.write_from(opened, data, layout.slot_offset(span.first_chunk))
+                return crcs
+
+            ticket = res.queue.submit(copy, priority, buffer.bytes.size)
+            ticket.when_done(buffer.release)
+            tickets.append(ticket)
+        crcs = [crc for part in settle(tickets) for crc in part]
+        if res.sync:
+            with res.files.opened(path, write=True) as opened:
+                res.files.sync_data(opened)
+        return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
+
+    def release(self) -> None:
+        """See `PinnedShard.release`."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.unpin(self._shard, self._file)

@@ -1,0 +1,208 @@
+"""What the host and the device tier share: shards that rest in memory, changed in place, pinned in place."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import UsageError
+from ...format.partition import Grid
+from ...io.queue import Priority, Ticket
+from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
+from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from .views import copy_out
+
+if TYPE_CHECKING:
+    import torch
+
+
+MEMORY_TILE_NUMEL = 512 * 1024
+"""Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
+
+
+class MemoryTier(Tier):
+    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released."""
+
+    tile_numel = MEMORY_TILE_NUMEL
+    """Elements of a tile, about."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, LocalShard] = {}
+        self._memory: dict[str, View] = {}
+        self._pins: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._changing: set[str] = set()
+        self._stopped = False
+        self._unpinned = threading.Condition()
+
+    def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
+        """Register the shard; see `Tier.create`."""
+        name = local.spec.name
+        self._memory[name] = self._allocate(local) if memory is None else self._adopt(local, memory)
+        self._shards[name] = local
+        self._pins[name] = 0
+        self._versions[name] = new_version()
+
+    @abstractmethod
+    def _allocate(self, local: LocalShard) -> View:
+        """Return zeroed memory for the shard's unpadded elements."""
+
+    def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
+        raise UsageError(f"array {local.spec.name!r}: only the device tier rests in memory of the caller's")
+
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`."""
+        with self._unpinned:
+            self._require_rest(name)
+            del self._shards[name], self._memory[name], self._pins[name], self._versions[name]
+
+    def rename(self, name: str, local: LocalShard) -> None:
+        """See `Tier.rename`."""
+        with self._unpinned:
+            self._require_rest(name)
+            del self._shards[name], self._pins[name], self._versions[name]
+            self._memory[local.spec.name] = self._memory.pop(name)
+            self._shards[local.spec.name], self._pins[local.spec.name] = local, 0
+            self._versions[local.spec.name] = new_version()
+
+    def _require_rest(self, name: str) -> None:
+        if name in self._changing or self._pins[name]:
+            raise being_changed(name)
+
+    def is_pinned_in_place(self, name: str) -> bool:
+        """See `Tier.is_pinned_in_place`."""
+        return self._pins[name] > 0
+
+    def version(self, name: str) -> int:
+        """See `Tier.version`; whoever has the memory may write to it all the same."""
+        return self._versions[name]
+
+    def begin(self, name: str, mode: Mode) -> None:
+        """See `Tier.begin`."""
+        with self._unpinned:
+            if name in self._changing and (mode is not Mode.READ or self._pins[name] == 0):
+                raise being_changed(name)
+            if mode is not Mode.READ:
+                self._changing.add(name)
+                if self._pins[name]:
+                    self._wait_for_unpinning(name)
+                self._versions[name] = new_version()
+
+    def _wait_for_unpinning(self, name: str) -> None:
+        try:
+            self._unpinned.wait_for(lambda: self._pins[name] == 0 or self._stopped)
+            if self._pins[name]:
+                raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
+        except BaseException:
+            self._changing.discard(name)
+            raise
+
+    def span_bytes(self, name: str, num_chunks: int) -> int:
+        """See `Tier.span_bytes`."""
+        return 0
+
+    def load(
+        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+    ) -> Ticket[None] | None:
+        """See `Tier.load`."""
+        return None
+
+    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+        """See `Tier.views`."""
+        local, memory = self._shards[name], self._memory[name]
+        return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
+
+    def view(self, name: str, first: int, stop: int) -> View:
+        """Return one view of the local flat elements `[first, stop)`."""
+        memory = self._memory[name]
+        return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
+
+    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+        """See `Tier.save`."""
+        return None
+
+    def end(self, name: str, ok: bool) -> None:
+        """See `Tier.end`; memory is changed in place, so a failed pass leaves what it did."""
+        with self._unpinned:
+            self._changing.discard(name)
+
+    def pin(self, name: str) -> MemoryPin:
+        """See `Tier.pin`."""
+        with self._unpinned:
+            if name in self._changing and self._pins[name] == 0:
+                raise being_changed(name)
+            self._pins[name] += 1
+            return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
+
+    def unpin(self, name: str) -> None:
+        """Drop one pin of the shard."""
+        with self._unpinned:
+            self._pins[name] -= 1
+            self._unpinned.notify_all()
+
+    def stop_waiting(self) -> None:
+        """Fail the changes that wait for a pin, now and later: whoever holds it may itself wait for the end."""
+        with self._unpinned:
+            self._stopped = True
+            self._unpinned.notify_all()
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._memory.clear()
+
+
+class MemoryPin:
+    """A pinned shard in memory; whoever changes the shard waits for `release`."""
+
+    def __init__(self, tier: MemoryTier, local: LocalShard, memory: View, version: int) -> None:
+        self.local = local
+        self.version: int | None = version
+        self._memory = memory
+        self._tier: MemoryTier | None = tier
+        self._owner = tier
+
+    @property
+    def tier(self) -> str:
+        """The tier's name."""
+        return self._owner.name
+
+    def fill(self, first: int, stop: int, out: Bytes) -> None:
+        """Copy global flat elements `[first, stop)`, all of this shard, into `out`, of any shape."""
+        low = first - self.local.base
+        copy_out(self._memory[low : low + stop - first], out)
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard lies within this one."""
+        self._require_within(grid, shard)
+        first = shard * grid.shard_numel
+        self.fill(first, first + grid.shard_valid_numel(shard), out)
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
+        self._require_within(grid, shard)
+        return write_shard(res, path, self.local.spec, grid, shard, FillRuns(self.fill), priority)
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
+        self._require_within(grid, shard)
+        return checksum_shard(res, self.local.spec, grid, shard, FillRuns(self.fill))
+
+    def _require_within(self, grid: Grid, shard: int) -> None:
+        first = shard * grid.shard_numel
+        low, high = self.local.base, self.local.base + self.local.valid_numel
+        valid = grid.shard_valid_numel(shard)
+        same = (grid.rows, grid.row_numel) == (self.local.grid.rows, self.local.grid.row_numel)
+        if not same or (valid > 0 and not low <= first <= first + valid <= high):
+            raise UsageError(
+                f"array {self.local.spec.name!r}: elements [{first}, {first + valid}) of shard {shard} are not in the "
+                f"pinned shard [{low}, {high})"
+            )
+
+    def release(self) -> None:
+        """See `PinnedShard.release`."""
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.unpin(self.local.spec.name)

@@ -1,0 +1,67 @@
+"""Views of any tier, and what callers hand in, as numpy arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import UsageError
+from ...format.arrays import ArraySpec, numpy_dtype
+from .base import View
+
+if TYPE_CHECKING:
+    import torch
+
+Array = npt.NDArray[Any]
+
+
+def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
+    """Return `data` as a 1-D numpy array of the spec's data type, without copying.
+
+    Raises UsageError where that cannot be.
+    """
+    dtype = numpy_dtype(spec.dtype)
+    if not isinstance(data, np.ndarray):
+        import torch
+
+        found = str(data.dtype).removeprefix("torch.")
+        if data.device.type != "cpu" or data.dim() != 1 or not data.is_contiguous() or found != spec.dtype:
+            raise UsageError(
+                f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
+                f"{found} on {data.device}"
+            )
+        flat = data.detach()
+        return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
+    if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
+        raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
+    return data
+
+
+def copy_into(view: View, source: Array) -> None:
+    """Copy `source`, of the view's size and data type, into a view of any tier."""
+    if isinstance(view, np.ndarray):
+        view[:] = source
+    else:
+        import torch
+
+        # torch warns of memory that it might write to.
+        writable = source if source.flags.writeable else source.copy()
+        view.view(torch.uint8).copy_(torch.from_numpy(writable.view(np.uint8)))
+
+
+def copy_out(view: View, out: Array) -> None:
+    """Copy a view of any tier into host memory of as many bytes, of any shape; where `out` is contiguous, no memory is
+    taken beside it."""
+    target = out.view(np.uint8)
+    if isinstance(view, np.ndarray):
+        target[...] = view.view(np.uint8).reshape(target.shape)
+        return
+    import torch
+
+    source = view.detach().view(torch.uint8)
+    if source.device.type == "cpu":
+        target[...] = source.numpy().reshape(target.shape)  # torch's copy would take threads of its own for it
+    else:
+        torch.from_numpy(target).copy_(source.view(target.shape))
