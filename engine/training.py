@@ -25,7 +25,7 @@ from .optim.update import Settings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency
 from .params.sharding import Sharding
-from .plan.placement import Plan
+from .plan.plan import Plan
 from .runtime.interrupts import interrupts_wait
 from .zero.accumulation import Accumulation
 from .zero.collectives import all_gather_rows

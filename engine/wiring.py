@@ -14,9 +14,9 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import TensorStore
 
-from .build.takeover import BuiltModel, StoreKey
+from .build.takeover import BuiltModel
 from .config import Config
 from .device.copies import Transfers
 from .device.streams import lane_for
@@ -27,6 +27,7 @@ from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.schedules import Schedule
 from .optim.state import OptimizerState, RowsInStore
+from .optim.store import open_store, store_key
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
 from .params.model import check_model, own_memory, place_buffers, place_parameter
@@ -34,12 +35,13 @@ from .params.record import ParameterRecord, make_record, named_parameters
 from .params.sharding import Sharding
 from .params.tensors import PRECISIONS, map_large_blocks, return_free_memory
 from .params.units import Unit, find_units
-from .plan.placement import Plan
+from .plan.needs import spill_pool_bytes
+from .plan.plan import Plan
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .training import Training
 from .zero.gradients import Gradients, ReduceRules, WholeGradients
 from .zero.hooks import UnitHooks
-from .zero.spill import GradientSpill, spill_pool_bytes
+from .zero.spill import GradientSpill
 from .zero.unit_gradients import GradientRules, UnitGradients
 from .zero.unshard import make_residence
 
@@ -238,48 +240,6 @@ def _present_bytes(store: TensorStore) -> Counter[Path]:
     for name, folder in store.disk_folders().items():
         present[folder] += store.local(name).nbytes
     return present
-
-
-def store_key(config: Config) -> StoreKey:
-    """Return what the store of a config is opened by."""
-    paths = (config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths)
-    return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
-
-
-def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: bool) -> TensorStore:
-    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
-    `pins` registers its buffers with CUDA."""
-    io = config.io
-    optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
-    usual = optimizer or parameters
-    options = StoreOptions(
-        run_path=usual[0] if usual else None,
-        other_paths=usual[1:],
-        group_paths={"parameter": parameters} if parameters else {},
-        host_budget_bytes=budget_bytes,
-        num_threads=io.num_threads,
-        queue_depth=io.queue_depth,
-        block_bytes=io.block_bytes,
-        verify=config.verify_reads,
-        device=str(world.device),
-        pin_buffers=pins,
-        pin_state=config.pin_memory,
-    )
-    error: BaseException | None = None
-    store: TensorStore | None = None
-    try:
-        store = TensorStore(options, rank=world.rank)
-    except Exception as raised:
-        error = raised
-    try:
-        world.raise_together(error)
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
-    if store is None:
-        raise UsageError("the store did not open")
-    return store
 
 
 def _gradients(

@@ -9,8 +9,8 @@ import pytest
 
 from zstore.engine.config import Config, ResolveContext, load_config
 from zstore.engine.optim.kernel import ELEMENT_WISE
+from zstore.engine.optim.store import store_key
 from zstore.engine.plan.needs import placement_settings
-from zstore.engine.wiring import store_key
 from zstore.errors import ConfigError
 
 EVERYTHING = Path(__file__).parent / "configs" / "zero3_nvme_everything.json"

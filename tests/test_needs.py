@@ -11,7 +11,8 @@ import torch
 import zstore
 from tests.engine_models import batch, make_net
 from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_model, units_of_model
-from zstore.engine.plan.placement import Plan, make_plan
+from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.plan import Plan
 from zstore.testing.ranks import run_ranks
 from zstore.tools.models import SHIPPED, Gpt, build_model
 

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from zstore.engine.plan.placement import FP32, Need, Placement, PlacementSettings, Plan, make_plan
+from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.plan import FP32, Need, Placement, PlacementSettings, Plan
 from zstore.engine.plan.report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
 from zstore.format.arrays import ArraySpec

@@ -10,7 +10,8 @@ from typing import Any
 
 from zstore.engine.config import Config, ResolveContext, load_config
 from zstore.engine.plan.needs import find_needs, placement_settings
-from zstore.engine.plan.placement import OffloadTier, Plan, make_plan
+from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.plan import OffloadTier, Plan
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zstore.engine.plan.placement import Plan
+from zstore.engine.plan.plan import Plan
 
 from .plan_machine import Machine
 from .plan_model import ModelShape

@@ -9,8 +9,8 @@ from zstore.store import StoreOptions, TensorStore
 
 from ..config import Config
 from ..optim.state import TierName
+from ..optim.store import open_store, store_key
 from ..plan.run import budget_of_rank
-from ..wiring import open_store, store_key
 from .parked import Builder, open_builder
 
 _THRESHOLD_NUMEL = 100_000

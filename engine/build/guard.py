@@ -5,31 +5,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError
 
-if TYPE_CHECKING:
-    from .parked import Builder
+
+class Holder(Protocol):
+    """Whoever has the values of parameters that were put away."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's values are there and not in its own memory."""
 
 
 class BuildingGuard:
-    """Lets a call, `state_dict()` and `load_state_dict()` of such modules raise. The modules keep the builder alive."""
+    """Lets a call, `state_dict()` and `load_state_dict()` of such modules raise. The modules keep the holder alive."""
 
-    def __init__(self, builder: Builder) -> None:
-        self._builder = weakref.ref(builder)
+    def __init__(self, holder: Holder) -> None:
+        self._holder = weakref.ref(holder)
         self._suspended = 0
         self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Watch over these modules too."""
-        builder = self._builder()
+        holder = self._holder()
 
         def before(module: nn.Module, *others: Any) -> None:
-            self._check(module, builder)
+            self._check(module, holder)
 
         for module in modules:
             if module not in self._handles:
@@ -39,12 +43,11 @@ class BuildingGuard:
                     module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
                 ]
 
-    def _check(self, module: nn.Module, builder: Builder | None) -> None:
-        if self._suspended or builder is None:
+    def _check(self, module: nn.Module, holder: Holder | None) -> None:
+        if self._suspended or holder is None:
             return
         for name, parameter in module.named_parameters(recurse=False):
-            built = builder.find(parameter)
-            if built is not None and built.hole is not None:
+            if holder.holds(parameter):
                 raise UsageError(
                     f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values rest "
                     "in shards: give the model to zstore.initialize() first, or read and change it within "

@@ -136,6 +136,11 @@ class Builder:
 
     # -- which ------------------------------------------------------------------------------------------------------
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's values are here and not in its own memory."""
+        built = self.find(parameter)
+        return built is not None and built.hole is not None
+
     def find(self, tensor: torch.Tensor) -> Built | None:
         """Return what is known of a parameter, None for any other tensor."""
         built = self._by_id.get(id(tensor))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,21 +11,9 @@ from zstore.errors import UsageError
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
-from ..config import IoConfig
 from ..optim.state import RowsInStore
+from ..optim.store import StoreKey
 from .parked import Builder, Built, find_built, gone
-
-
-@dataclass(frozen=True)
-class StoreKey:
-    """What a store is opened by."""
-
-    paths: tuple[tuple[Path, ...], ...]
-    """Folders for the optimizer's state, and for parameters."""
-    io: IoConfig
-    host_budget_bytes: int | Literal["auto"] | None
-    verify: bool
-    pin_memory: bool
 
 
 class BuiltModel:

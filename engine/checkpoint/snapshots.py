@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
-from zstore.checkpoint.spare import Spare
+from zstore.checkpoint.request import Spare
 from zstore.errors import ConfigError, StorageError
 from zstore.io.files import UnsyncedFiles
 

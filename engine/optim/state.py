@@ -24,7 +24,7 @@ from ..device.copies import Transfers
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
-from ..plan.placement import Placement
+from ..plan.plan import Placement
 from ..runtime.threads import one_thread
 from .kernel import Kernel, Scalars
 from .split_master import join_master, split_master

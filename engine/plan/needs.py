@@ -20,8 +20,7 @@ from ..params.record import ParameterRecord, named_parameters
 from ..params.sharding import Persistence, Sharding
 from ..params.tensors import PRECISIONS, dtype_name
 from ..params.units import called_parameters, find_units
-from ..zero.spill import spill_pool_bytes
-from .placement import Need, PlacementSettings
+from .plan import Need, PlacementSettings
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -163,3 +162,11 @@ def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
     """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
     count, numel = config.parameter_buffers
     return count * min(numel * PRECISIONS[config.precision].itemsize, options.span_bytes)
+
+
+SPILL_POOL_BYTES = 16 * 1024 * 1024
+
+
+def spill_pool_bytes(budget_bytes: int) -> int:
+    """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
+    return min(SPILL_POOL_BYTES, budget_bytes // 16)

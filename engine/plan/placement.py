@@ -23,162 +23,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
-from typing import Literal
 
 from zstore.errors import ConfigError
 from zstore.format.arrays import numpy_dtype
-from zstore.format.partition import Grid
-from zstore.format.shardfile import ShardLayout, layout_of, round_up
+from zstore.format.shardfile import ShardLayout, round_up
 from zstore.store.store import SMALL_SHARD_BYTES
 
+from .plan import FP32, Field, Held, Need, Placement, PlacementSettings, Plan, Rest, Traffic, cached_layout
 from .report import over_budget
 from .spread import spread_turns
-from .tally import Held, Traffic
 
-Rest = Literal["device", "host", "disk"]
-OffloadTier = Literal["none", "cpu", "nvme"]
-Field = Literal["parameter", "gradient", "state"]
-
-FP32 = "float32"
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
 _PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """One parameter, as its placement needs to know it."""
-
-    name: str
-    grid: Grid
-    """How the arrays of its state are cut (`ParameterRecord.state_grid`)."""
-    shard: int
-    """Number of this rank's shard on `grid`."""
-    dtype: str
-    """Type of the parameter, as "bfloat16"."""
-    gradient_dtype: str
-    """Type in which its gradient waits for the update."""
-    slots: tuple[str, ...] | None
-    """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
-    stays_gathered: bool
-    """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
-    whole_gradient: bool = False
-    """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
-    fetches: int = 2
-    """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
-    is still there."""
-    splits_master: bool = False
-    """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return self.grid.rows * self.grid.row_numel
-
-    @cached_property
-    def rows_numel(self) -> int:
-        """Elements of this rank's rows, padding left out."""
-        return self.grid.shard_valid_numel(self.shard)
-
-    def layout(self, dtype: str) -> ShardLayout:
-        """Return the layout of the file that would hold this rank's rows in `dtype`."""
-        return _layout(self.grid, self.shard, dtype)
-
-    def is_small(self, dtype: str) -> bool:
-        """Tell whether the store keeps the rows in `dtype` in host memory where the disk was asked for."""
-        return self.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
-
-
-_layout = lru_cache(maxsize=4096)(layout_of)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementSettings:
-    """What was asked for. Bytes and elements are this rank's."""
-
-    optimizer: OffloadTier = "none"
-    ratio: float = 1.0
-    """Share of the optimizer state's elements that is updated off the device, 0 to 1."""
-    parameters: OffloadTier = "none"
-    """Tier of the parameters that do not stay gathered (stage 3)."""
-    max_in_cpu_numel: int | None = None
-    """Most elements of parameters in host memory with "nvme". None: with a budget as many as fit, else none."""
-    budget_bytes: int | None = None
-    """Host memory for buffers and whatever rests in host memory. None: no limit, and "nvme" means on disk."""
-    buffer_bytes: int = 0
-    """Transfer buffers: all pools together."""
-    holds_gradients: bool = True
-    """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
-    used as it arrives."""
-    accumulation_steps: int = 1
-    """Forwards of one step on this rank: parameters on disk are read again in each."""
-    device_is_host: bool = True
-    """The device is the CPU: what is on the device lies in host memory too, beside the budget."""
-    pins_buffers: bool = False
-    """Transfer buffers are registered with the device's driver."""
-    pins_state: bool = False
-    """What rests in host memory is registered too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where one parameter's state rests. See [Note: placement] for the master of an fp32 parameter."""
-
-    state: Rest
-    """Optimizer slots, and the master where it is separate."""
-    parameter: Rest
-    """This rank's rows between uses; of one that stays gathered, all values."""
-    gradient: Rest
-    """This rank's rows while they wait for the update. "device": where the backward leaves them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Where one rank's training state rests, and what a step moves."""
-
-    settings: PlacementSettings
-    placements: Mapping[str, Placement]
-    """By parameter, in order."""
-    stay_gathered: frozenset[str]
-    """Parameters of which every rank has all values on its device always."""
-    held: Mapping[str, Held]
-    """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
-    arrive), "master", each slot, "buffers"."""
-    traffic: Mapping[str, Traffic]
-    """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
-    files: tuple[tuple[Field, int], ...]
-    """What each file on disk is of, and its bytes, with index, checksums and padding; in the order in which they are
-    made."""
-    budget_used_bytes: int
-    """Bytes of host memory that count against the budget, buffers included."""
-    budget_full_bytes: int
-    """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
-    gathered_bytes: int
-    """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all files. As much again is needed while a checkpoint holds the version before."""
-        return sum(nbytes for _, nbytes in self.files)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that rest in the host's memory, which is the device's too where the CPU computes. Buffers count where files
-        pass through them; else next to nothing of them is used."""
-        kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
-        on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
-        return on_device + sum(held.host + held.pinned for held in kinds)
-
-    @property
-    def held_total(self) -> Held:
-        """Bytes of all kinds."""
-        return sum(self.held.values(), Held())
-
-    @property
-    def traffic_total(self) -> Traffic:
-        """Bytes of a step of all kinds."""
-        return sum(self.traffic.values(), Traffic())
 
 
 def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
@@ -310,7 +167,7 @@ def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
         # As the store has it: each of these may be small where the others are not.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-        layout = _layout(grid, need.shard, dtype)
+        layout = cached_layout(grid, need.shard, dtype)
         yield _Stored(kind="master", field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 

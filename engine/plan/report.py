@@ -9,8 +9,7 @@ from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from .placement import PlacementSettings, Plan
-    from .tally import Held
+    from .plan import Held, PlacementSettings, Plan
 
 DRIVE_LIFE_TBW = 600
 """Terabytes that a common 1 TB consumer drive is warranted for."""

@@ -19,7 +19,8 @@ from zstore.store.tiers import Drives
 
 from ..config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
-from .placement import Plan, make_plan
+from .placement import make_plan
+from .plan import Plan
 from .report import check_device, check_host, describe
 
 _AUTO_PERCENT = 60

@@ -22,15 +22,10 @@ from ..device.streams import Within
 from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch, dtype_name
+from ..plan.needs import SPILL_POOL_BYTES
 from .norm import sum_of_squares
 
-_POOL_BYTES = 16 * 1024 * 1024
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
-
-
-def spill_pool_bytes(budget_bytes: int) -> int:
-    """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
-    return min(_POOL_BYTES, budget_bytes // 16)
 
 
 class GradientSpill:
@@ -42,7 +37,7 @@ class GradientSpill:
         store: TensorStore,
         arrays: MutableMapping[ParameterRecord, str],
         transfers: Transfers,
-        pool_bytes: int = _POOL_BYTES,
+        pool_bytes: int = SPILL_POOL_BYTES,
     ) -> None:
         self._store = store
         self._transfers = transfers

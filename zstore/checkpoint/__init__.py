@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .keep import Keep
     from .lookahead import ReadAhead
     from .names import new_save_id, step_tag, tag_text
-    from .reader import CheckpointReader, Reading, open_checkpoint, refused, tags
+    from .reader import CheckpointReader, open_checkpoint, refused, tags
     from .request import SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
     from .retention import Fate, prune, retire, weigh
     from .reuse import KnownFile
     from .save import save_checkpoint
-    from .source import ArraySource, StoredArray
+    from .source import ArraySource, Reading, StoredArray
     from .usage import StoredFile, bytes_freed, count_files, size_bytes, stored_files
     from .verify import Fault, verify_checkpoint
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from ..errors import CorruptionError
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader
-from ..sizes import format_bytes, format_count
 from .catalog import Refusal, TagInfo, list_tags, resolve, scan
 from .folder import Folder, Place, folder_at
 from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
-from .source import NUM_THREADS, ArraySource, StoredArray
+from .source import NUM_THREADS, ArraySource, Reading, StoredArray
 
 _MOST_OPEN_SHARDS = 4096
 _NUM_REMOTE_REQUESTS = 12
@@ -44,36 +43,6 @@ class _Checksums:
     def of(self, number: int) -> npt.NDArray[np.uint32]:
         """Return those of one array, none where the rank stored no shard of it."""
         return self._crcs[self._ends[number] : self._ends[number + 1]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What was read of a checkpoint so far, and why."""
-
-    read_bytes: int
-    """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""
-    asked_bytes: int
-    """Bytes of the elements that were asked for."""
-    requests: int
-    """Operations on a URL; 0 for a folder."""
-
-    def text(self) -> str:
-        """Return a line for people."""
-        text = f"read {format_bytes(self.read_bytes)}"
-        if self.asked_bytes:
-            text += f" for {format_bytes(self.asked_bytes)} of array data"
-        if self.requests:
-            text += f" in {format_count(self.requests, 'request')}"
-        if not self.asked_bytes:
-            return text
-        ratio = self.read_bytes / self.asked_bytes
-        percent = round(100 * abs(ratio - 1))
-        if not percent:
-            return text
-        if ratio < 1:
-            return f"{text}: {percent} % less, since chunks are compressed"
-        why = "chunks are read whole, with their checksums and padding" + (", and metadata" if self.requests else "")
-        return f"{text}: {f'{ratio:.1f} times what is' if ratio >= 2 else f'{percent} % more than'} needed, since {why}"
 
 
 class CheckpointReader(ArraySource):

@@ -16,16 +16,17 @@ from ..format.arrays import ArraySpec, numpy_dtype
 from ..format.codecs import Codec
 from ..format.partition import Grid, make_grid
 from ..format.shardfile import layout_of
+from ..io.files import Files
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
 from .format import sha256
 from .keep import Keep
+from .lock import SaveLock
 from .names import array_path, check_save_id, shard_file, tag_text
 from .reuse import KnownFile
 
 if TYPE_CHECKING:
     from .reader import CheckpointReader
-    from .spare import Spare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,3 +194,25 @@ class SaveSummary:
     """Where it was uploaded to; then `path`, where it was committed first, is gone unless it was to be kept."""
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spare:
+    """A spare folder. Give it to the next request of the same run, or `remove` it. See [Note: spare folders]."""
+
+    path: Path
+    metadata_sha256: str
+    """Of its root's metadata, which names all arrays."""
+    lock: SaveLock
+
+    def take(self, files: Files, path: Path) -> None:
+        """Let the folder be `path` from now on. Raises StorageError where it is gone."""
+        files.rename(self.path, path)
+        self.lock.release()
+
+    def remove(self, files: Files) -> None:
+        """Remove the folder."""
+        try:
+            files.remove_tree(self.path)
+        finally:
+            self.lock.release()

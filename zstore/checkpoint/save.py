@@ -35,9 +35,9 @@ from .names import ABORT_FILE, MANIFEST_FOLDER
 from .pieces import Pieces
 from .publish import Publisher
 from .reader import CheckpointReader
-from .request import SaveRequest, SaveSummary
+from .request import SaveRequest, SaveSummary, Spare
 from .retention import retire
-from .spare import Spare, lay_aside
+from .spare import lay_aside
 
 T = TypeVar("T")
 

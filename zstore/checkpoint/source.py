@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,9 @@ from ..format.partition import Grid
 from ..format.shardfile import layout_of
 from ..io.queue import Priority
 from ..io.shards import IoResources, open_resources
+from ..sizes import format_bytes, format_count
 from .format import Record
 from .names import shard_file
-
-if TYPE_CHECKING:
-    from .reader import Reading
 
 NUM_THREADS = 4
 """I/O threads of a source that is given none."""
@@ -171,3 +169,33 @@ class ArraySource(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was read of a checkpoint so far, and why."""
+
+    read_bytes: int
+    """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""
+    asked_bytes: int
+    """Bytes of the elements that were asked for."""
+    requests: int
+    """Operations on a URL; 0 for a folder."""
+
+    def text(self) -> str:
+        """Return a line for people."""
+        text = f"read {format_bytes(self.read_bytes)}"
+        if self.asked_bytes:
+            text += f" for {format_bytes(self.asked_bytes)} of array data"
+        if self.requests:
+            text += f" in {format_count(self.requests, 'request')}"
+        if not self.asked_bytes:
+            return text
+        ratio = self.read_bytes / self.asked_bytes
+        percent = round(100 * abs(ratio - 1))
+        if not percent:
+            return text
+        if ratio < 1:
+            return f"{text}: {percent} % less, since chunks are compressed"
+        why = "chunks are read whole, with their checksums and padding" + (", and metadata" if self.requests else "")
+        return f"{text}: {f'{ratio:.1f} times what is' if ratio >= 2 else f'{percent} % more than'} needed, since {why}"

@@ -10,39 +10,13 @@ name leads to them. A save takes it only where it has the same arrays, laid out 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from ..errors import ZstoreError
-from ..io.files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
 from .format import Manifest, read_json
 from .lock import SaveLock
 from .names import LOCK, RECORD_FILE, TEMPORARY, manifest_file, new_save_id, own_name
-from .request import SaveRequest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spare:
-    """A spare folder. Give it to the next request of the same run, or `remove` it. See [Note: spare folders]."""
-
-    path: Path
-    metadata_sha256: str
-    """Of its root's metadata, which names all arrays."""
-    lock: SaveLock
-
-    def take(self, files: Files, path: Path) -> None:
-        """Let the folder be `path` from now on. Raises StorageError where it is gone."""
-        files.rename(self.path, path)
-        self.lock.release()
-
-    def remove(self, files: Files) -> None:
-        """Remove the folder."""
-        try:
-            files.remove_tree(self.path)
-        finally:
-            self.lock.release()
+from .request import SaveRequest, Spare
 
 
 def lay_aside(request: SaveRequest, metadata_sha256: str) -> tuple[Spare | None, list[str]]:

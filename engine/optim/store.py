@@ -1,0 +1,67 @@
+"""The store of a run: what it is opened by, and opening it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+from zstore.store import StoreOptions, TensorStore
+
+from ..config import Config, IoConfig
+
+
+@dataclass(frozen=True)
+class StoreKey:
+    """What a store is opened by."""
+
+    paths: tuple[tuple[Path, ...], ...]
+    """Folders for the optimizer's state, and for parameters."""
+    io: IoConfig
+    host_budget_bytes: int | Literal["auto"] | None
+    verify: bool
+    pin_memory: bool
+
+
+def store_key(config: Config) -> StoreKey:
+    """Return what the store of a config is opened by."""
+    paths = (config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths)
+    return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
+
+
+def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: bool) -> TensorStore:
+    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
+    `pins` registers its buffers with CUDA."""
+    io = config.io
+    optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
+    usual = optimizer or parameters
+    options = StoreOptions(
+        run_path=usual[0] if usual else None,
+        other_paths=usual[1:],
+        group_paths={"parameter": parameters} if parameters else {},
+        host_budget_bytes=budget_bytes,
+        num_threads=io.num_threads,
+        queue_depth=io.queue_depth,
+        block_bytes=io.block_bytes,
+        verify=config.verify_reads,
+        device=str(world.device),
+        pin_buffers=pins,
+        pin_state=config.pin_memory,
+    )
+    error: BaseException | None = None
+    store: TensorStore | None = None
+    try:
+        store = TensorStore(options, rank=world.rank)
+    except Exception as raised:
+        error = raised
+    try:
+        world.raise_together(error)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    if store is None:
+        raise UsageError("the store did not open")
+    return store
