@@ -366,14 +366,9 @@ class Training:
     def _change(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Change the state, on every rank or with an error on every rank; resident parameters follow, and then what
         `then` does."""
-        error: Exception | None = None
         self.torn = True
-        try:
+        with self.world.agreeing("The step was applied in part: load a checkpoint before going on."):
             change()
-        except Exception as raised:
-            raised.add_note("The step was applied in part: load a checkpoint before going on.")
-            error = raised
-        self.world.raise_together(error)
         self.gather_resident(self.trained)
         if then is not None:
             then()

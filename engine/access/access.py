@@ -96,8 +96,8 @@ class Access:
 
         Raises on every rank what `check` raised on any, and UsageError for state that cannot be had or changed now.
         """
-        error: Exception | None = None
-        try:
+        world = self.training.world
+        with world.agreeing():
             if self.training.within is not None:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
@@ -109,10 +109,6 @@ class Access:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             if check is not None:
                 check()
-        except Exception as raised:
-            error = raised
-        world = self.training.world
-        world.raise_together(error)
         calls = world.all_gather_object(call)
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
@@ -324,16 +320,11 @@ class Access:
 
     def _changing(self, change: Callable[[], None]) -> None:
         training = self.training
-        error: Exception | None = None
         if training.hooks is not None:
             training.hooks.residence.forget()
         training.torn = True
-        try:
+        with training.world.agreeing("The state was changed in part: load a checkpoint before going on."):
             change()
-        except Exception as raised:
-            raised.add_note("The state was changed in part: load a checkpoint before going on.")
-            error = raised
-        training.world.raise_together(error)
         training.torn = False
 
     def enter_block(self, records: Sequence[ParameterRecord]) -> None:
@@ -356,20 +347,18 @@ class Access:
         Bits are compared, in the parameter's type (all ranks).
         """
         found = [False] * len(records)
-        error: Exception | None = None
-        try:
-            with self.training.state.passing([[f"model/{record.name}"] for record in records], "read") as tiles:
-                for tile in tiles:
-                    record = records[tile.group]
-                    first = record.owned_range[0]
-                    here = record.full[first + tile.first : first + tile.stop]
-                    kept = self._kept.get(record)
-                    there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
-                    there = there.to(here.device, record.dtype)
-                    found[tile.group] |= not torch.equal(here.view(torch.uint8), there.view(torch.uint8))
-        except Exception as raised:
-            error = raised
-        self.training.world.raise_together(error)
+        with (
+            self.training.world.agreeing(),
+            self.training.state.passing([[f"model/{record.name}"] for record in records], "read") as tiles,
+        ):
+            for tile in tiles:
+                record = records[tile.group]
+                first = record.owned_range[0]
+                here = record.full[first + tile.first : first + tile.stop]
+                kept = self._kept.get(record)
+                there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
+                there = there.to(here.device, record.dtype)
+                found[tile.group] |= not torch.equal(here.view(torch.uint8), there.view(torch.uint8))
         return agree_any(self.training.world, found)
 
     def restore(self, records: Sequence[ParameterRecord]) -> None:

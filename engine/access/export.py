@@ -86,16 +86,11 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
     layouts = plan_files(_weights(training, records, DTYPES[precision]), options.max_file_bytes, stem)
     sources = {f"model/{record.name}": access.master(record) for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
-    error: Exception | None = None
-    try:
-        with ExitStack() as opened:
-            export = _Export(training.model, folder, layouts, opened)
-            access.each(ordered, export.put, rank0_only=True)
-            if training.world.rank == 0:
-                export.finish(precision)
-    except Exception as raised:
-        error = raised
-    training.world.raise_together(error)
+    with training.world.agreeing(), ExitStack() as opened:
+        export = _Export(training.model, folder, layouts, opened)
+        access.each(ordered, export.put, rank0_only=True)
+        if training.world.rank == 0:
+            export.finish(precision)
     names = [layout.name for layout in layouts]
     return [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
 

@@ -155,13 +155,9 @@ class _Block:
 
     def _write_back(self, rank: int) -> None:
         world = self.world
-        error: Exception | None = None
-        try:
+        with world.agreeing():
             for record, shape in zip(self._records, self._shapes, strict=True):
                 _take_over(record, shape, keep=world.rank == rank)
-        except Exception as raised:
-            error = raised
-        world.raise_together(error)
         for record in self._records:
             world.broadcast(record.full, rank)
         changed = self._access.differ(self._records)

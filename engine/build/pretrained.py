@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,24 +70,15 @@ def from_pretrained(
     plan = plan_building(loaded, world)
     path = Path(folder).expanduser()
     with ExitStack() as files:
-        reader = _together(world, lambda: files.enter_context(WeightsReader(path)))
-        model, found = _together(world, lambda: _skeleton(cls, reader, dtype))
+        with world.agreeing():
+            reader = files.enter_context(WeightsReader(path))
+        with world.agreeing():
+            model, found = _skeleton(cls, reader, dtype)
         builder = None if plan is None else open_building(loaded, world, plan)[0]
         filling = _Filling(reader, dtype, builder, 0 if plan is None else plan.threshold_numel)
-        _together(world, lambda: filling.fill(model, found))
+        with world.agreeing():
+            filling.fill(model, found)
     return model.eval()
-
-
-def _together(world: World, make: Callable[[], T]) -> T:
-    """Return what `make` returns, where it returns on every rank; else raise on all (all ranks)."""
-    made: list[T] = []
-    error: Exception | None = None
-    try:
-        made.append(make())
-    except Exception as raised:
-        error = raised
-    world.raise_together(error)
-    return made[0]
 
 
 # -- the skeleton -----------------------------------------------------------------------------------------------------

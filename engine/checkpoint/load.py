@@ -112,15 +112,12 @@ class Restore:
         if training.hooks is not None:
             training.hooks.residence.forget()
         state: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
+        with training.world.agreeing(
+            "The engine now holds a mixture of two states: load another checkpoint before going on."
+        ):
             state = self._bring_back(reader, plan)
             if (text := reading_text(reader)) is not None:
                 _log.info("rank %d: %s", training.world.rank, text)
-        except Exception as raised:
-            raised.add_note("The engine now holds a mixture of two states: load another checkpoint before going on.")
-            error = raised
-        training.world.raise_together(error)
         self.report = LoadReport(
             path=reader.location,
             missing=tuple(plan.missing),

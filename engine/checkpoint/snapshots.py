@@ -263,15 +263,11 @@ class StepSnapshots:
         self.settle()
         world = self._training.world
         chosen: list[str] | None = None
-        error: Exception | None = None
         boots = set(world.all_gather_object(boot_id()))
-        try:
+        with world.agreeing():
             if world.rank == 0:
                 found = choose_snapshot(mine, folder, boots, storage_options=self._training.config.storage_options)
                 chosen = None if found is None else [str(found.path.parent), found.tag]
-        except Exception as raised:
-            error = raised
-        world.raise_together(error)
         chosen = world.broadcast_object(chosen)
         self.note_folder(folder)
         if chosen is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zstore.errors import UsageError
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 
@@ -50,18 +50,8 @@ def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: 
         pin_buffers=pins,
         pin_state=config.pin_memory,
     )
-    error: BaseException | None = None
-    store: TensorStore | None = None
-    try:
-        store = TensorStore(options, rank=world.rank)
-    except Exception as raised:
-        error = raised
-    try:
-        world.raise_together(error)
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
-    if store is None:
-        raise UsageError("the store did not open")
+    with ExitStack() as opened:
+        with world.agreeing():
+            store = opened.enter_context(TensorStore(options, rank=world.rank))
+        opened.pop_all()
     return store

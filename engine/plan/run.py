@@ -61,20 +61,13 @@ def plan_run(
     cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
     """
     shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
-    plan: Plan | None = None
-    error: Exception | None = None
-    try:
+    with world.agreeing():
         plan = make_plan(
             find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units),
             placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host),
             units,
         )
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
-    except Exception as raised:
-        error = raised
-    world.raise_together(error)
-    if plan is None:
-        raise UsageError("no plan was made")
     _check_host(plan, world, memory or read_host_memory())
     if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
@@ -92,14 +85,10 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
     needed: Counter[str] = Counter()
     for theirs, nbytes in world.all_gather_object([list(shared), plan.host_bytes]):
         needed.update(dict.fromkeys(theirs, nbytes))
-    error: Exception | None = None
-    try:
+    with world.agreeing():
         for name, there_bytes in shared.items():
             if there_bytes is not None:
                 check_host(plan, needed[name], there_bytes + memory.swap_bytes)
-    except Exception as raised:
-        error = raised
-    world.raise_together(error)
 
 
 def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
@@ -111,12 +100,8 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
     drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
-    error: Exception | None = None
-    try:
+    with world.agreeing():
         _check_room(drives.given_bytes, present, world.local_world_size)
-    except Exception as raised:
-        error = raised
-    world.raise_together(error)
 
 
 def _check_room(given_bytes: Mapping[Path, int], present: Mapping[Path, int], num_ranks: int) -> None:

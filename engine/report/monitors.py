@@ -193,14 +193,10 @@ def open_monitors(config: Config, world: World) -> Monitors:
     Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
     """
     monitors: list[Monitor] = []
-    error: BaseException | None = None
-    if world.rank == 0:
-        try:
-            _open(config, monitors)
-        except Exception as raised:
-            error = raised
     try:
-        world.raise_together(error)
+        with world.agreeing():
+            if world.rank == 0:
+                _open(config, monitors)
     except BaseException:
         Monitors(monitors).close()
         raise

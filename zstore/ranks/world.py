@@ -262,6 +262,21 @@ class World:
         if self.world_size > 1:
             self.all_gather_object(None)
 
+    @contextmanager
+    def agreeing(self, note: str | None = None) -> Iterator[None]:
+        """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
+
+        What is not an Exception, such as KeyboardInterrupt, ends this rank's block at once.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if note is not None:
+                raised.add_note(note)
+            error = raised
+        self.raise_together(error)
+
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
         if self.world_size == 1:
