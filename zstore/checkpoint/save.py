@@ -24,6 +24,7 @@ from typing import TypeVar
 from ..errors import CheckpointError
 from ..io.pool import Crew
 from ..io.shards import ShardSummary
+from ..ranks.rendezvous import wait_until
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, sweep
 from .folder import LocalFolder
@@ -43,7 +44,6 @@ T = TypeVar("T")
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
-_LEAST_PAUSE_S = 0.001
 _LOOK_AFTER_RANK_0_S = 2.0
 
 
@@ -214,14 +214,14 @@ class _Job:
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
     def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
-        deadline = time.monotonic() + timeout_s
-        pause_s = _LEAST_PAUSE_S
-        while not ready():
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise failure()
-            self.cancelled.wait(pause_s)
-            pause_s = min(2 * pause_s, self._request.most_pause_s)
+        wait_until(
+            ready,
+            timeout_s=timeout_s,
+            check=self._check_alive,
+            failure=failure,
+            pause=self.cancelled.wait,
+            most_pause_s=self._request.most_pause_s,
+        )
 
     def _check_alive(self) -> None:
         """Raise CheckpointError where the save was given up here or by rank 0."""

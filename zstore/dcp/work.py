@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources, ShardWriter, write_index
+from zstore.ranks.rendezvous import wait_until
 
 from .layout import ArrayLayout
 
@@ -31,7 +31,6 @@ Bytes = npt.NDArray[np.uint8]
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +174,12 @@ class Workplace:
         self._buffered.read_into(file, out, start * itemsize)
 
     def _wait_for(self, path: Path) -> None:
-        deadline = time.monotonic() + self.share.timeout_s
-        pause_s = _LEAST_PAUSE_S
-        while not path.exists():
-            self._check_others()
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {self.share.rank}: no rank laid down {path} within {self.share.timeout_s} s; the save is given up"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        def missing() -> CheckpointError:
+            return CheckpointError(
+                f"rank {self.share.rank}: no rank wrote {path} within {self.share.timeout_s} s; the save is given up"
+            )
+
+        wait_until(path.exists, timeout_s=self.share.timeout_s, check=self._check_others, failure=missing)
 
     def _check_others(self) -> None:
         for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):

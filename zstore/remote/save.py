@@ -35,6 +35,7 @@ from ..checkpoint.request import SaveRequest, SaveSummary
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Crew
+from ..ranks.rendezvous import MOST_PAUSE_S, wait_until
 from .commit import RemoteCommitter, retire
 from .folder import RemoteFolder
 from .retries import PATIENT, Retries
@@ -45,7 +46,6 @@ _COMPLETE = "complete"
 _SEE_FOLDER_S = 60.0
 _END_S = 30.0
 """How long rank 0 waits for the other ranks to end what they send, once it gave up."""
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class _Job:
         self._local.cancel()
         deadline = time.monotonic() + _END_S
         while not (ended := self._all_ended()) and time.monotonic() < deadline:
-            time.sleep(_MOST_PAUSE_S)
+            time.sleep(MOST_PAUSE_S)
         self._committer.abort(ended=ended)
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
@@ -282,14 +282,7 @@ class _Job:
         return None
 
     def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
-        deadline = time.monotonic() + timeout_s
-        pause_s = _LEAST_PAUSE_S
-        while not ready():
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise failure()
-            self._cancelled.wait(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        wait_until(ready, timeout_s=timeout_s, check=self._check_alive, failure=failure, pause=self._cancelled.wait)
 
     def _check_alive(self) -> None:
         """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
