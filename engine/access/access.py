@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format.arrays import model_array, optimizer_array
 from zstore.format.partition import BITS
 
 from ..params.record import ParameterRecord, Residency
@@ -180,7 +181,7 @@ class Access:
             tickets.append(state.store.read(ties, first // BITS, -(-stop // BITS)))
             return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
 
-        return Source(record=record, name=f"model/{record.name}", dtype=torch.float32, begin=begin)
+        return Source(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
 
     def source(self, record: ParameterRecord, group: str) -> Source:
         """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
@@ -271,7 +272,7 @@ class Access:
             scalars[slot] = float(self.training.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
-        self._changing(lambda: self._fill(record, full, f"optimizer/{slot}/{record.name}"))
+        self._changing(lambda: self._fill(record, full, optimizer_array(slot, record.name)))
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
         if values is None and self.training.world.rank > 0:
@@ -298,7 +299,7 @@ class Access:
         def each() -> None:
             for record, full in values:
                 self._fill(record, full, *self.training.state.master_arrays(record))
-                if record.rest is not None and record.rest != f"model/{record.name}":
+                if record.rest is not None and record.rest != model_array(record.name):
                     self._fill(record, full, record.rest)
                 elif record.shard is not None:
                     record.shard.copy_(full[slice(*record.owned_range)])
@@ -349,7 +350,7 @@ class Access:
         found = [False] * len(records)
         with (
             self.training.world.agreeing(),
-            self.training.state.passing([[f"model/{record.name}"] for record in records], "read") as tiles,
+            self.training.state.passing([[model_array(record.name)] for record in records], "read") as tiles,
         ):
             for tile in tiles:
                 record = records[tile.group]

@@ -15,7 +15,7 @@ from torch import nn
 
 from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.format.arrays import FLOATING
+from zstore.format.arrays import FLOATING, buffer_array, model_array
 from zstore.io.files import Files
 from zstore.weights import DTYPES, MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
 from zstore.weights.layout import STEM, SUFFIX, index_file
@@ -84,7 +84,7 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
         )
     records = [r for r in training.state.records if r.group is not None or not options.without_frozen]
     layouts = plan_files(_weights(training, records, DTYPES[precision]), options.max_file_bytes, stem)
-    sources = {f"model/{record.name}": access.master(record) for record in records}
+    sources = {model_array(record.name): access.master(record) for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     with training.world.agreeing(), ExitStack() as opened:
         export = _Export(training.model, folder, layouts, opened)
@@ -110,8 +110,8 @@ def _check_free(folder: Path, stem: str) -> None:
 
 def _weights(training: Training, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
     """Return what is written: what `zstore consolidate` finds in a checkpoint."""
-    stored = [(f"model/{record.name}", tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
-    stored += [(f"buffer/{n}", tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(training.model)]
+    stored = [(model_array(record.name), tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
+    stored += [(buffer_array(n), tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(training.model)]
     return [
         Weight(name=array.partition("/")[2], array=array, shape=shape, dtype=dtype if kind in FLOATING else kind)
         for array, shape, kind in stored
@@ -131,7 +131,7 @@ class _Export:
         self._folder = target
         self._writer: WeightsWriter | None = None
         self._due = deque(weight for layout in layouts for weight in layout.weights)
-        self._buffers = {f"buffer/{name}": buffer for name, buffer in stored_buffers(model)}
+        self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
 
     def _open(self) -> WeightsWriter:
         """Return the writer. Opened with the first piece, so that an error here is one of `put`."""

@@ -18,7 +18,7 @@ import torch
 
 from zstore.checkpoint.format import encode_state
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, client_array
 
 from ..optim.client_step import STATE_KEY
 from ..params.tensors import as_numpy, as_torch, dtype_name
@@ -66,7 +66,7 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         value = _tensor_of(value, where)
     if isinstance(value, torch.Tensor):
-        name = f"client/{where}"
+        name = client_array(where)
         if name in tensors:
             raise UsageError(f"client_state: two tensors would be stored as {where!r}, for a key has a `.`; rename one")
         try:

@@ -26,7 +26,7 @@ from zstore.checkpoint import ArraySource, KnownFile
 from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
 from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
-from zstore.format.arrays import numpy_dtype
+from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
 
@@ -133,7 +133,7 @@ class Restore:
         self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
         for name, buffer in stored_buffers(training.model):
             if name in plan.buffers:
-                buffer.copy_(as_torch(reader.read_array(f"buffer/{name}")))
+                buffer.copy_(as_torch(reader.read_array(buffer_array(name))))
         training.state.refresh_parameters()
         self._know_frozen(reader, plan)
         apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
@@ -201,7 +201,7 @@ class Restore:
     def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
         """Note the files of frozen parameters, which the next save need not write again."""
         state, rank = self._training.state, self._training.world.rank
-        frozen = {f"model/{record.name}": record for record in state.records if record.group is None}
+        frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for one in plan.arrays:
             name = one.into[0]
             if name not in frozen or one.converts:

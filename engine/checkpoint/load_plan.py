@@ -12,6 +12,7 @@ from zstore.checkpoint import ArraySource
 from zstore.checkpoint.lookahead import Range
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.format.arrays import buffer_array, model_array
 
 from ..optim.client_step import STATE_KEY
 from ..optim.state import OptimizerState
@@ -134,8 +135,8 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
     UsageError where it would leave a state that is a mixture as one.
     """
     state = training.state
-    names = {r: [f"model/{r.name}", *(_slots(state, r) if options.optimizer else ())] for r in state.records}
-    wanted = {f"buffer/{name}": tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
+    names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
+    wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
     missing, left_over = _differences(training, reader, options, wanted)
@@ -155,7 +156,7 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
             if name in found
             for one in _from(reader, state, record, name)
         ],
-        buffers=[name for name, _ in stored_buffers(training.model) if f"buffer/{name}" in found],
+        buffers=[name for name, _ in stored_buffers(training.model) if buffer_array(name) in found],
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
         left_over=left_over,
@@ -189,7 +190,7 @@ def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
 
 def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
     """Yield what is read for the array `name` of a parameter, of a master with all that it is made of."""
-    into = state.master_arrays(record) if name == f"model/{record.name}" else [name]
+    into = state.master_arrays(record) if name == model_array(record.name) else [name]
     rest = rest_of_master(reader.arrays, name)
     if (rest is None) == (len(into) == 1):
         for part in into:
@@ -216,7 +217,7 @@ def _differences(
         del stored[name]
     missing = [name for name in wanted if name not in stored]
     # What the save was asked to leave out keeps the model's values, and the report names it.
-    unsaved = {f"model/{name}" for name in reader.record.absent_parameters}
+    unsaved = {model_array(name) for name in reader.record.absent_parameters}
     strange = [name for name in stored if name not in wanted]
     unequal = [
         f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
@@ -240,10 +241,10 @@ def _repeated(training: Training, reader: ArraySource) -> list[str]:
     Their values in this rank's rows are those under the first name: a checkpoint in which the two differ is of another model.
     """
     return [
-        f"model/{alias}"
+        model_array(alias)
         for record in training.state.records
         for alias in record.aliases
-        if _same_values(reader, f"model/{record.name}", f"model/{alias}", record.owned_range)
+        if _same_values(reader, model_array(record.name), model_array(alias), record.owned_range)
     ]
 
 

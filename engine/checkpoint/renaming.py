@@ -13,6 +13,7 @@ import numpy.typing as npt
 from zstore.checkpoint import ArraySource, Reading
 from zstore.checkpoint.format import ABSENT_KEY
 from zstore.errors import UsageError
+from zstore.format.arrays import buffer_array, model_array
 from zstore.io.queue import Priority
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -42,7 +43,7 @@ class Renamed(ArraySource):
             if new is None:
                 self.left_out.append(old)
                 continue
-            is_buffer = kind == "model" and new in buffers and f"buffer/{name}" not in source.arrays
+            is_buffer = kind == "model" and new in buffers and buffer_array(name) not in source.arrays
             group = "buffer" if is_buffer else kind
             whole = f"{group}/{new}" if name else old
             if whole in self._old:
@@ -127,6 +128,6 @@ def as_the_model_calls_it(source: ArraySource, names: Names | None, buffers: Col
     """
     if names is not None:
         return Renamed(source, names, buffers)
-    if any(f"model/{name}" in source.arrays and f"buffer/{name}" not in source.arrays for name in buffers):
+    if any(model_array(name) in source.arrays and buffer_array(name) not in source.arrays for name in buffers):
         return Renamed(source, str, buffers)
     return source

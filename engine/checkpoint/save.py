@@ -29,7 +29,7 @@ from zstore.checkpoint import (
 )
 from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, numpy_dtype
+from zstore.format.arrays import ArraySpec, buffer_array, numpy_dtype
 from zstore.format.partition import Grid
 from zstore.store.store import Snapshot
 from zstore.store.tiers import PinnedShard
@@ -185,7 +185,7 @@ class Checkpoints:
         given, stepper = client.as_mapping(state), self._training.client_step
         marked, tensors = client.split({**given, **({} if stepper is None else {STATE_KEY: stepper.state()})})
         tensors |= {
-            f"buffer/{name}": buffer.detach().to("cpu", copy=True).contiguous()
+            buffer_array(name): buffer.detach().to("cpu", copy=True).contiguous()
             for name, buffer in stored_buffers(self._training.model)
         }
         specs, arrays = client.small_arrays(tensors)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format.arrays import model_array
 
 from ..device.copies import GradientTiles
 from ..params.record import ParameterRecord
@@ -78,7 +79,7 @@ class ClientStep:
     def run(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
         """Update `records`, each of which has a gradient; `factor` multiplies the gradients once."""
         mine = [record for record in records if record.numel]
-        groups = [[f"model/{record.name}"] for record in mine]
+        groups = [[model_array(record.name)] for record in mine]
         with self._state.passing(groups, "update") as tiles:
             for tile in tiles:
                 # Now the pass has begun with all of them: nobody else reads what is about to change.

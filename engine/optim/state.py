@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from zstore.checkpoint.split import LOW, TIE, ties_spec
+from zstore.format.arrays import model_array, optimizer_array
 from zstore.format.partition import BITS, Grid, grid_in_checkpoint
 from zstore.store import TensorStore
 from zstore.store.store import ModeName
@@ -121,7 +122,7 @@ class OptimizerState:
         low = self._create(record, LOW, torch.uint16, placement.state)
         ties = ties_spec(record.spec("model", record.dtype))
         self.store.create(ties, grid=record.state_grid.packed(), shard=record.state_shard, tier=placement.state)
-        with self.passing([[f"model/{record.name}", low, ties.name]], "fill") as tiles:
+        with self.passing([[model_array(record.name), low, ties.name]], "fill") as tiles:
             for tile in tiles:
                 part = initial[tile.first : tile.stop].float()
                 self.put_master(part, [as_torch(view) for view in tile.views])
@@ -165,7 +166,7 @@ class OptimizerState:
 
     def master_arrays(self, record: ParameterRecord) -> list[str]:
         """Return the names of the arrays that make up the master, or the parameter where it is not trained."""
-        name = f"model/{record.name}"
+        name = model_array(record.name)
         if not self.is_split(record):
             return [name]
         return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
@@ -250,12 +251,12 @@ class OptimizerState:
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
         slots = () if record.group is None else self.kernels[record.group].slots
-        return [*self.master_arrays(record), *(f"optimizer/{slot}/{record.name}" for slot in slots)]
+        return [*self.master_arrays(record), *(optimizer_array(slot, record.name) for slot in slots)]
 
     def refresh_parameters(self) -> None:
         """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""
         records = [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
-        groups = [[f"model/{r.name}", *([] if r.rest is None else [r.rest])] for r in records]
+        groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:
             for tile in tiles:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, model_array
 from zstore.format.partition import Grid, make_grid
 
 from .sharding import Sharding
@@ -222,7 +222,7 @@ def make_record(
     rank: int,
 ) -> ParameterRecord:
     """Return the record of a parameter whose values are contiguous in memory of their own."""
-    stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
+    stored_shape = ArraySpec(name=model_array(name), shape=tuple(parameter.shape), dtype="float32").stored_shape
     grid = make_grid(stored_shape, sharding.world_size)
     return ParameterRecord(
         name=name,

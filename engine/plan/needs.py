@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, model_array
 from zstore.format.partition import make_grid
 from zstore.format.shardfile import round_up
 from zstore.io.buffers import PAGE_BYTES
@@ -55,7 +55,7 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
     `live_numel` elements is several."""
     records: dict[nn.Parameter, ParameterRecord] = {}
     for name, aliases, parameter in named_parameters(model):
-        stored_shape = ArraySpec(name=f"model/{name}", shape=tuple(parameter.shape), dtype="float32").stored_shape
+        stored_shape = ArraySpec(name=model_array(name), shape=tuple(parameter.shape), dtype="float32").stored_shape
         grid = make_grid(stored_shape, 1)
         records[parameter] = ParameterRecord(
             name=name,
@@ -88,7 +88,7 @@ def find_needs(
     persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
     needs: list[Need] = []
     for one in shapes:
-        spec = ArraySpec(name=f"model/{one.name}", shape=one.shape, dtype=one.dtype)
+        spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
         needs.append(
             Need(
                 name=one.name,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import DiskFullError, UsageError
+from ..format.arrays import model_array
 from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
@@ -122,8 +123,8 @@ class _Job:
         if name.startswith(_WHOLE):
             return make_grid(self._specs[name].stored_shape, 1)
         group, _, fqn = name.rpartition(f"{TIE}/")
-        if fqn and not group and f"model/{fqn}" in self._specs:
-            return make_grid(self._specs[f"model/{fqn}"].stored_shape, self._world_size).packed()
+        if fqn and not group and model_array(fqn) in self._specs:
+            return make_grid(self._specs[model_array(fqn)].stored_shape, self._world_size).packed()
         return make_grid(self._specs[name].stored_shape, self._world_size)
 
     def _check_chunks(self) -> None:

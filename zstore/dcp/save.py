@@ -31,6 +31,7 @@ from zstore.io.files import Files
 from zstore.io.pool import Crew
 from zstore.io.shards import ShardSummary, open_resources
 
+from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
 from .tensors import dtype_name
 from .work import PIECES_FOLDER, Share, Wrote, assemble
@@ -73,7 +74,7 @@ class Save:
         names = name_arrays({key: path for key, path in self._paths.items() if key in self._tensors})
         taken = set(names.arrays.values())
         for key in self._paths.keys() - self._tensors.keys():
-            names.arrays[key] = f"client/{key}"
+            names.arrays[key] = client_array(key)
             if names.arrays[key] in taken:
                 raise UsageError(
                     f"entry {key!r} and a tensor would both be the array {names.arrays[key]!r}: rename one"

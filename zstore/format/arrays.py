@@ -110,3 +110,23 @@ def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
         raise BudgetError(
             f"array {name!r}: no memory for {nbytes} bytes, {dtype} {list(shape)}; read a part of it"
         ) from error
+
+
+def model_array(name: str) -> str:
+    """Return the array of a parameter's weights in their best precision: the fp32 master where there is one."""
+    return f"model/{name}"
+
+
+def optimizer_array(slot: str, name: str) -> str:
+    """Return the array of what the optimizer keeps of a parameter, such as slot "exp_avg"."""
+    return f"optimizer/{slot}/{name}"
+
+
+def buffer_array(name: str) -> str:
+    """Return the array of a module's buffer."""
+    return f"buffer/{name}"
+
+
+def client_array(name: str) -> str:
+    """Return the array of a tensor in the client's state."""
+    return f"client/{name}"

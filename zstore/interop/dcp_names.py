@@ -20,6 +20,7 @@ from typing import Any
 
 from ..checkpoint.split import LOW, TIE
 from ..errors import CorruptionError
+from ..format.arrays import client_array, model_array, optimizer_array
 
 Path = tuple[str | int, ...]
 
@@ -108,7 +109,7 @@ def name_arrays(paths: Mapping[str, Path]) -> Names:
         place = places[key]
         name, plain = _name(key, place, place is not None and len(alone[place.group]) == 1)
         if name in taken:
-            name, plain = f"client/{key}", False
+            name, plain = client_array(key), False
         taken.add(name)
         names.arrays[key] = name
         if not plain:
@@ -119,9 +120,9 @@ def name_arrays(paths: Mapping[str, Path]) -> Names:
 def _name(key: str, place: _Place | None, alone: bool) -> tuple[str, bool]:
     """Return the array's name, and whether the root alone gives the path back."""
     if place is None:
-        return f"client/{key}", False
+        return client_array(key), False
     fqn = place.fqn if alone else key_of((*place.root, place.fqn))
-    return (f"model/{fqn}" if place.group == "model" else f"optimizer/{place.slot}/{fqn}"), alone
+    return (model_array(fqn) if place.group == "model" else optimizer_array(place.slot, fqn)), alone
 
 
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CorruptionError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import ArraySpec, model_array, numpy_dtype
 from ..io.files import Files
 from ..io.shards import IoResources
 from ..weights import WeightsReader
@@ -24,7 +24,7 @@ class HuggingFaceSource(ForeignSource):
         self._weights = WeightsReader(folder)
         try:
             specs = [
-                ArraySpec(name=f"model/{weight.name}", shape=weight.shape, dtype=weight.dtype)
+                ArraySpec(name=model_array(weight.name), shape=weight.shape, dtype=weight.dtype)
                 for weight in self._weights.weights.values()
             ]
             super().__init__(folder, record_of(folder), specs, resources, Files(direct=False))

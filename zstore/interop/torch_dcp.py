@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
@@ -157,7 +157,7 @@ class _Metadata:
         return described, opaque, make_document(names, values, kinds)
 
     def _opaque_name(self, key: str, names: Names, tensors: Mapping[str, Any]) -> str:
-        name = f"client/{key}"
+        name = client_array(key)
         if name in tensors:
             raise CheckpointMismatchError(f"{self._path}: {key!r} and a tensor would both be the array {name!r}")
         names.paths[name] = self._paths[key]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
-from ...format.arrays import ArraySpec
+from ...format.arrays import ArraySpec, buffer_array, model_array, optimizer_array
 from ...io.files import Files
 from ...io.shards import IoResources
 from ..source import Bytes, ForeignSource
@@ -86,7 +86,7 @@ class DeepSpeedSource(ForeignSource):
             other_names[name] = (*other_names.get(name, ()), alias)
         for name, parameter in states.parameters.items():
             for key, (dtype, elements) in parameter.states.items():
-                group = f"model/{name}" if key == MASTER else f"optimizer/{key}/{name}"
+                group = model_array(name) if key == MASTER else optimizer_array(key, name)
                 self._add(group, parameter.shape, dtype, elements, other_names.get(name, ()) if key == MASTER else ())
         names = self._model.get("buffer_names")
         buffers = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
@@ -97,7 +97,7 @@ class DeepSpeedSource(ForeignSource):
             self._add_frozen_fragments(states.world_size, other_names)
         for name, value in table_of(self._model.get("module")).items():
             if isinstance(name, str) and name not in known and isinstance(value, TorchTensor) and not striped:
-                self._add_whole(f"model/{name}", value, other_names.get(name, ()))
+                self._add_whole(model_array(name), value, other_names.get(name, ()))
 
     def _add_whole(self, name: str, value: TorchTensor, aliases: tuple[str, ...] = ()) -> None:
         self._add(name, value.shape, value.dtype, Joined(Vector([value])), aliases)
@@ -107,7 +107,7 @@ class DeepSpeedSource(ForeignSource):
         for name, value in self._model.fields("module").entries.items():
             if name in names and isinstance(value, TorchTensor) and (not value.numel or value.place not in seen):
                 seen.add(value.place)
-                self._add_whole(f"buffer/{name}", value)
+                self._add_whole(buffer_array(name), value)
 
     def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
         found = self._model.get("frozen_param_shapes")
@@ -125,7 +125,7 @@ class DeepSpeedSource(ForeignSource):
                     f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
                     "on NVMe, of which DeepSpeed saves no parameters): save again without offload_param"
                 )
-            self._add(f"model/{name}", shape, parts[0].dtype, Striped(parts, 0, cut), aliases.get(name, ()))
+            self._add(model_array(name), shape, parts[0].dtype, Striped(parts, 0, cut), aliases.get(name, ()))
 
     def _aliases(self, states: States) -> dict[str, str]:
         """Return the names of tied parameters that stand under another name."""

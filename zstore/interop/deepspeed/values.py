@@ -10,6 +10,7 @@ from typing import Any
 from ...checkpoint.format import MAX_RECORD_BYTES
 from ...checkpoint.metadata import MAX_NUMEL
 from ...errors import CorruptionError
+from ...format.arrays import client_array
 from ...io.files import Files
 from ..pickled_numpy import NUMPY, numpy_value
 from ..pickles import Global, PickledObject, Table, Walk, brief, inert
@@ -161,7 +162,7 @@ class Plain:
         return found if isinstance(found, int | float) else self._aside(found, where)
 
     def _aside(self, value: Any, where: str) -> Any:
-        name = f"client/{where}"
+        name = client_array(where)
         if name in self.tensors:
             return self._leave(where, "another one of that name")
         if not isinstance(value, TorchTensor) and value.base is None:  # not over the pickle's own bytes
