@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import zstore
-from zstore.checkpoint import open_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.tools.models import build_model
 
 DURABILITIES = ("checkpoint", "step")

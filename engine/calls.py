@@ -10,7 +10,7 @@ import torch
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
-from zstore.weights import MAX_FILE_BYTES
+from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access
 from .access.export import ExportOptions, save_weights

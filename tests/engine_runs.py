@@ -13,7 +13,8 @@ from torch import nn
 import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import digest, engine_digests
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 
 # Small tensors on a busy machine: threads would wait for each other.

@@ -27,10 +27,12 @@ from safetensors.numpy import load_file
 
 import zstore
 from tests.forging import Forge, data_start, index_of
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import LOW, TIE
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CorruptionError, DiskFullError, UsageError
 from zstore.format.archive import decode_packed_index, encode_packed_index
 from zstore.format.arrays import ArraySpec

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
 from zstore.io.files import OpenFile
 from zstore.store.store import TierName
@@ -308,7 +309,7 @@ def test_a_saving_process_may_be_killed_at_every_operation(tier: str, world_size
 _RANK = """
 import pathlib
 import numpy as np
-from zstore.checkpoint import save_checkpoint
+from zstore.checkpoint.save import save_checkpoint
 from zstore.testing.checkpoints import open_world
 from zstore.testing.faults import DeadlyFiles
 files = DeadlyFiles({fail_at}, only=frozenset({{"rename"}}))

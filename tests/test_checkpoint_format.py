@@ -18,8 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.checkpoint import Manifest, Record, ShardEntry
-from zstore.checkpoint.format import MAX_JSON_BYTES, decode_state, encode_state, parse_json, read_json
+from zstore.checkpoint.format import (
+    MAX_JSON_BYTES,
+    Manifest,
+    Record,
+    ShardEntry,
+    decode_state,
+    encode_state,
+    parse_json,
+    read_json,
+)
 from zstore.checkpoint.metadata import array_document, make_documents, parse_array, parse_root
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec

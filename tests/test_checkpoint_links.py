@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import KnownFile, SaveSummary, open_checkpoint, verify_checkpoint
 from zstore.checkpoint.commit import discard
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.request import SaveSummary
+from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError
 from zstore.io.files import Files
 from zstore.store.store import TierName

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.checkpoint import new_save_id, step_tag, tag_text
 from zstore.checkpoint.names import (
     array_path,
     check_save_id,
     encode_name,
+    new_save_id,
     own_name,
     parse_own_name,
     shard_file,
+    step_tag,
     tag_folder,
+    tag_text,
 )
 from zstore.errors import UsageError
 

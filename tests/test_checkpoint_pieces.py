@@ -13,8 +13,11 @@ import pytest
 import tensorstore
 import zarr
 
-from zstore.checkpoint import open_checkpoint, publish, save_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint import pieces as pieces_module
+from zstore.checkpoint import publish
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError
 from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import OpenFile

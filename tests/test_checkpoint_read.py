@@ -21,8 +21,9 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.checkpoint import CheckpointReader, open_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.names import array_path
+from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.testing.checkpoints import save_arrays
 
@@ -155,7 +156,8 @@ def test_tensorstore_alone_reads_every_array(saved: Path, arrays: dict[str, Arra
 
 def test_importing_and_reading_needs_no_torch(saved: Path) -> None:
     code = (
-        "import sys; from zstore.checkpoint import open_checkpoint, verify_checkpoint\n"
+        "import sys; from zstore.checkpoint.reader import open_checkpoint\n"
+        "from zstore.checkpoint.verify import verify_checkpoint\n"
         f"with open_checkpoint({str(saved)!r}) as c:\n"
         "    assert c.read_array('model/h.0.weight').size and not verify_checkpoint(c)\n"
         "assert 'torch' not in sys.modules"

@@ -17,9 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import Keep, new_save_id, open_checkpoint, save_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint.commit import Committer
+from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid

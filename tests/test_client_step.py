@@ -15,7 +15,8 @@ from torch import nn
 import zstore
 from tests.engine_models import batch, make_net
 from tests.reference import Reference
-from zstore.checkpoint import open_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, UsageError

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zstore.dcp
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.split import LOW, TIE
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     CheckpointError,
     CheckpointExistsError,

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zstore.dcp
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.open.sources import open_source

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.deepspeed_data import CASES, NUMBERS, expected, facts, model_states, root_of, states, write
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
 from zstore.interop.deepspeed import open_deepspeed

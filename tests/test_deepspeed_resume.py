@@ -99,7 +99,7 @@ def test_they_do_at_any_world_size(case: str, world_size: int, zero: dict[str, A
 
 
 def test_what_was_resharded_goes_on_alike(tmp_path: Path) -> None:
-    from zstore.checkpoint import reshard_checkpoint
+    from zstore.checkpoint.reshard import reshard_checkpoint
     from zstore.open.sources import open_source
 
     case = "stage3-fp32-3"

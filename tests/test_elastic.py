@@ -11,7 +11,9 @@ import pytest
 from tests.engine_models import make_net
 from tests.test_engine_checkpoint import config, train
 from zstore import initialize
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.testing.ranks import run_ranks
 

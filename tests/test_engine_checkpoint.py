@@ -16,7 +16,8 @@ from torch import nn
 import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine
 from zstore.errors import (
     CheckpointExistsError,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine_runs import make_config, start, state_of, step, whole
-from zstore.checkpoint import open_checkpoint, tags
+from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine, wiring
 from zstore.engine.config import load_config
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import zstore
 from tests.engine_runs import make_config, start, step
-from zstore.checkpoint import open_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.access import export
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, UsageError

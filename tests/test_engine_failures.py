@@ -19,7 +19,7 @@ import torch
 
 from tests import warm
 from tests.engine_runs import make_config, start, step, unchanged
-from zstore.checkpoint import tags
+from zstore.checkpoint.reader import tags
 from zstore.engine import Engine, wiring
 from zstore.engine.checkpoint import save as checkpointing
 from zstore.errors import RankError, UsageError

@@ -12,7 +12,8 @@ import torch
 from tests.engine_models import Net, make_net
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import engine_digests
-from zstore.checkpoint import open_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks

@@ -17,7 +17,8 @@ import zstore
 from tests.engine_models import make_net
 from tests.test_engine_bits import engine_digests
 from zstore import zero
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.testing.ranks import run_ranks

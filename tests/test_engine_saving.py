@@ -17,8 +17,8 @@ import torch
 from bench.process import forget_peak, peak_bytes, resident_bytes
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, whole
-from zstore.checkpoint import open_checkpoint, tags
 from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine, wiring
 from zstore.engine.checkpoint import load as restoring
 from zstore.errors import CheckpointError, RankError, StorageError

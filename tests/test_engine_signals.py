@@ -18,7 +18,8 @@ import pytest
 
 from tests import warm
 from tests.engine_runs import start, step
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.runtime.signals import STOP_SIGNALS, StopSignals
 from zstore.errors import UsageError
 from zstore.ranks.world import World

@@ -20,7 +20,7 @@ import zstore
 from tests.engine_models import Net, batch, make_net
 from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
-from zstore.checkpoint import tags
+from zstore.checkpoint.reader import tags
 from zstore.engine import Engine, wiring
 from zstore.engine.optim.updater import LatePin
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError

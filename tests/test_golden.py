@@ -18,9 +18,11 @@ import zarr
 import zstore.dcp
 from tests.data.golden import make
 from tests.test_checkpoint_docs import printed_reader
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
 from zstore.checkpoint.names import array_path
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import complete_master
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import numpy_dtype
 from zstore.testing.ranks import run_ranks
 

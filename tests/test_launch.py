@@ -14,7 +14,8 @@ import pytest
 
 from tests import warm
 from tests.test_train import config_file, options, rows
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
 from zstore.tools.launch import launch
 from zstore.tools.train import run_train

@@ -22,7 +22,7 @@ from tests.test_init import config_of, differences, files_in, num_put_away
 from tests.transformers_models import batch_for, build, loss_of
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks
-from zstore.weights import WeightsReader
+from zstore.weights.reader import WeightsReader
 
 torch.set_num_threads(1)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from zstore.checkpoint import open_checkpoint
-from zstore.checkpoint import tags as list_tags
-from zstore.remote import open_folder
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reader import tags as list_tags
+from zstore.remote.folder import open_folder
 from zstore.remote.send import PART_BYTES
 from zstore.remote.upload import NUM_THREADS
 from zstore.tools.cli import app

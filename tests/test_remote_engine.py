@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.engine_runs import ADAM, make_config, start, state_of, step
-from zstore.checkpoint import open_checkpoint, tags
+from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
-from zstore.remote import open_folder
+from zstore.remote.folder import open_folder
 from zstore.testing.object_store import ObjectFileSystem, RequestFault
 from zstore.testing.ranks import run_ranks
 from zstore.tools.train import TrainOptions, run_train

@@ -10,11 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import CheckpointReader, ReadAhead, open_checkpoint, refused, tags, verify_checkpoint
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.open.sources import folder_of, open_source
-from zstore.remote import Retries, is_url, open_folder, parse_options
-from zstore.remote.url import shown
+from zstore.remote.folder import open_folder
+from zstore.remote.retries import Retries
+from zstore.remote.url import is_url, parse_options, shown
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 

@@ -19,18 +19,16 @@ from typer.testing import CliRunner
 
 import zstore
 from tests.engine_runs import make_config, start, state_of, step
-from zstore.checkpoint import (
-    Keep,
-    ReadAhead,
-    SaveHandle,
-    new_save_id,
-    open_checkpoint,
-    refused,
-    tags,
-    verify_checkpoint,
-)
-from zstore.remote import UploadOptions, open_folder, save_to_url, upload_checkpoint
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.remote.folder import open_folder
+from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES
+from zstore.remote.upload import upload_checkpoint
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.s3_server import s3_server
 from zstore.tools.cli import app
@@ -182,8 +180,9 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 import numpy as np
-from zstore.checkpoint import new_save_id
-from zstore.remote import UploadOptions, open_folder, save_to_url
+from zstore.checkpoint.names import new_save_id
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.folder import open_folder
 from zstore.testing.checkpoints import open_world
 
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])

@@ -20,8 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zstore.checkpoint import Keep, SaveHandle, TagInfo, new_save_id, open_checkpoint, refused, tags, verify_checkpoint
-from zstore.checkpoint.names import parse_own_name
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.names import new_save_id, parse_own_name
+from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     BudgetError,
     CheckpointError,
@@ -30,10 +34,12 @@ from zstore.errors import (
     RankError,
     StorageError,
 )
-from zstore.remote import Retries, UploadOptions, open_folder, save_to_url, upload_checkpoint
 from zstore.remote.commit import RemoteCommitter, has_ended
+from zstore.remote.folder import open_folder
+from zstore.remote.retries import Retries
+from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
-from zstore.remote.upload import files_at_a_time
+from zstore.remote.upload import files_at_a_time, upload_checkpoint
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 

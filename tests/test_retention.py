@@ -12,22 +12,19 @@ import numpy as np
 import pytest
 
 from tests.engine_runs import make_config, start, step
-from zstore.checkpoint import (
-    Keep,
-    LocalFolder,
-    SaveSummary,
-    TagInfo,
-    bytes_freed,
-    open_checkpoint,
-    tags,
-    verify_checkpoint,
-)
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import Record
-from zstore.checkpoint.keep import metric_of
+from zstore.checkpoint.keep import Keep, metric_of
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.request import SaveSummary
+from zstore.checkpoint.usage import bytes_freed
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.io.files import Files
-from zstore.remote import open_folder, upload_checkpoint
+from zstore.remote.folder import open_folder
+from zstore.remote.upload import upload_checkpoint
 from zstore.testing.checkpoints import open_world, save_arrays
 from zstore.testing.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.tools import cli

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests import warm
-from zstore.checkpoint import open_checkpoint, tags, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = (

@@ -18,14 +18,17 @@ from torch import nn
 import zstore
 from tests.engine_runs import make_config, start, step
 from tests.test_engine_bits import Case, compare, digest, engine_digests
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import complete_master
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.optim.split_master import join_master, split_master
 from zstore.errors import CheckpointMismatchError, ConfigError
 from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks
-from zstore.weights import list_weights, plan_files, write_weights
+from zstore.weights.from_checkpoint import list_weights, write_weights
+from zstore.weights.layout import plan_files
 
 FORMAT = Path(__file__).parent.parent / "docs/format.md"
 SPLIT = {"zstore": {"split_master": True}}

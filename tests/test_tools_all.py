@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from zstore.io.files import Files
-from zstore.remote import RemoteFolder
+from zstore.remote.folder import RemoteFolder
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools import cli, cli_checkpoints, opening
 

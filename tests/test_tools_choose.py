@@ -12,13 +12,13 @@ from safetensors.numpy import load_file
 
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start
-from zstore.checkpoint import open_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError
 from zstore.sizes import format_count
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.opening import Common
-from zstore.weights import choose, frozen_weights
+from zstore.weights.choose import choose, frozen_weights
 
 ONE = np.ones((4, 3), np.float32)
 WEIGHTS = {f"model/{name}": ONE * i for i, name in enumerate(("h.0.w", "h.1.w", "h.10.w", "norm.bias", "odd[0].w"), 1)}

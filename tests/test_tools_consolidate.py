@@ -23,14 +23,16 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from zstore.checkpoint import open_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
 from zstore.io.shards import open_resources
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
 from zstore.tools.consolidate import consolidate_command
-from zstore.weights import DTYPES, Weight, cast_into, list_weights, plan_files, write_weights
+from zstore.weights.cast import cast_into
 from zstore.weights.file import BLOCK_BYTES, BlockFile, Slabs
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.layout import Weight, plan_files
 
 Array = npt.NDArray[Any]
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

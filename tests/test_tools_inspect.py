@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zstore.checkpoint import Keep
+from zstore.checkpoint.keep import Keep
 from zstore.errors import CheckpointNotFoundError
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.diff import diff_command

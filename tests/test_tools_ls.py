@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zstore.checkpoint import tags
+from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointNotFoundError
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.ls import list_entries, ls_command

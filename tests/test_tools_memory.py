@@ -21,7 +21,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.deepspeed_data import states, write
-from zstore.remote import open_folder
+from zstore.remote.folder import open_folder
 from zstore.testing.checkpoints import save_arrays
 from zstore.testing.s3_server import s3_server
 from zstore.tools.convert import ConvertOptions, convert_command

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import zstore
-from zstore.checkpoint import ArraySource, Record, StoredArray
+from zstore.checkpoint.format import Record
+from zstore.checkpoint.source import ArraySource, StoredArray
 from zstore.errors import BudgetError, CheckpointMismatchError, UsageError
 from zstore.format.partition import make_grid
 from zstore.io.queue import Priority

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.deepspeed_data import DATA
-from zstore.checkpoint import ReadAhead, open_checkpoint, reshard_checkpoint, tags, verify_checkpoint
 from zstore.checkpoint import lookahead as ahead_module
-from zstore.checkpoint.lookahead import Span
+from zstore.checkpoint.lookahead import ReadAhead, Span
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.format.partition import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources

@@ -12,7 +12,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from zstore.checkpoint import Keep, Reading
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.source import Reading
 from zstore.sizes import format_bytes
 from zstore.testing.checkpoints import save_arrays
 from zstore.tools.inspect import inspect_command

@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from zstore.checkpoint import open_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import UsageError
 from zstore.open.sources import split_location
 from zstore.testing.checkpoints import save_arrays

@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from tests import warm
-from zstore.checkpoint import open_checkpoint, verify_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,

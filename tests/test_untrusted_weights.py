@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests.test_fuzz import mutate
-from zstore.checkpoint import ArraySource
+from zstore.checkpoint.source import ArraySource
 from zstore.errors import CorruptionError, ZstoreError
 from zstore.open.sources import open_source
 

@@ -133,7 +133,7 @@ def common(json: bool, memory: int | None, storage_option: list[str] | None) -> 
 
 def storage_options(words: list[str] | None) -> dict[str, Any]:
     """Return what `--storage-option` says; `typer.BadParameter` for what is not `key=value`."""
-    from zstore.remote import parse_options
+    from zstore.remote.url import parse_options
 
     try:
         return parse_options(words or ())

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint import ArraySource
 from zstore.checkpoint.lookahead import Span, use_spans
+from zstore.checkpoint.source import ArraySource
 from zstore.format.arrays import numpy_dtype
 
 Array = npt.NDArray[Any]

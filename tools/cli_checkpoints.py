@@ -227,7 +227,7 @@ def prune(  # noqa: PLR0913 - one parameter per option
     storage_option: StorageOption = None,
 ) -> None:
     """Remove the checkpoints that no --keep option keeps, and show what that frees (files that others share stay)."""
-    from zstore.checkpoint import Keep
+    from zstore.checkpoint.keep import Keep
 
     from .prune import prune_command
 

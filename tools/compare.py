@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint import ArraySource, ReadAhead, StoredArray
-from zstore.checkpoint.lookahead import Range, Span, use_spans
+from zstore.checkpoint.lookahead import Range, ReadAhead, Span, use_spans
+from zstore.checkpoint.source import ArraySource, StoredArray
 from zstore.format.arrays import numpy_dtype
-from zstore.weights import natural_key
+from zstore.weights.layout import natural_key
 
 Array = npt.NDArray[Any]
 Status = Literal["same", "values", "added", "removed", "shape", "dtype"]

@@ -7,25 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zstore.checkpoint import ArraySource, CheckpointReader, new_folder
+from zstore.checkpoint.commit import new_folder
 from zstore.checkpoint.names import tag_folder
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
-from zstore.remote import is_url, shown
+from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
-from zstore.weights import (
-    DTYPES,
-    FileLayout,
-    Lost,
-    Overflow,
-    Weight,
-    choose,
-    frozen_weights,
-    list_weights,
-    lost_text,
-    plan_files,
-    write_weights,
-)
+from zstore.weights.cast import Overflow
+from zstore.weights.choose import choose, frozen_weights
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.layout import FileLayout, Weight, plan_files
+from zstore.weights.writer import Lost, lost_text
 
 from .companions import copy_companions
 from .opening import DEFAULTS, Common, open_location, print_json, reading

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import ArraySource, CheckpointReader, new_folder, reshard_checkpoint, temporary_folder
+from zstore.checkpoint.commit import new_folder, temporary_folder
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.sizes import format_bytes, format_count
-from zstore.weights import DTYPES, lost_text, plan_files, write_weights
+from zstore.weights.from_checkpoint import DTYPES, write_weights
+from zstore.weights.layout import plan_files
+from zstore.weights.writer import lost_text
 
 from .companions import copy_companions
 from .export import list_stored_weights, write_state_dict

@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint import ArraySource, ReadAhead
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import DiskFullError
 from zstore.format.arrays import numpy_dtype
 from zstore.interop.torch_archive import Archive, Tensor
 from zstore.io.files import Files, OpenFile
-from zstore.weights import Lost, Weight, cast_into, list_weights
+from zstore.weights.cast import cast_into
+from zstore.weights.from_checkpoint import list_weights
+from zstore.weights.layout import Weight
+from zstore.weights.writer import Lost
 
 Bytes = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.checkpoint import ArraySource, ReadAhead
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.source import ArraySource
 from zstore.format.arrays import numpy_dtype
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_names import key_of

@@ -13,11 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zstore.checkpoint import ArraySource, CheckpointReader, Refusal, StoredArray, TagInfo, count_files, list_tags
+from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.source import ArraySource, StoredArray
+from zstore.checkpoint.usage import count_files
 from zstore.open.sources import folder_of, split_location
-from zstore.remote import shown
+from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
-from zstore.weights import natural_key
+from zstore.weights.layout import natural_key
 
 from .array_stats import ArrayStats, collect_stats
 from .opening import DEFAULTS, Common, open_location, opened_bytes, print_json, reading

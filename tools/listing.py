@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from zstore.checkpoint import Folder, TagInfo
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.folder import Folder
 from zstore.checkpoint.names import RECORD_FILE
 
 from .opening import Common, require_listing_memory

@@ -12,7 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_tags, size_bytes, stored_files
+from zstore.checkpoint.catalog import Catalog, TagInfo, list_tags
+from zstore.checkpoint.folder import Folder
+from zstore.checkpoint.usage import size_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from zstore.checkpoint import ArraySource, CheckpointReader, Reading
+    from zstore.checkpoint.reader import CheckpointReader
+    from zstore.checkpoint.source import ArraySource, Reading
     from zstore.io.shards import IoResources
 
     from .progress import Progress
@@ -80,7 +81,7 @@ def open_location(
     from zstore.checkpoint.source import NUM_THREADS
     from zstore.io.shards import open_resources
     from zstore.open.sources import split_location
-    from zstore.remote import is_url
+    from zstore.remote.url import is_url
 
     place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
@@ -95,9 +96,10 @@ def open_location(
 
 def _open(place: str, tag: str | None, resources: IoResources, common: Common) -> ArraySource:
     """Open a checkpoint; the error for a path that is not there names the tags that its folder has."""
-    from zstore.checkpoint import tags, tags_text
+    from zstore.checkpoint.catalog import tags_text
+    from zstore.checkpoint.reader import tags
     from zstore.open.sources import open_source
-    from zstore.remote import is_url
+    from zstore.remote.url import is_url
 
     try:
         return open_source(place, tag, resources=resources, storage_options=common.storage_options)
@@ -140,7 +142,7 @@ def require_listing_memory(common: Common, where: str, *, num_files: int, record
 
 def own_reader(source: ArraySource, command: str) -> CheckpointReader:
     """Return `source` as a reader of zstore's own checkpoints; raises UsageError that says what `command` misses else."""
-    from zstore.checkpoint import CheckpointReader
+    from zstore.checkpoint.reader import CheckpointReader
     from zstore.errors import UsageError
 
     if isinstance(source, CheckpointReader):
@@ -153,8 +155,8 @@ def own_reader(source: ArraySource, command: str) -> CheckpointReader:
 
 def opened_bytes(source: ArraySource) -> int:
     """Return the bytes that were read to open it; 0 of other software's, where nobody counts them."""
-    from zstore.checkpoint import CheckpointReader
     from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
+    from zstore.checkpoint.reader import CheckpointReader
 
     if not isinstance(source, CheckpointReader):
         return source.read_bytes

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, prune, weigh
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.folder import Folder
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.retention import Fate, prune, weigh
+from zstore.checkpoint.usage import bytes_freed
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.io.files import Files
 from zstore.open.sources import folder_of, maker_of
-from zstore.remote import RemoteFolder, remove_checkpoints
+from zstore.remote.commit import remove_checkpoints
+from zstore.remote.folder import RemoteFolder
 from zstore.sizes import format_bytes
 
 from .listing import check_listing, records_bytes

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import ArraySource, CheckpointReader, count_files, open_checkpoint, reshard_checkpoint
+from zstore.checkpoint.reader import CheckpointReader, open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint.usage import count_files
 from zstore.errors import UsageError
-from zstore.remote import is_url, shown, upload_checkpoint
+from zstore.remote.upload import upload_checkpoint
+from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
 
 from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint import step_tag, tags
+from zstore.checkpoint.names import step_tag
+from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from zstore.open.sources import folder_of, open_source, split_location
-from zstore.remote import is_url
+from zstore.remote.url import is_url
 
 
 def resume_source(

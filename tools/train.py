@@ -11,10 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import LocalFolder
+from zstore.checkpoint.folder import LocalFolder
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, storage_error
 from zstore.open.sources import folder_of
-from zstore.remote import is_url, open_folder
+from zstore.remote.folder import open_folder
+from zstore.remote.url import is_url
 
 from .companions import companions
 from .launch import end_with_launcher, launch

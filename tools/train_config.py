@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from zstore.remote import parse_options
+from zstore.remote.url import parse_options
 
 if TYPE_CHECKING:
     from zstore.engine.config import Config

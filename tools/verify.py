@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from zstore.checkpoint import Fault, refused, verify_checkpoint
+from zstore.checkpoint.reader import refused
+from zstore.checkpoint.verify import Fault, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zstore.checkpoint import new_folder, temporary_folder
+from zstore.checkpoint.commit import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.format.arrays import FLOATING, buffer_array, model_array
 from zstore.io.files import Files
-from zstore.weights import DTYPES, MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, lost_text, plan_files
-from zstore.weights.layout import STEM, SUFFIX, index_file
+from zstore.weights.from_checkpoint import DTYPES
+from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files
+from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..params.model import save_config, stored_buffers
 from ..params.tensors import as_numpy, dtype_name

@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.ranks.world import World
-from zstore.weights import StoredWeight, WeightsReader
+from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config import load_config
 from ..params.model import stored_buffers

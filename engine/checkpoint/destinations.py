@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpoint
-from zstore.remote import UploadOptions, is_url, open_folder, save_to_url
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.request import SaveRequest
+from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.source import ArraySource
+from zstore.remote.folder import open_folder
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.url import is_url
 
 if TYPE_CHECKING:
     from ..training import Training

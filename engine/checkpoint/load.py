@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zstore.checkpoint import ArraySource, KnownFile
 from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
+from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype

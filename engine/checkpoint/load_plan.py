@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.checkpoint import ArraySource
 from zstore.checkpoint.lookahead import Range
+from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.format.arrays import buffer_array, model_array

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from zstore.checkpoint import ArraySource, Reading
 from zstore.checkpoint.format import ABSENT_KEY
+from zstore.checkpoint.source import ArraySource, Reading
 from zstore.errors import UsageError
 from zstore.format.arrays import buffer_array, model_array
 from zstore.io.queue import Priority

@@ -17,23 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.checkpoint import (
-    CheckpointReader,
-    KnownFile,
-    SaveHandle,
-    SaveRequest,
-    SaveSummary,
-    new_save_id,
-    step_tag,
-    tag_text,
-)
 from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.names import new_save_id, step_tag, tag_text
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.request import SaveRequest, SaveSummary
+from zstore.checkpoint.reuse import KnownFile
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, buffer_array, numpy_dtype
 from zstore.format.partition import Grid
 from zstore.store.store import Snapshot
 from zstore.store.tiers import PinnedShard
-from zstore.weights import DTYPES, MAX_FILE_BYTES, list_weights, plan_files, write_weights
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..optim.client_step import STATE_KEY
 from ..params.model import save_config, stored_buffers

@@ -27,8 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, save_checkpoint, step_tag
-from zstore.checkpoint.request import Spare
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.names import step_tag
+from zstore.checkpoint.request import SaveRequest, Spare
+from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import ConfigError, StorageError
 from zstore.io.files import UnsyncedFiles
 

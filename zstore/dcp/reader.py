@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zstore.checkpoint import ArraySource, ReadAhead, open_checkpoint
-from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, Span
+from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, ReadAhead, Span
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
-from zstore.checkpoint import SaveRequest, new_save_id
 from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.gather import Gatherer
-from zstore.checkpoint.names import array_path, shard_file
+from zstore.checkpoint.names import array_path, new_save_id, shard_file
 from zstore.checkpoint.publish import Publisher
+from zstore.checkpoint.request import SaveRequest
 from zstore.errors import CheckpointError, DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, tiles

@@ -8,7 +8,7 @@ from ..errors import CorruptionError
 from ..format.arrays import ArraySpec, model_array, numpy_dtype
 from ..io.files import Files
 from ..io.shards import IoResources
-from ..weights import WeightsReader
+from ..weights.reader import WeightsReader
 from .source import Bytes, ForeignSource, record_of
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint import ArraySource, Record, StoredArray, tag_text
-from ..checkpoint.names import array_path, step_tag
+from ..checkpoint.format import Record
+from ..checkpoint.names import array_path, step_tag, tag_text
+from ..checkpoint.source import ArraySource, StoredArray
 from ..errors import UsageError
 from ..format.arrays import ArraySpec
 from ..format.partition import make_grid

@@ -15,20 +15,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint import ArraySource, CheckpointReader, Fault, StoredArray, verify_checkpoint
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import ArraySource, StoredArray
+from ..checkpoint.verify import Fault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
-from ..weights import (
-    DTYPES,
-    Lost,
-    Overflow,
-    Weight,
-    choose,
-    list_weights,
-    lost_text,
-    natural_key,
-    read_weight,
-    read_weights,
-)
+from ..weights.cast import Overflow
+from ..weights.choose import choose
+from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
+from ..weights.layout import Weight, natural_key
+from ..weights.writer import Lost, lost_text
 from .lazy import LazyArray, Read, as_tensor
 from .sources import open_source
 

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import ArraySource, open_checkpoint, tag_text
 from ..checkpoint.folder import Folder, LocalFolder
+from ..checkpoint.names import tag_text
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.source import ArraySource
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ..io.shards import IoResources
-from ..remote import is_url, open_folder
+from ..remote.folder import open_folder
+from ..remote.url import is_url
 
 _MAKERS = (
     ("torch.distributed.checkpoint", ".metadata"),

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint import SaveHandle, SaveRequest, SaveSummary, new_save_id, save_checkpoint, step_tag
+from ..checkpoint.handle import SaveHandle
+from ..checkpoint.names import new_save_id, step_tag
+from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.save import save_checkpoint
 from ..format.arrays import ArraySpec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.files import Files

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..checkpoint import ArraySource
+from ..checkpoint.source import ArraySource
 from ..errors import CheckpointMismatchError
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint import ArraySource
 from ..checkpoint.lookahead import Span, cut_spans, use_spans
+from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
 from ..format.arrays import FLOATING, empty_array, numpy_dtype

@@ -27,7 +27,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zstore
 import zstore.dcp
-from zstore.checkpoint import open_checkpoint, reshard_checkpoint
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from zstore.testing.checkpoints import save_arrays
