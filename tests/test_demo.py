@@ -39,6 +39,17 @@ def test_the_demo_begins_without_what_takes_long_to_load() -> None:
         assert f"'{name}'" not in done.stdout
 
 
+def test_what_a_former_demo_left_goes_while_the_next_one_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    (folder / "run/step-00000020").mkdir(parents=True)
+    (folder / "run/step-00000020/zstore.json").write_text("{}")
+    sweeper = Demo(folder, "gpt-tiny", 2 * SAVE_EVERY)._make_folder()
+    assert not (folder / "run").exists()
+    sweeper.join(60)
+    assert [path.name for path in folder.iterdir()] == ["nvme"]
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
 def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "gpt-tiny", 2 * SAVE_EVERY)
     with start(make_config()) as engine:

@@ -73,6 +73,17 @@ def test_the_rates_are_found_once_in_a_process_and_leave_torch_as_it_was() -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.cuda
+def test_a_gpu_is_measured_as_a_whole() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    found = measure_rates(torch.device("cuda", 0))
+    assert found.kind == "cuda"
+    assert found.flops["fp32"] > 10 * measure_rates(torch.device("cpu")).flops["fp32"]
+    assert ("bf16" in found.native) == torch.cuda.is_bf16_supported(including_emulation=False)
+    assert find_rates(load_config(with_types("auto")), World.current()) == found
+
+
 @pytest.mark.parametrize(
     ("found", "native"),
     [

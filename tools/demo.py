@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,7 @@ class Demo:
 
     def run(self) -> None:
         """Carry out every step."""
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        (self.folder / "nvme").mkdir(parents=True)
+        sweeper = self._make_folder()
         first = self._train_on_disk()
         second = self._resume_in_memory()
         self._compare(first, second)
@@ -64,6 +63,19 @@ class Demo:
         _say("Consolidate to fp16 weights that other software loads")
         self._zstore("consolidate", self.folder / "run", self.folder / "weights", "--dtype", "fp16")
         self._write_sample()
+        sweeper.join()
+
+    def _make_folder(self) -> threading.Thread:
+        """Make the folder anew; what a former run left goes behind the training, for thousands of files take a while."""
+        aside, left = self.folder.with_name(f"{self.folder.name}.{os.getpid()}"), self.folder / ".left"
+        if self.folder.exists():
+            self.folder.rename(aside)
+        (self.folder / "nvme").mkdir(parents=True)
+        if aside.exists():
+            aside.rename(left)
+        sweeper = threading.Thread(target=shutil.rmtree, args=(left,), kwargs={"ignore_errors": True})
+        sweeper.start()
+        return sweeper
 
     def _config(self, name: str, zero: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.json"

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,11 +22,13 @@ from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.layout import natural_key
 
-from .array_stats import ArrayStats, collect_stats
 from .opening import DEFAULTS, Common, open_location, opened_bytes, print_json, reading
 from .printable import printable
 from .progress import Progress
 from .tables import cell, make_console
+
+if TYPE_CHECKING:
+    from .array_stats import ArrayStats
 
 _STATS = ("min", "max", "mean", "norm", "NaN", "inf")
 """Columns of what values are like, before the histogram."""
@@ -61,6 +63,8 @@ def inspect_command(
 
 
 def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
+    from .array_stats import collect_stats
+
     progress.expect(sum(array.spec.nbytes for array in source.arrays.values()))
     return collect_stats(source, [name for name, _ in sorted_arrays(source.arrays)], progress.advance)
 

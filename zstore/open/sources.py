@@ -14,7 +14,6 @@ from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ..io.shards import IoResources
-from ..remote.folder import open_folder
 from ..remote.url import is_url
 
 _MAKERS = (
@@ -120,5 +119,7 @@ def folder_of(location: str | os.PathLike[str], storage_options: Mapping[str, An
     Raises UsageError for a URL that nothing opens.
     """
     if is_url(location):
+        from ..remote.folder import open_folder
+
         return open_folder(os.fspath(location), storage_options)
     return LocalFolder(Path(location))
