@@ -1,8 +1,7 @@
 """A compact ZeRO training engine on top of the tensor store.
 
-Read in this order: sharding, parameters, units, hooks, collectives, gradients, norm, kernel, state, training, engine;
-then wiring and initialize, and checkpointing with record; and whole, access, gathered, export, calls. Before a model is
-given to the engine: building, init, handover, pretrained.
+Packages from the bottom: runtime, config, params and device, plan, zero, optim, build; then `training` and `wiring`; then
+access, checkpoint and report; then `engine` and `initialize`. `docs/design/0011-floors.md` follows a parameter through them.
 """
 
 from .access.gather import gather

@@ -15,7 +15,8 @@ from tests.test_train import rows
 from zstore.engine import Engine
 from zstore.engine.config import read_config
 from zstore.errors import ConfigError
-from zstore.tools.train import TrainOptions, run_train
+from zstore.tools.train import run_train
+from zstore.tools.train_config import TrainOptions
 
 EVERYTHING = Path(__file__).parent / "configs" / "zero3_nvme_everything.json"
 PLACES = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in ("none", "cpu", "nvme"))]

@@ -18,7 +18,8 @@ from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, U
 from zstore.remote.folder import open_folder
 from zstore.testing.object_store import ObjectFileSystem, RequestFault
 from zstore.testing.ranks import run_ranks
-from zstore.tools.train import TrainOptions, run_train
+from zstore.tools.train import run_train
+from zstore.tools.train_config import TrainOptions
 
 URL = "objects://bucket/run"
 

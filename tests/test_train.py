@@ -26,7 +26,8 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.train import OFFLOAD_ENVIRONMENT, TrainOptions, run_train
+from zstore.tools.train import OFFLOAD_ENVIRONMENT, run_train
+from zstore.tools.train_config import TrainOptions
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",

@@ -67,7 +67,8 @@ def train(  # noqa: PLR0913 - one parameter per option
     storage_option: StorageOption = None,
 ) -> None:
     """Train a model on text; `torchrun ... -m zstore train` works too."""
-    from .train import TrainOptions, run_train
+    from .train import run_train
+    from .train_config import TrainOptions
 
     try:
         options = TrainOptions(

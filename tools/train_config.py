@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zstore.errors import ConfigError, UsageError
 from zstore.remote.url import parse_options
 
 if TYPE_CHECKING:
     from zstore.engine.config import Config
 
-    from .train import TrainOptions
 
 _BATCH = "train_micro_batch_size_per_gpu"
 _WARMUP = "scheduler.params.warmup_num_steps"
@@ -89,3 +91,68 @@ def _keep(options: TrainOptions, raw: dict[str, Any]) -> None:
         own = _section(raw, "zstore")
         before = own.get("keep")
         own["keep"] = (before if isinstance(before, dict) else {"last": before}) | asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What the command line says."""
+
+    config: Path
+    """JSON file in the DeepSpeed dialect."""
+    model: str
+    """A shipped model's name, or a transformers `config.json` or model folder: its weights and its tokenizer are used, where
+    it has them."""
+    steps: int
+    """Optimizer steps in total, those before a resume included."""
+    data: Path | None = None
+    """Text file or folder of text files; None: the sources of Python's standard library."""
+    save: str | None = None
+    """Folder or URL for checkpoints; None: none is saved."""
+    save_every: int | None = None
+    """Steps from one save to the next; None: only at the end."""
+    keep: int | None = None
+    """Newest checkpoints to keep; None: what the config says."""
+    keep_every: int | None = None
+    """Keep those whose step is a multiple of it, too."""
+    keep_best: str | None = None
+    """Keep the one with the best metric, as `loss:min`, too; `loss` and `grad_norm` are the last step's."""
+    resume: str | None = None
+    """`DIR`, `DIR:TAG` (DIR may be a URL), or `auto` for the newest checkpoint in `save`, or a newer snapshot of a step, if
+    any."""
+    nproc: int = 1
+    """Processes to start on this machine; under torchrun it is torchrun's."""
+    metrics: Path | None = None
+    """JSONL file that gets one object a step."""
+    seed: int | None = None
+    """Seed of initial weights and data order; None: the resumed run's, else 0."""
+    seq_len: int | None = None
+    """Tokens in a sample; None: the resumed run's, else 128."""
+    lr: float | None = None
+    """Learning rate in place of the config's."""
+    micro_batch: int | None = None
+    """Samples of one forward on one rank, in place of the config's; None: the config's, or 1 where that leaves it open."""
+    storage_option: tuple[str, ...] = ()
+    """`key=value` for the file system of URLs, beside what the config has."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        if self.save_every is not None and self.save is None:
+            raise UsageError("--save-every needs --save DIR, the folder to save in")
+        if self.resume == "auto" and self.save is None:
+            raise UsageError("--resume auto looks in the folder of --save DIR: name it")
+        if not self.config.is_file():
+            raise ConfigError(f"--config: expected a JSON file, found none at {self.config}")
+
+    def arguments(self) -> list[str]:
+        """Return the command line that gives these options, `--nproc` left out."""
+        words: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "storage_option":
+                words += [word for option in value for word in ("--storage-option", option)]
+            elif value is not None and field.name != "nproc":
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return words
