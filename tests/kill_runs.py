@@ -18,7 +18,8 @@ import torch
 import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
+from zstore.engine.optim import store as run_store
 from zstore.store import TensorStore
 from zstore.testing.faults import DeadlyFiles
 from zstore.testing.ranks import kill_ranks, run_ranks
@@ -130,7 +131,7 @@ def _killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list
     what, base = Run(**run), Path(folder)
     if points:
         files = DeadlyFiles(points[rank] if points[rank] >= 0 else None)
-        wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+        run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     log = os.open(base / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def note(**line: Any) -> None:

@@ -15,8 +15,9 @@ import torch
 
 from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
 from zstore.engine.config import load_config
+from zstore.engine.optim import store as run_store
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
@@ -293,7 +294,7 @@ def _two_ranks(rank: int, nvme: str, ckpt: str) -> int | None:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
     files = FaultyFiles()
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     return files
 
 
@@ -353,7 +354,7 @@ def test_a_failure_on_one_rank_is_raised_on_both(nvme: Path) -> None:
 
 def _one_fails(rank: int, nvme: str) -> list[str]:
     files = FaultyFiles()
-    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     engine = start(make_config(1, "cpu", zstore={"durability": "step", "durability_path": str(steps_of(Path(nvme)))}))
     step(engine)
     engine.wait_for_checkpoint()

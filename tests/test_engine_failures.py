@@ -20,8 +20,9 @@ import torch
 from tests import warm
 from tests.engine_runs import make_config, start, step, unchanged
 from zstore.checkpoint.reader import tags
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
 from zstore.engine.checkpoint import save as checkpointing
+from zstore.engine.optim import store as run_store
 from zstore.errors import RankError, UsageError
 from zstore.ranks import incident
 from zstore.store import TensorStore
@@ -75,7 +76,7 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -
     files = FaultyFiles()
     # Nobody needs long to answer here: the test need not wait longer.
     incident.ABSENT_S = 1.0
-    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     keys = {"silent_rank_s": 2 if what == "stop" else 45, "step_overlap": mode}
     config = make_config(stage, "nvme" if mode != "none" or where == "read" else "none", folder, zstore=keys)
     if mode != "none":
@@ -216,7 +217,7 @@ def _dies_in_a_save(rank: int, folder: str) -> str:
     incident.ABSENT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
     if rank == 1:
         held = GatedFiles("write_small", pattern="*manifest*")
-        wiring.TensorStore = functools.partial(TensorStore, files=held)  # type: ignore[assignment, misc]
+        run_store.TensorStore = functools.partial(TensorStore, files=held)  # type: ignore[assignment, misc]
     engine = start(make_config(1, zstore={"silent_rank_s": 2}))
     step(engine)
     if rank == 1:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import engine_digests
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
+from zstore.engine.optim import store as run_store
 from zstore.errors import DiskFullError, RankError
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
@@ -46,7 +47,7 @@ def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str
     with start(config) as engine:
         whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
     files = FaultyFiles()
-    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     with start(config) as engine:
         _steps(engine, 2)
         engine.save_checkpoint(f"{folder}/ckpt")
@@ -84,7 +85,7 @@ class _SmallDrive(FaultyFiles):
 
 def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = _SmallDrive()
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     folder = nvme.parent / "ckpt"
     with start(make_config(3, "nvme", nvme)) as engine:
         step(engine)

@@ -19,8 +19,9 @@ from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
 from zstore.engine.checkpoint import load as restoring
+from zstore.engine.optim import store as run_store
 from zstore.errors import CheckpointError, RankError, StorageError
 from zstore.io.files import Files
 from zstore.store import TensorStore
@@ -52,7 +53,7 @@ def test_an_updater_waits_only_for_what_is_not_written_yet(
 ) -> None:
     held = "optimizer/exp_avg/blocks.1.up.weight"
     files = GatedFiles("write", pattern=f"*/{held}/*")
-    monkeypatch.setattr(wiring, "TensorStore", with_files(files))
+    monkeypatch.setattr(run_store, "TensorStore", with_files(files))
     with start(make_config(1, tier)) as engine, files.holding():
         step(engine)
         at_save = state_of(engine)
@@ -276,7 +277,7 @@ def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path, mon
     if not memory.is_dir() or memory.stat().st_dev == nvme.stat().st_dev:
         pytest.skip("needs /dev/shm on a file system of its own")
     files = GatedFiles("allocate", pattern="/dev/shm/*")
-    monkeypatch.setattr(wiring, "TensorStore", with_files(files))
+    monkeypatch.setattr(run_store, "TensorStore", with_files(files))
     with tempfile.TemporaryDirectory(dir=memory) as ckpt:
         config = make_config(3, "nvme", nvme, zstore={"step_overlap": "none"})
         with start(config) as engine, files.holding():
@@ -305,7 +306,7 @@ def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path, mon
 
 def _fails_behind(rank: int, folder: str) -> list[str]:
     files = FaultyFiles()
-    wiring.TensorStore = with_files(files)  # type: ignore[assignment, misc]
+    run_store.TensorStore = with_files(files)  # type: ignore[assignment, misc]
     seen: list[str] = []
     engine = start(make_config(1))
     with engine:
@@ -351,7 +352,7 @@ def test_ctrl_c_in_a_save_leaves_the_checkpoint_before_it_or_the_new_one(
             os.kill(os.getpid(), signal.SIGINT)
 
     armed: list[int] = []
-    monkeypatch.setattr(wiring, "TensorStore", with_files(CallingFiles(interrupt)))
+    monkeypatch.setattr(run_store, "TensorStore", with_files(CallingFiles(interrupt)))
     with start(make_config(1)) as engine:
         step(engine)
         engine.save_checkpoint(str(tmp_path), "before")

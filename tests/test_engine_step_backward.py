@@ -30,9 +30,10 @@ from tests.test_engine_step_modes import (
     say,
     step,
 )
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
 from zstore.engine.config import ResolveContext, load_config
 from zstore.engine.optim import in_backward as within
+from zstore.engine.optim import store as run_store
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
@@ -225,7 +226,7 @@ def test_a_failed_update_is_told_at_the_end(
     monkeypatch: pytest.MonkeyPatch, nvme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = FaultyFiles()
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     with start(config("forward", nvme), make_model()) as engine:
         step(engine)
         engine.training_state.complete()

@@ -21,7 +21,8 @@ from tests.engine_models import Net, batch, make_net
 from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from zstore.checkpoint.reader import tags
-from zstore.engine import Engine, wiring
+from zstore.engine import Engine
+from zstore.engine.optim import store as run_store
 from zstore.engine.optim.updater import LatePin
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError
 from zstore.io.files import OpenFile
@@ -82,7 +83,7 @@ def held(monkeypatch: pytest.MonkeyPatch, mode: str, nvme: Path, **keys: Any) ->
     """Give an engine one step old, and a gate that, once closed, holds its updates."""
     files = GatedFiles("write", pattern=HELD)
     files.open_gate()
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     with start(config(mode, nvme, **keys), make_model()) as engine, files.holding():
         step(engine)
         engine.training_state.complete()
@@ -312,7 +313,7 @@ def test_a_save_takes_what_the_update_finishes(monkeypatch: pytest.MonkeyPatch, 
 def test_steps_go_on_while_a_save_is_linked(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     files = GatedFiles("link")
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     with start(config("forward", nvme), make_model()) as engine, files.holding():
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
@@ -346,7 +347,7 @@ def test_a_failed_update_fails_the_save_and_a_load_mends(
 ) -> None:
     folder = str(tmp_path / "ckpt")
     files = HeldFaults()
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=files))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     with start(config("forward", nvme), make_model()) as engine:
         step(engine)
         engine.save_checkpoint(folder, "good")
@@ -443,7 +444,7 @@ def say(error: BaseException) -> str:
 def _disk_error(rank: int, mode: str, folder: str, world_size: int) -> dict[str, Any]:
     """A write of rank 0's fails in the update of step 2; a load mends that, and step 2 is taken again."""
     files = FaultyFiles()
-    wiring.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     found: dict[str, Any] = {}
     with start(config(mode, f"{folder}/nvme"), make_model()) as engine:
         step(engine)

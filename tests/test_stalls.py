@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.engine_runs import make_config, start, step
-from zstore.engine import wiring
 from zstore.engine.device.copies import Transfers
+from zstore.engine.optim import store as run_store
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
@@ -181,7 +181,7 @@ def test_an_engine_tells_each_cause_by_its_link(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wiring, "TensorStore", functools.partial(TensorStore, files=gate))
+    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=gate))
     with start(make_config(1, "nvme", tmp_path, aio={"queue_depth": 1, "thread_count": 1})) as engine:
         step(engine)
         engine.training_state.complete()
