@@ -359,8 +359,8 @@ def test_the_command_prints_its_plan_and_json(theirs: Path, tmp_path: Path, caps
         app(["convert", str(theirs), str(tmp_path / "w.pt"), "--to", "torch", "--memory", "128MiB", "--json"])
     assert ended.value.code in (0, None)
     printed = capsys.readouterr()
-    assert "plan: 7 tensors of 89.44 kB" in printed.err
-    assert "from torch DCP into" in printed.err
+    assert "plan: 7 tensors, 89.44 kB" in printed.err
+    assert "from torch DCP to" in printed.err
     report = json.loads(printed.out)
     assert (report["to"], report["path"]) == ("torch", str(tmp_path / "w.pt"))
     assert report["bytes"] > 0

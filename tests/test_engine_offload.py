@@ -230,7 +230,7 @@ def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
 def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tuple[str, bool]:
     """Return what was raised, and whether the run then went on as one that saw no error."""
     files = FaultyFiles()
-    zstore.store.Files = lambda: files  # type: ignore[misc,assignment]
+    zstore.store.store.Files = lambda: files  # type: ignore[misc,assignment]
     message = "no error"
     with start(offloaded(folder), wide_net()) as engine:
         train(engine, steps_before)

@@ -136,7 +136,7 @@ def _growth(rank: int, folder: str, tier: str, budget_mib: int) -> Growth | None
         return Growth(save=save, load=load, pool=pool, unused=unused, state=sum(sizes), largest=max(sizes))
 
 
-@pytest.mark.parametrize(("tier", "budget_mib"), [("none", 16), ("cpu", 160)])
+@pytest.mark.parametrize(("tier", "budget_mib"), [("none", 16), ("cpu", 176)])
 def test_a_process_grows_by_what_the_budget_leaves_and_not_by_copies(
     tmp_path: Path, tier: str, budget_mib: int
 ) -> None:

@@ -142,7 +142,7 @@ def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_devi
             return summed(values)
 
         monkeypatch.setattr(module, name, noting)
-    with fake_device() as device, start(pinned_config(nvme, zstore={"host_budget_bytes": 3 << 20})) as engine:
+    with fake_device() as device, start(pinned_config(nvme, zstore={"host_budget_bytes": 7 << 19})) as engine:
         assert engine.training_state.state.spilled
         assert engine.training_state.state.gradients_on_host
         step(engine)
