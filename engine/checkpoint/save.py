@@ -90,7 +90,7 @@ class SaveTicket:
 
 
 class Checkpoints:
-    """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `restoring`."""
+    """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
