@@ -99,6 +99,26 @@ def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
     )
 
 
+_ABORTING = """
+import os, sys
+class Aborting:
+    def __del__(self):
+        os.abort()
+kept = Aborting()
+import zstore.tools.cli as cli
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["ls", "/no/such/folder"], 1)])
+def test_a_rank_ends_as_it_said_whatever_the_end_of_the_interpreter_would_do(words: list[str], code: int) -> None:
+    command = [sys.executable, "-c", _ABORTING, *words]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.strip() == (zstore.__version__ if code == 0 else "")
+
+
 def test_an_error_shows_its_traceback_when_asked(tmp_path: Path) -> None:
     done = run("doctor", "--path", str(tmp_path / "missing"), env={"ZSTORE_TRACEBACK": "1"})
     assert done.returncode == 1

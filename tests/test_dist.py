@@ -39,6 +39,29 @@ def _exchange(rank: int) -> dict[str, Any]:
     }
 
 
+def _threads_of_a_second_group(rank: int) -> list[int]:
+    world = World.current()
+    counts = [_count_threads()]
+    second = world.second()
+    for _ in range(3):
+        second.all_to_all(torch.empty(2, 4), torch.ones(2, 4), kind="reduce_scatter").wait()
+    counts.append(_count_threads())
+    second.release()
+    second.release()
+    counts.append(_count_threads())
+    world.barrier()
+    return counts
+
+
+def _count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_released_group_leaves_no_threads_to_the_end_of_the_process() -> None:
+    for before, during, after in run_ranks(_threads_of_a_second_group, 2):
+        assert before == after < during
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exchange(world_size: int) -> None:
     results = run_ranks(_exchange, world_size)

@@ -6,6 +6,8 @@ command imports its module when it is run, so that `zstore inspect` starts witho
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from typing import Annotated
 
@@ -35,7 +37,20 @@ def main() -> None:
         app()
     except (ZstoreError, OSError) as error:
         say(error)
-        sys.exit(exit_code(error))
+        _exit(exit_code(error))
+    except SystemExit as ended:
+        _exit(ended.code)
+
+
+def _exit(code: str | int | None) -> None:
+    """End the process. A rank's ends without taking the interpreter apart: threads of torch's process groups that come back
+    into it then abort the process, after all was saved."""
+    if "RANK" not in os.environ or isinstance(code, str):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def _print_version(wanted: bool) -> None:

@@ -419,5 +419,6 @@ class UnitGradients:
         for handle in self._handles:
             handle.remove()
         self.drop()
+        self._reduce_world.release()
         if self._rules.spill is not None:
             self._rules.spill.close()

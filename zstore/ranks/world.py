@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -164,6 +164,17 @@ class World:
         if self.watch is not None:
             self._know_connections()
         return World(**{**self.__dict__, "group": group})
+
+    def release(self) -> None:
+        """Give up the process group that `second` made, once no collective on it is under way; a second call does nothing.
+
+        Its threads end here. Left to the interpreter's end, one that still holds a tensor would abort the process.
+        """
+        group, self.group = self.group, None
+        if group is None or (self.watch is not None and self.watch.broken):
+            return
+        with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
+            torch_dist.destroy_process_group(group)
 
     def begin_watch(self, silent_s: float | None = None) -> None:
         """Watch over the ranks until `end_watch` (all ranks); see `zstore.ranks.watch`."""
