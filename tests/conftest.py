@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if getattr(getattr(item, "module", None), "warm", None) is warm]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    # What is there now stays: no collection need look at it again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -161,12 +161,13 @@ def _sweep(tier: TierName, tmp_path: Path, double: FailingFiles) -> Iterator[Swe
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-def test_any_operation_of_a_save_may_fail(sweep: Sweep, lasting: bool, overwrite: bool) -> None:
+def test_any_operation_of_a_save_may_fail(sweep: Sweep, lasting: bool, overwrite: bool, stride: int) -> None:
     outcomes = [
-        sweep.run(0, operation, ERRORS[operation % 3], lasting=lasting, overwrite=overwrite)
-        for operation in range(lasting, sweep.num_operations[0], 1 + lasting)
+        sweep.run(0, operation, ERRORS[operation // stride % 3], lasting=lasting, overwrite=overwrite)
+        for operation in range((lasting + 2 * overwrite) % stride, sweep.num_operations[0], stride)
     ]
     # Only what comes after the commit, and links, may fail without the save failing.
     assert outcomes.count(False) > 0.6 * len(outcomes)

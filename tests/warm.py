@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import inspect
 import io
 import multiprocessing
@@ -273,6 +274,7 @@ def _execute_child(self: Any, *passed: Any) -> None:
 
 
 def _become(start: _Start, streams: list[int]) -> None:
+    gc.freeze()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

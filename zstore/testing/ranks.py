@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -171,6 +172,7 @@ def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[i
 
 
 def _child(place: _Place, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # a collection that looked at all that was forked would copy its memory
     with open(Path(folder) / f"trace-{rank}", "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         try:
