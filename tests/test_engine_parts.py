@@ -23,8 +23,7 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config import BatchSizes
 from zstore.engine.loader import TrainingLoader
-from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
-from zstore.engine.params.sharding import Sharding
+from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
 from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name
 from zstore.engine.params.units import find_units
 from zstore.engine.zero import norm

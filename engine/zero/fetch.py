@@ -29,8 +29,7 @@ from zstore.io.buffers import Pool
 from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
 
-from ..device.copies import Transfers
-from ..device.streams import Mark, Within
+from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
 from .collectives import Bucket, plan_buckets, unpack
@@ -50,7 +49,7 @@ class Reading:
     rows: list[tuple[ParameterRecord, torch.Tensor]]
     ahead: bool
     """Whether nothing waits for it yet."""
-    start: Mark
+    start: Event
     """When the memory may be written."""
     error: BaseException | None = None
     cancelled: bool = False
@@ -77,20 +76,20 @@ class RowReader:
 
     def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> Reading:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
-        reading = Reading(label, rows, ahead, self._transfers.lane.mark())
+        reading = Reading(label, rows, ahead, self._transfers.streams.record())
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, args=(self._transfers.within(),), name="zstore-prefetch", daemon=True
+                target=self._serve, args=(self._transfers.stream_context(),), name="zstore-prefetch", daemon=True
             )
             self._thread.start()
         self._waiting.put(reading)
         return reading
 
-    def _serve(self, within: Within) -> None:
+    def _serve(self, context: StreamContext) -> None:
         while (reading := self._waiting.get()) is not None:
             try:
                 if not reading.cancelled:
-                    with within():
+                    with context():
                         self._carry_out(reading)
             except BaseException as error:
                 error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
@@ -289,7 +288,7 @@ class Fetcher:
         failed = [rank for rank, (_, bad) in enumerate(headers) if bad]
         if failed:
             raise RankError(
-                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to bring the parameters of unit "
+                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to read the parameters of unit "
                 f"{fetch.name!r}; rank {self._world.rank} stops with it",
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )
