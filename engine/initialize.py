@@ -21,7 +21,7 @@ from .checkpoint.snapshots import require_shared_folder
 from .config import Config, ResolveContext, load_config, read_answers
 from .engine import Engine
 from .loader import Collate, TrainingLoader
-from .optim.lr_schedules import Schedule, named_schedule
+from .lr_schedules import Schedule, named_schedule
 from .optim.optimizer import ZeroOptimizer, optimizer_from_config
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.monitors import open_monitors

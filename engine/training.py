@@ -16,10 +16,10 @@ from zstore.ranks.world import World
 
 from .config import BatchSizes, Config
 from .loader import TrainingLoader
+from .lr_schedules import Schedule
 from .optim.client_step import ClientStep
 from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
-from .optim.lr_schedules import Schedule
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.update import Settings, Update

@@ -20,11 +20,11 @@ from .build.takeover import BuiltModel
 from .config import Config
 from .device import Transfers, streams_for
 from .loader import TrainingLoader
+from .lr_schedules import Schedule
 from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
-from .optim.lr_schedules import Schedule
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
 from .optim.store import open_store, store_key

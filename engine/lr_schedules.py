@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zstore.errors import ConfigError, UsageError
 
-from ..config import SchedulerConfig
-from ..runtime.messages import warn_once
+from .config import SchedulerConfig
+from .runtime.messages import warn_once
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
