@@ -21,7 +21,7 @@ from .checkpoint.snapshots import require_shared_folder
 from .config import Config, ResolveContext, load_config, read_answers
 from .engine import Engine
 from .loader import Collate, TrainingLoader
-from .lr_schedules import Schedule, named_schedule
+from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import ZeroOptimizer, optimizer_from_config
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.monitors import open_monitors
@@ -166,14 +166,14 @@ def _optimizer(
     return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
 
 
-def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> Schedule:
+def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule:
     if client is None:
         section = config.scheduler
-        return Schedule(None if section is None else named_schedule(section, optimizer))
+        return LRSchedule(None if section is None else named_schedule(section, optimizer))
     if hasattr(client, "step") and not isinstance(client, type):
-        return Schedule(client)
+        return LRSchedule(client)
     if callable(client):
-        return Schedule(client(optimizer))
+        return LRSchedule(client(optimizer))
     raise UsageError(
         f"initialize(lr_scheduler=...): expected a scheduler or a function of the optimizer, got {type(client).__name__}"
     )

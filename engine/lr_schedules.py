@@ -381,7 +381,7 @@ def named_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
     return schedule
 
 
-class Schedule:
+class LRSchedule:
     """Advances whichever scheduler the engine has, and keeps its state: one of ours, one of torch's, or none."""
 
     def __init__(self, scheduler: Any | None) -> None:

@@ -16,13 +16,13 @@ from zstore.ranks.world import World
 
 from .config import BatchSizes, Config
 from .loader import TrainingLoader
-from .lr_schedules import Schedule
+from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
 from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
-from .optim.update import Settings, Update
+from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
@@ -126,7 +126,7 @@ class Training:
     hooks: UnitHooks | None
     """None where parameters are not sharded."""
     optimizer: ZeroOptimizer
-    schedule: Schedule
+    schedule: LRSchedule
     scaler: LossScaler
     loader: TrainingLoader | None
     run_id: str
@@ -337,8 +337,8 @@ class Training:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
-    def _settings(self, factor: float) -> Settings:
-        return Settings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
+    def _settings(self, factor: float) -> StepSettings:
+        return StepSettings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
 
     def _update(self, factor: float) -> None:
         """Update everything that had a gradient, or in step mode `forward` all that nobody reads before gathering it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -18,9 +19,9 @@ from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.takeover import BuiltModel
 from .config import Config
-from .device import Transfers, streams_for
+from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
-from .lr_schedules import Schedule
+from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
@@ -34,6 +35,7 @@ from .params.record import Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
+from .plan.plan import Plan
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, Training
@@ -52,7 +54,7 @@ def wire(
     world: World,
     optimizer: ZeroOptimizer,
     *,
-    schedule: Schedule,
+    schedule: LRSchedule,
     loader: TrainingLoader | None,
     files: Files | None = None,
 ) -> Training:
@@ -68,14 +70,9 @@ def wire(
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world)
-    # A store that is taken over has its budget already; "auto" would be another by now.
-    former = built.store_of(store_key(config))
-    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     streams = streams_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
-    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
-    pins = not streams.device_is_host
-    store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins, files=files)
+    plan, store = _open(model, config, built, slots, streams, files)
     transfers = Transfers(streams, store.links)
     if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
         map_large_blocks()
@@ -124,6 +121,25 @@ def wire(
     except BaseException:
         store.close()
         raise
+
+
+def _open(
+    model: nn.Module,
+    config: Config,
+    built: BuiltModel,
+    slots: Mapping[str, tuple[str, ...]],
+    streams: Streams,
+    files: Files | None,
+) -> tuple[Plan, TensorStore]:
+    """Return where everything rests, and the store that holds it: the one in which the model was built, or a new one (all
+    ranks)."""
+    world, key = built.world, store_key(config)
+    # A store that is taken over has its budget already; "auto" would be another by now.
+    former = built.store_of(key)
+    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
+    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
+    store = built.take_over(key)
+    return plan, store or open_store(config, world, budget_bytes, pins=not streams.device_is_host, files=files)
 
 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:

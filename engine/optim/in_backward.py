@@ -27,7 +27,7 @@ from ..params.record import ParameterRecord
 from ..runtime.interrupts import interrupts_wait
 from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
-from .update import Settings, Update
+from .update import StepSettings, Update
 from .updater import Updater
 
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
@@ -85,7 +85,7 @@ class OptimizerInBackward:
         self._gradients = gradients
         self._updater = updater
         self._guard = ReadGuard(model, {record.parameter: record for record in state.scalars})
-        self._settings = Settings(step=0, factor=1.0, groups=())
+        self._settings = StepSettings(step=0, factor=1.0, groups=())
         self._changed = threading.Condition()
         self._final: dict[ParameterRecord, None] = {}
         self._admitted: set[ParameterRecord] = set()
@@ -99,7 +99,7 @@ class OptimizerInBackward:
         self._ended = False
         """Whether the update is."""
 
-    def start(self, settings: Settings) -> None:
+    def start(self, settings: StepSettings) -> None:
         """Start the update, which takes each record when its gradient is final (before the backward)."""
         if self.under_way:
             raise UsageError(
@@ -174,7 +174,7 @@ class OptimizerInBackward:
 
     # -- step() -----------------------------------------------------------------------------------------------------
 
-    def finish(self, now: Settings) -> None:
+    def finish(self, now: StepSettings) -> None:
         """Return when every final gradient was used (after the backward).
 
         Raises UsageError where the settings `now` are not those that the update began with.
@@ -186,7 +186,7 @@ class OptimizerInBackward:
         self._check_settings(now)
         self.under_way = False
 
-    def _check_settings(self, now: Settings) -> None:
+    def _check_settings(self, now: StepSettings) -> None:
         for number, (before, after) in enumerate(zip(self._settings.groups, now.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):

@@ -36,7 +36,7 @@ Rows = Callable[[ParameterRecord], torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """What one step is taken with, fixed when the step is decided: what changes afterwards is the next step's."""
 
     step: int
@@ -47,10 +47,10 @@ class Settings:
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
     @staticmethod
-    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> Settings:
+    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> StepSettings:
         """Return a copy of the groups' present settings; their parameters are left out."""
         copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        return Settings(step=step, factor=float(np.float32(factor)), groups=copies)
+        return StepSettings(step=step, factor=float(np.float32(factor)), groups=copies)
 
 
 def _copy(value: Any) -> Any:
@@ -104,7 +104,7 @@ class Update:
     """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
 
     def __init__(
-        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: Settings, rows: Rows
+        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows
     ) -> None:
         self.records = list(records)
         self.settings = settings
