@@ -1,107 +1,39 @@
-"""Whole steps over an iterator: `train_batch` and `eval_batch`, with the accumulation inside."""
+"""Micro-batches that the engine takes itself: from an iterator, through the model, to the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from zstore.errors import UsageError
-
-if TYPE_CHECKING:
-    from .training import Training
+from zstore.ranks.world import World
 
 
-class BatchCalls:
-    """The part of the engine that takes its micro-batches from an iterator itself.
-
-    A micro-batch is what the model is called with: a tuple or list its arguments, a mapping its keyword arguments, anything
-    else its one argument. The model returns its loss, or what has one as `loss`, under the key "loss" or in front.
-    """
-
-    training_state: Training
-    _repeated: Iterator[Any] | None = None
-    """The engine's own loader, over and over."""
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
-        losses over all ranks (all ranks).
-
-        By default they come from the loader that `initialize` returned, epoch after epoch. The model is set to train.
-        Raises StopIteration, before anything is computed, where the iterator has fewer, UsageError in the middle of an
-        accumulation.
-        """
-        engine: Any = self
-        if self.training_state.counters.micro_steps % self.training_state.batch.accumulation_steps:
-            raise UsageError(
-                "train_batch() in the middle of an accumulation: complete the step with engine.step() first"
-            )
-        if data_iter is None:
-            data_iter = self._own_batches()
-        batches = _take(data_iter, self.training_state.batch.accumulation_steps)
-        engine.train()
-        losses = []
-        for batch in batches:
-            loss = _loss_of(_call(engine, batch))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return self._mean(losses)
-
-    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
-        """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
-        `gradient_accumulation_steps`), without gradients and with the model set to evaluate meanwhile (all ranks)."""
-        engine: Any = self
-        batches = _take(data_iter, num_micro_batches or self.training_state.batch.accumulation_steps)
-        modes = [(module, module.training) for module in engine.modules()]
-        engine.eval()
-        try:
-            with torch.no_grad():
-                losses = [_loss_of(_call(engine, batch)) for batch in batches]
-        finally:
-            for module, training in modes:
-                module.training = training
-        return self._mean(losses)
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self.training_state.loader is None:
-            raise UsageError("train_batch() without an iterator: pass one, or training_data=... to initialize()")
-        if self._repeated is None:
-            self._repeated = _repeat(self.training_state.loader)
-        return self._repeated
-
-    def forget_batches(self) -> None:
-        """Let the next `train_batch` begin where the loader's position says (the engine's own call, before a load)."""
-        self._repeated = None
-
-    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
-        world = self.training_state.world
-        if world.world_size == 1:
-            return mean
-        found: list[float] = world.all_gather_object(mean.item())
-        return torch.tensor(sum(found) / len(found), device=mean.device)
-
-
-def _repeat(loader: Iterable[Any]) -> Iterator[Any]:
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the micro-batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 
 
-def _take(data_iter: Iterator[Any], count: int) -> list[Any]:
+def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:
+    """Return the next `count` micro-batches. Raises StopIteration where there are fewer."""
     if not hasattr(data_iter, "__next__"):
         raise UsageError(f"expected an iterator of micro-batches, got {type(data_iter).__name__}: pass iter(...) of it")
     return [next(data_iter) for _ in range(count)]
 
 
-def _call(engine: Any, batch: Any) -> Any:
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Return what the model makes of a micro-batch: a mapping is its keyword arguments, a tuple or list its arguments."""
     if isinstance(batch, Mapping):
-        return engine(**batch)
-    return engine(*batch) if isinstance(batch, tuple | list) else engine(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the loss in what a model returned: itself, `.loss`, under "loss", or in front."""
     found = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
@@ -114,3 +46,12 @@ def _loss_of(output: Any) -> torch.Tensor:
             "as .loss, or in front"
         )
     return found
+
+
+def mean_loss(losses: Sequence[torch.Tensor], world: World) -> torch.Tensor:
+    """Return the mean of the losses over all ranks, fp32 without extents (all ranks)."""
+    mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+    if world.world_size == 1:
+        return mean
+    found: list[float] = world.all_gather_object(mean.item())
+    return torch.tensor(sum(found) / len(found), device=mean.device)

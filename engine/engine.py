@@ -3,42 +3,71 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import signal
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
+from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access
+from .access.export import ExportOptions, save_weights
 from .access.generation import in_step
-from .checkpoint.save import Checkpoints
-from .checkpoint.snapshots import StepSnapshots
-from .deepspeed_names import DeepSpeedNames
+from .access.guard import ParameterGuard
+from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .batches import call_with, loss_of, mean_loss, repeat, take_batches
+from .checkpoint.client_state import ClientValues, check
+from .checkpoint.load_plan import LoadOptions, LoadReport
+from .checkpoint.renaming import Names
+from .checkpoint.save import Checkpoints, SaveOptions, SaveTicket
+from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .loader import TrainingLoader
 from .optim.optimizer import ZeroOptimizer
-from .params.guard import ParameterGuard
 from .params.tensors import cast_floating
 from .report.monitors import EventMonitor, Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.timers import Timers
-from .runtime.distributed import phase
+from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
-from .runtime.signals import StopSignals
-from .save_calls import SaveCalls
+from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
 
+_log = logging.getLogger("zstore")
 
-class Engine(SaveCalls, DeepSpeedNames, nn.Module):
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _phase(name: str) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
+    """Mark a call as a phase of the run: what it raises on one rank alone fails the run on every rank."""
+
+    def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+        @functools.wraps(method)
+        def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with self.training_state.world.calling(name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return mark
+
+
+class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
+    Over 300 lines because it is all that a training script may call, DeepSpeed's names among them: a call checks its
+    arguments and hands on.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -47,16 +76,26 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         self.module = training.model
         self.training_state = training
         self.checkpoints = Checkpoints(training)
-        self._unchecked = []
-        self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
-        self.report = RunReport(training, self.timers, monitors)
+        self._unchecked: list[ClientState] = []
+        """Client state that saves to come will have, and that was not looked at yet."""
+        self._when_asked: Callable[[], NoReturn] | None = None
+        """What `save_on_signal` asked for."""
+        self._batches: Iterator[Any] | None = None
+        """Of the engine's own loader, over and over."""
+        self.times = PhaseTimes()
+        self._wait_for_device: Callable[[], object] | None = None
+        """At both ends of each phase, at the price of what goes on beside the device."""
+        if settings.wall_clock_breakdown and training.world.device.type == "cuda":
+            self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
+        self.report = RunReport(training, self.times, monitors)
         self.monitor = EventMonitor(
             monitors, enabled=any(s.enabled for s in (settings.tensorboard, settings.csv_monitor, settings.wandb))
         )
+        """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
         # Not a method of this object, which would then never be collected.
-        self._complete_saves = partial(_complete_saves, self.checkpoints, self.steps)
+        self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
         self.access = Access(training, self._complete_saves)
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
@@ -68,16 +107,16 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    @phase("forward")
+    @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
-        with self.timers.forward(), self.access.during("forward"):
+        with self._timed("forward_s"), self.access.during("forward"):
             return self.module(*args, **kwargs)
 
-    @phase("backward")
+    @_phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return the loss.
 
@@ -92,39 +131,58 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
-        if self.training_state.updates_within:
+        if self.training_state.in_backward is not None and self.training_state.accumulation.is_boundary:
             self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
         self.report.add_loss(loss)
-        with self.timers.backward(), self.access.during("backward"):
-            scaled = self.training_state.scaled(loss, divide=scale_wrt_gas)
-            self.training_state.backward(scaled, retain_graph=retain_graph)
+        with self._timed("backward_s"), self.access.during("backward"):
+            self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
         return loss
 
-    @phase("step")
+    @_phase("step")
     def step(self) -> None:
         """End a micro-batch; at the last of an accumulation update the parameters and advance the schedule.
 
         Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
-        self.access.require_no_block("engine.step()")
-        accumulation, boundary = training.accumulation, training.is_boundary
+        if self.access.open_blocks:
+            self.access.require_no_block("engine.step()")
+        accumulation = training.accumulation
+        boundary = accumulation.is_boundary
         if accumulation.backwards == 0 and (accumulation.is_new or not accumulation.named):
             raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
         self.require_parameters()
         training.was_applied = False
         try:
             if boundary:
-                with self.timers.optimizer():
+                with self._timed("optimizer_s"):
                     training.step()
         finally:
             training.counters.micro_steps += 1
             accumulation.end_micro_batch(boundary=boundary)
         if boundary:
-            self.report.step_ended()
-            self.check_client_state()
-            self.steps.take()
-            self.stop_if_asked()
+            if self.report.enabled:
+                self.report.step_ended()
+            while self._unchecked:
+                # Before hours of training, and not at a save that must not fail.
+                check(present(self._unchecked.pop()))
+            if self.steps.enabled:
+                self.steps.take()
+            if self._when_asked is not None and self.stop_requested is not None:
+                self._when_asked()
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to those of a phase."""
+        if self._wait_for_device is not None:
+            self._wait_for_device()
+        start = time.perf_counter()
+        try:
+            yield
+            if self._wait_for_device is not None:
+                self._wait_for_device()
+        finally:
+            setattr(self.times, phase, getattr(self.times, phase) + time.perf_counter() - start)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -138,9 +196,9 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
             raise UsageError(f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}")
         self.training_state.name_boundary(is_boundary)
 
-    @phase("access")
+    @_phase("access")
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take so many samples a step over all ranks from now on, by more or fewer micro-batches (all ranks).
+        """Use `train_batch_size` samples a step over all ranks from now on, in more or fewer micro-batches (all ranks).
 
         Over more than one micro-batch gradients accumulate in fp32 (see `data_types.grad_accum_dtype`): from one to more
         they take more memory than the plan at the start says. A resumed run begins with the config's size.
@@ -168,6 +226,322 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
             f"engine.{name} = Parameter(...) would not be trained: give it to the model before initialize()"
         )
 
+    # -- whole steps ------------------------------------------------------------------------------------------------
+    # A micro-batch is what the model is called with: a tuple or list its arguments, a mapping its keyword arguments,
+    # anything else its one argument. The model returns its loss, or what has one as `loss`, under "loss" or in front.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
+        losses over all ranks (all ranks).
+
+        By default they come from the loader that `initialize` returned, epoch after epoch. The model is set to train.
+        Raises StopIteration, before anything is computed, where the iterator has fewer, UsageError in the middle of an
+        accumulation.
+        """
+        if self.training_state.counters.micro_steps % self.gradient_accumulation_steps():
+            raise UsageError(
+                "train_batch() in the middle of an accumulation: complete the step with engine.step() first"
+            )
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise UsageError("train_batch() without an iterator: pass one, or training_data=... to initialize()")
+            if self._batches is None:
+                self._batches = repeat(self.training_dataloader)
+            data_iter = self._batches
+        batches = take_batches(data_iter, self.gradient_accumulation_steps())
+        self.train()
+        losses = []
+        for batch in batches:
+            loss = loss_of(call_with(self, batch))
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach())
+        return mean_loss(losses, self.world)
+
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
+        """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
+        `gradient_accumulation_steps`), without gradients and with the model set to evaluate meanwhile (all ranks)."""
+        batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                losses = [loss_of(call_with(self, batch)) for batch in batches]
+        finally:
+            for module, training in modes:
+                module.training = training
+        return mean_loss(losses, self.world)
+
+    # -- whole tensors ----------------------------------------------------------------------------------------------
+    # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's
+    # in the model, as in `model.named_parameters()`; of tied parameters any name will do. A wrong one is a UsageError, on
+    # every rank, that names the nearest.
+
+    @_phase("access")
+    def get_full_parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return a parameter in the best precision there is: a copy on the CPU, in its shape (all ranks).
+
+        That is the fp32 master; of a parameter that is not trained, itself. None on other ranks with `rank0_only`.
+        """
+        return self.access.parameter(name, rank0_only=rank0_only)
+
+    @_phase("access")
+    def get_optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return what the optimizer keeps of a parameter, as "exp_avg": a copy on the CPU, fp32 (all ranks).
+
+        In the parameter's shape; a scalar, as "step", without extents. None on other ranks with `rank0_only`. Raises
+        UsageError for a slot that the optimizer does not keep.
+        """
+        return self.access.optimizer_state(name, slot, rank0_only=rank0_only)
+
+    @_phase("access")
+    def get_gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return a parameter's gradient, as the step under way has it so far: a copy on the CPU, fp32 (all ranks).
+
+        It is the mean over ranks, summed over the micro-batches since the last step, without the loss scale, before
+        clipping. None after `step()`, for a parameter that no backward reached or that is not trained, and on other ranks
+        with `rank0_only`.
+        """
+        return self.access.gradient(name, rank0_only=rank0_only)
+
+    @_phase("access")
+    def set_full_parameter(self, name: str, values: Any) -> None:
+        """Replace a parameter by rank 0's `values`: its fp32 master takes them as they are, the parameter rounded.
+
+        `values` is anything that torch.as_tensor takes, of the parameter's shape; other ranks may pass None (all ranks).
+        Raises UsageError for another shape, and within a forward or backward.
+        """
+        self.access.set_parameter(name, values)
+
+    @_phase("access")
+    def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
+        """Replace what the optimizer keeps of a parameter by rank 0's `values`; see `get_optimizer_state` (all ranks).
+
+        Other ranks may pass None.
+        """
+        self.access.set_optimizer_state(name, slot, values)
+
+    @_phase("access")
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        *,
+        filename: str | None = None,
+        dtype: str | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> list[Path]:
+        """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
+
+        Numbered files of at most `max_file_bytes` of weights, with an index, where one does not hold them; named after
+        `save_filename` (or `filename`), by default as `from_pretrained` finds them. For a name that ends with .bin or .pt, as
+        "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
+        transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
+        ("bf16", "fp16", "fp32"; by default what the model computes in). Tied weights are written once.
+        `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank, whatever the model's size.
+
+        The files have their names when they are whole and durable. Raises CheckpointExistsError where `save_dir` has
+        weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
+        """
+        options = ExportOptions(
+            filename=filename if save_filename is None else save_filename,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            without_frozen=exclude_frozen_parameters,
+        )
+        return save_weights(self.access, Path(save_dir), options)
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str | None = None) -> list[Path]:
+        """Do as `save_16bit_model`, whose older name it is."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    @_phase("access")
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the model's state dict (all ranks); without parameters that are not trained if `exclude_frozen_parameters`.
+
+        Where parameters are sharded (stage 3): copies on the CPU with whole values on rank 0, which need memory for the
+        whole model there, and an empty dict on other ranks. Else the model's own `state_dict()`, on every rank.
+        """
+        return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
+
+    @_phase("access")
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: CustomLoad | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load rank 0's `state_dict` into the model, at every stage; other ranks may pass {} (all ranks).
+
+        The fp32 masters take the values as they are, parameters and buffers rounded; the optimizer's state stays. Without
+        `strict`, what only one of both has is left out. `custom_load_fn(src=state_dict, dst=model)` is called on rank 0
+        instead, with whole parameters to write to. `fetch_z3_params` is not needed: parameters are gathered where they are
+        sharded. Raises UsageError, before anything is changed, that lists what does not fit.
+        """
+        self.access.require_no_block("engine.load_module_state_dict()")
+        load_module_state(self.access, without_prefix(state_dict), strict=strict, custom=custom_load_fn)
+
+    @_phase("access")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict as `load_module_state_dict` does, and return its missing and unexpected keys (all ranks).
+
+        Raises UsageError for `assign`, which would give the parameters other memory.
+        """
+        if assign:
+            raise UsageError(
+                "engine.load_state_dict(assign=True) would give parameters memory that no step changes: leave it out"
+            )
+        self.access.require_no_block("engine.load_state_dict()")
+        return load_module_state(self.access, without_prefix(state_dict), strict=strict)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @_phase("save")
+    def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, and ours behind it
+        self,
+        save_dir: str,
+        tag: str | float | None = None,
+        client_state: ClientValues | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        client_sd: ClientValues | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = True,
+        overwrite: bool = False,
+    ) -> SaveTicket:
+        """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
+
+        Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
+        the state may change meanwhile. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
+        numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
+        which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
+        log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does what a load
+        without a tag takes. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
+
+        Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
+        CheckpointExistsError for a tag that another run committed unless `overwrite`.
+        """
+        state = client_state if client_state is not None else client_sd
+        options = SaveOptions(
+            folder=save_dir,
+            tag=tag,
+            state={} if state is None else state,
+            metrics=metrics or {},
+            wait=wait,
+            overwrite=overwrite,
+            is_latest=save_latest,
+            leaves_out_frozen=exclude_frozen_parameters,
+        )
+        self.steps.note_folder(save_dir)
+        return self.checkpoints.save(options)
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | float | None = None, *, names: Names | None = None, **options: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
+
+        `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
+        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. What is not loaded stays as it is, and
+        `load_report` names it. `names` says what the checkpoint's parameters and buffers are called in the model: a dict
+        of those whose names differ, or a function of the name; None as a name leaves one out.
+        (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
+        that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
+        """
+        chosen = LoadOptions.of(options, names)
+        self._batches = None  # the next `train_batch` begins where the loader is by then
+        self.access.require_no_block("engine.load_checkpoint()")
+        with self.world.calling("load"):
+            return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last load read and linked on this rank, and which keys were missing or unexpected; None before the first."""
+        return self.checkpoints.report
+
+    @_phase("save")
+    def wait_for_checkpoint(self) -> None:
+        """Return once a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
+        raise what went wrong, on every rank (all ranks)."""
+        self._complete_saves()
+
+    @property
+    def step_client_state(self) -> ClientState:
+        """What the snapshots of steps have as client state: a dict as it is at the end of `step()`, or a function that is
+        called there (rank 0's counts); empty at first. `load_checkpoint` returns it. The first `step()` after it was set
+        raises UsageError for what cannot be stored."""
+        return self.steps.client_state
+
+    @step_client_state.setter
+    def step_client_state(self, state: ClientState) -> None:
+        self.steps.client_state = state
+        self._unchecked.append(state)
+
+    @property
+    def durable_step(self) -> int | None:
+        """The last step that survives a kill, by the snapshots of this engine; None where there is none yet."""
+        return self.steps.committed_step
+
+    # -- stopping ---------------------------------------------------------------------------------------------------
+
+    def save_on_signal(
+        self,
+        save_dir: str,
+        tag: str | float | None = None,
+        client_state: ClientState | None = None,
+        *,
+        signals: Iterable[int] = STOP_SIGNALS,
+    ) -> None:
+        """When one of `signals` comes on any rank, let the next `step()` save and end the process, with code 75 (all
+        ranks).
+
+        By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called
+        within that `step()`, and once in the next one, which raises UsageError for what cannot be stored. Raises UsageError
+        outside the main thread.
+        """
+        self.watch_signals(signals)
+        if client_state is not None:
+            self._unchecked.append(client_state)
+        self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
+
+    def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
+        """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all
+        ranks). Raises UsageError outside the main thread."""
+        self.signals.watch(signals)
+
+    @property
+    def stop_requested(self) -> signal.Signals | None:
+        """The signal that some rank got, None where none did: the same on every rank after each `step()`, one that was skipped
+        too, so that all may leave the loop together, with `save_and_stop`."""
+        return self.signals.requested
+
+    def save_and_stop(
+        self, save_dir: str | None, tag: str | float | None = None, client_state: ClientState | None = None
+    ) -> NoReturn:
+        """Save, and raise SystemExit with code 75 (all ranks).
+
+        What went wrong with an earlier save that is still under way is a warning: it must not cost this one. A tag that another
+        run committed is not replaced: this run's id is put behind it. With None as `save_dir` only a save under way is
+        completed. Ranks that all leave so are no failure of the run.
+        """
+        with self.world.calling("save"):
+            if save_dir is not None:
+                state = None if client_state is None else present(client_state)
+                self.checkpoints.settle()
+                try:
+                    self.save_checkpoint(save_dir, tag, state)
+                except CheckpointExistsError as error:
+                    other = self.checkpoints.tag_beside(tag)
+                    if self.world.rank == 0:
+                        _log.warning("%s; this one is saved as %r", error, other)
+                    self.save_checkpoint(save_dir, other, state)
+                self.steps.settle()
+            self.wait_for_checkpoint()
+            self.world.leave_together()
+            raise SystemExit(STOPPED_EXIT_CODE)
+
     # -- what is asked of it ----------------------------------------------------------------------------------------
 
     @property
@@ -193,7 +567,7 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the model computes; batches belong there."""
-        return self.training_state.device
+        return self.training_state.world.device
 
     @property
     def optimizer(self) -> ZeroOptimizer:
@@ -240,19 +614,19 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
 
     def train_batch_size(self) -> int:
         """Return the samples of a step over all ranks."""
-        return self.training_state.batch.train_batch_size
+        return self.training_state.accumulation.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of one forward on one rank."""
-        return self.training_state.batch.micro_batch_size
+        return self.training_state.accumulation.batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of a step on one rank."""
-        return self.training_state.batch.accumulation_steps
+        return self.training_state.accumulation.batch.accumulation_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
-        return self.training_state.is_boundary
+        return self.training_state.accumulation.is_boundary
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` changed parameters: not within an accumulation, nor at an overflow."""
@@ -269,7 +643,70 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return engine_statistics(self.training_state, self.timers, self.checkpoints.stall_s, self.steps.stall_s)
+        return engine_statistics(self.training_state, self.times, self.checkpoints.stall_s, self.steps.stall_s)
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all optimizer steps so far, over all ranks."""
+        return self.training_state.samples
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (samples of a step over all ranks, samples of a micro-batch, micro-batches of a step)."""
+        batch = self.training_state.accumulation.batch
+        return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 where it has neither."""
+        groups = self.training_state.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded or may be: a stage above 0."""
+        return self.training_state.config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage, 0 to 3."""
+        return self.training_state.config.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded: stages 2 and 3."""
+        return self.training_state.config.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded: stage 3."""
+        return self.training_state.config.stage >= 3
+
+    def gradient_clipping(self) -> float:
+        """Return the norm that gradients are clipped to; 0.0: they are not."""
+        return self.training_state.config.gradient_clipping
+
+    def steps_per_print(self) -> int:
+        """Return the steps from one line of progress to the next; 0: none."""
+        return self.training_state.config.steps_per_print
+
+    def dump_state(self) -> bool:
+        """Return whether the state was printed at the start, as the config asks."""
+        return self.training_state.config.settings.dump_state
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether the times of forward, backward and step are printed."""
+        return self.training_state.config.settings.wall_clock_breakdown
+
+    def destroy(self) -> None:
+        """Do as `close()`."""
+        self.close()
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
+        """Compile the model's forward with torch, as `model.compile(backend=backend, **compile_kwargs)` does.
+
+        Raises UsageError where parameters are sharded, for they come and go within the forward.
+        """
+        if self.training_state.hooks is not None:
+            raise UsageError(
+                "engine.compile(): parameters come and go within the forward, which cannot be traced: leave it out, or use a "
+                "stage below 3 without offload_param"
+            )
+        self.training_state.model.compile(backend=backend, **(compile_kwargs or {}), **options)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -307,11 +744,6 @@ def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
     """Complete what is being saved (all ranks)."""
     checkpoints.wait()
     steps.complete()
-
-
-def _wait_for(device: torch.device) -> Callable[[], None] | None:
-    """Return what waits until `device` has done all that it was asked to; None where it never lags behind."""
-    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def _close(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zstore.errors import ConfigError, UsageError
+from zstore.io.files import Files
 from zstore.ranks.world import World
 
 from .build.init import require_no_init
@@ -20,9 +21,8 @@ from .checkpoint.snapshots import require_shared_folder
 from .config import Config, ResolveContext, load_config, read_answers
 from .engine import Engine
 from .loader import Collate, TrainingLoader
-from .optim.lr_schedules import named_schedule
+from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import ZeroOptimizer, optimizer_from_config
-from .optim.schedules import Schedule
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
@@ -47,6 +47,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     config_params: Any = None,
     *,
     auto: Mapping[str, Any] | None = None,
+    _files: Files | None = None,
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -95,7 +96,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
-            engine = Engine(wire(model, resolved, world, facade, schedule=schedule, loader=loader), monitors)
+            training = wire(model, resolved, world, facade, schedule=schedule, loader=loader, files=_files)
+            engine = Engine(training, monitors)
         except BaseException:
             monitors.close()
             raise
@@ -164,14 +166,14 @@ def _optimizer(
     return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
 
 
-def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> Schedule:
+def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule:
     if client is None:
         section = config.scheduler
-        return Schedule(None if section is None else named_schedule(section, optimizer))
+        return LRSchedule(None if section is None else named_schedule(section, optimizer))
     if hasattr(client, "step") and not isinstance(client, type):
-        return Schedule(client)
+        return LRSchedule(client)
     if callable(client):
-        return Schedule(client(optimizer))
+        return LRSchedule(client(optimizer))
     raise UsageError(
         f"initialize(lr_scheduler=...): expected a scheduler or a function of the optimizer, got {type(client).__name__}"
     )

@@ -5,48 +5,45 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.io.files import Files
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
+from .build.layout import Layout
+from .build.model import check_model, place_buffers
 from .build.takeover import BuiltModel
 from .config import Config
-from .device.copies import Transfers
-from .device.streams import lane_for
+from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
+from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep, WholeKernel, check_client
+from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
-from .optim.schedules import Schedule
-from .optim.state import OptimizerState, RowsInStore
+from .optim.state import OptimizerState
 from .optim.store import open_store, store_key
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.model import check_model, own_memory, place_buffers, place_parameter
-from .params.record import ParameterRecord, make_record, named_parameters
-from .params.sharding import Sharding
-from .params.tensors import PRECISIONS, map_large_blocks, return_free_memory
+from .params.record import Sharding, named_parameters
+from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan
 from .plan.run import budget_of_rank, check_drives, plan_run
-from .training import Training
-from .zero.gradients import Gradients, ReduceRules, WholeGradients
+from .runtime.allocator import map_large_blocks
+from .training import Accumulation, Training
+from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
 from .zero.spill import GradientSpill
-from .zero.unit_gradients import GradientRules, UnitGradients
-from .zero.unshard import make_residence
-
-_TRIM_BYTES = 64 * 1024 * 1024
-"""Bytes of parameters laid out between two calls that give freed memory back to the system."""
+from .zero.unit_gradients import UnitGradients
+from .zero.unshard import make_sharded_units
 
 _log = logging.getLogger("zstore")
 
@@ -57,10 +54,14 @@ def wire(
     world: World,
     optimizer: ZeroOptimizer,
     *,
-    schedule: Schedule,
+    schedule: LRSchedule,
     loader: TrainingLoader | None,
+    files: Files | None = None,
 ) -> Training:
-    """Return the run of `model` as the config says (all ranks); the model is changed in place."""
+    """Return the run of `model` as the config says (all ranks); the model is changed in place.
+
+    `files` is what the run's store touches its disks through.
+    """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = group_of_parameters(optimizer, model)
@@ -69,15 +70,10 @@ def wire(
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world)
-    # A store that is taken over has its budget already; "auto" would be another by now.
-    former = built.store_of(store_key(config))
-    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
-    lane = lane_for(world.device)
+    streams = streams_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
-    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=lane.device_is_host)
-    pins = not lane.device_is_host
-    store = built.take_over(store_key(config)) or open_store(config, world, budget_bytes, pins=pins)
-    transfers = Transfers(lane, store.links)
+    plan, store = _open(model, config, built, slots, streams, files)
+    transfers = Transfers(streams, store.links)
     if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
         map_large_blocks()
     try:
@@ -87,7 +83,7 @@ def wire(
         types = GradientTypes.of(config, world.world_size)
         splits = config.splits_master
         state = OptimizerState(store, kernels, transfers, splits=splits, keeps_whole=whole, types=types)
-        layout = _Layout(config, sharding, built, plan)
+        layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
         _warn_of_fallbacks(store, world)
@@ -96,20 +92,23 @@ def wire(
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         hooks = None
         if sharding.parameters:
-            hooks = UnitHooks(model, units, make_residence(units, config, store, world, transfers))
-            hooks.residence.on_ready(updater.wait_for)
+            hooks = UnitHooks(model, units, make_sharded_units(units, config, store, world, transfers))
+            hooks.units.on_ready(updater.wait_for)
+        gradients = _gradients(state, units, hooks, config, sharding, world)
+        in_backward = None
+        if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
+            in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
             config=config,
-            batch=config.batch,
+            accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,
             model=model,
-            device=world.device,
             plan=plan,
             state=state,
             updater=updater,
             step_mode=mode,
-            gradients=_gradients(state, units, hooks, config, sharding, world),
+            gradients=gradients,
             hooks=hooks,
             optimizer=optimizer,
             schedule=schedule,
@@ -117,10 +116,30 @@ def wire(
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
+            in_backward=in_backward,
         )
     except BaseException:
         store.close()
         raise
+
+
+def _open(
+    model: nn.Module,
+    config: Config,
+    built: BuiltModel,
+    slots: Mapping[str, tuple[str, ...]],
+    streams: Streams,
+    files: Files | None,
+) -> tuple[Plan, TensorStore]:
+    """Return where everything rests, and the store that holds it: the one in which the model was built, or a new one (all
+    ranks)."""
+    world, key = built.world, store_key(config)
+    # A store that is taken over has its budget already; "auto" would be another by now.
+    former = built.store_of(key)
+    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
+    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
+    store = built.take_over(key)
+    return plan, store or open_store(config, world, budget_bytes, pins=not streams.device_is_host, files=files)
 
 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
@@ -139,92 +158,8 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     return [WholeKernel() for _ in optimizer.param_groups]
 
 
-class _Layout:
-    """Gives each parameter its type, its memory and its state."""
-
-    def __init__(self, config: Config, sharding: Sharding, built: BuiltModel, plan: Plan) -> None:
-        self._plan = plan
-        self._dtype = PRECISIONS[config.precision]
-        self._sharding = sharding
-        self._built = built
-        self._world = built.world
-
-    def lay_out_all(
-        self, parameters: Sequence[tuple[str, tuple[str, ...], nn.Parameter, int | None]], state: OptimizerState
-    ) -> list[ParameterRecord]:
-        """Return the records of all parameters, in order (all ranks). One at a time is whole in memory."""
-        records: list[ParameterRecord] = []
-        error: BaseException | None = None
-        freed_bytes = 0
-        for name, aliases, parameter, group in parameters:
-            try:
-                # After an error too: the other ranks are in this, one after the other.
-                rows = self._place(name, parameter)
-                if error is None:
-                    records.append(self._lay_out((name, aliases, parameter, group), rows, state))
-            except Exception as raised:
-                error = error or raised
-            freed_bytes += parameter.nbytes
-            if freed_bytes >= _TRIM_BYTES:
-                freed_bytes = 0
-                return_free_memory()
-        self._world.raise_together(error)
-        return records
-
-    def _is_released(self, name: str) -> bool:
-        """Return whether a parameter is gathered only where it is used."""
-        return self._sharding.parameters and name not in self._plan.stay_gathered
-
-    def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
-        """Bring a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
-        if self._is_released(name):
-            offloaded = self._plan.placements[name].parameter != "device"
-            rows = self._built.rows(parameter, in_memory=not offloaded)
-            if rows is not None:
-                return rows
-        if not self._built.restore(parameter):
-            place_parameter(parameter, self._world)
-        return None
-
-    def _lay_out(
-        self,
-        parameter: tuple[str, tuple[str, ...], nn.Parameter, int | None],
-        rows: torch.Tensor | RowsInStore | None,
-        state: OptimizerState,
-    ) -> ParameterRecord:
-        """Return the record of a parameter; its arrays are in the store and its memory is as it will rest.
-
-        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors where it is not offloaded.
-        """
-        name, aliases, tensor, group = parameter
-        given = tensor.data
-        tensor.data = own_memory(given, self._dtype) if rows is None else self._no_values(tensor)
-        record = make_record(name, aliases, tensor, group=group, sharding=self._sharding, rank=self._world.rank)
-        placement = self._plan.placements[name]
-        offloaded = placement.parameter != "device"
-        if not offloaded and self._is_released(name):
-            record.shard_memory(rows if isinstance(rows, torch.Tensor) else None)
-        elif rows is not None:
-            record.release()
-        if rows is None:
-            first, stop = record.owned_range
-            # Of the same type, the parameter's memory may be the given one, which may be released by now.
-            rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
-        state.add(record, rows, placement)
-        if offloaded:
-            record.release()
-        self._built.drop(tensor)
-        return record
-
-    def _no_values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return memory that nobody writes to, of the parameter's shape, as it is trained."""
-        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
-        parameter.grad = None
-        return torch.empty(parameter.shape, dtype=dtype, device=self._world.device)
-
-
 def _warn_of_fallbacks(store: TensorStore, world: World) -> None:
-    """Say once what could not be had, and on which ranks (all ranks)."""
+    """Say once what the system refused, and on which ranks (all ranks)."""
     ranks: dict[str, list[int]] = {}
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
         for message in messages:
@@ -253,28 +188,26 @@ def _gradients(
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that nobody asked for.
     others = [record.parameter for record in state.records if record.group is None]
-    within = config.step_overlap == "backward"
-    reduce = ReduceRules(
-        bucket_numel=config.reduce_bucket_numel,
-        scatter=config.reduce_scatter,
-        overlap=config.overlap_comm,
-        types=GradientTypes.of(config, world.world_size),
-    )
+    in_backward = config.step_overlap == "backward"
     # Alone, they are taken off the device as they come where they wait in host memory.
-    leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.lane.device_is_host)
-    by_unit = sharding.gradients or (world.world_size == 1 and (within or sharding.parameters or leaves))
+    leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
+    by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
+    rules = GradientRules(
+        bucket_numel=config.reduce_bucket_numel,
+        scatter=config.reduce_scatter or sharding.parameters,
+        overlap=config.overlap_comm or sharding.parameters,
+        types=GradientTypes.of(config, world.world_size),
+        # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
+        to_host=frozenset(state.gradients_on_host.union(state.spilled)),
+        keeps_rows=config.offload_optimizer.device == "none",
+        squares_at_once=in_backward,
+    )
     if not by_unit:
-        return WholeGradients(trained, others, world, sharding, reduce)
+        everywhere = not (sharding.optimizer_state and rules.scatter)
+        return WholeGradients(trained, others, world, rules, everywhere=everywhere)
     spill = None
     if state.spilled:
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
-    rules = GradientRules(
-        reduce=replace(reduce, scatter=True, overlap=True) if sharding.parameters else reduce,
-        # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
-        to_host=frozenset(state.gradients_on_host.union(state.spilled)),
-        spill=spill,
-        keeps_rows=config.offload_optimizer.device == "none",
-        squares_at_once=within,
-    )
-    return UnitGradients(units, others, world, rules, state.transfers, None if hooks is None else hooks.arrived)
+    arrived = None if hooks is None else hooks.arrived
+    return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

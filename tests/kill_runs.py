@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -19,8 +18,7 @@ import zstore
 from tests.engine_models import batch, make_net
 from tests.test_engine_bits import engine_digests
 from zstore.engine import Engine
-from zstore.engine.optim import store as run_store
-from zstore.store import TensorStore
+from zstore.io.files import Files
 from zstore.testing.faults import DeadlyFiles
 from zstore.testing.ranks import kill_ranks, run_ranks
 
@@ -83,7 +81,7 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
         return ids
 
 
-def start(run: Run, folder: Path, *, durable: bool = True) -> tuple[Engine, Any]:
+def start(run: Run, folder: Path, *, durable: bool = True, files: Files | None = None) -> tuple[Engine, Any]:
     (folder / "nvme").mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1 + int(os.environ.get("RANK", "0")))
     random.seed(2)
@@ -92,7 +90,7 @@ def start(run: Run, folder: Path, *, durable: bool = True) -> tuple[Engine, Any]
     state = torch.get_rng_state()
     model = make_net()
     torch.set_rng_state(state)
-    engine, _, loader, _ = zstore.initialize(model=model, config=config, training_data=Data())
+    engine, _, loader, _ = zstore.initialize(model=model, config=config, training_data=Data(), _files=files)
     return engine, loader
 
 
@@ -129,16 +127,14 @@ def uninterrupted(run: Run, steps: int) -> list[list[Digests]]:
 def _killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list[int]) -> None:
     """Resume and train to step `stop`, with a file operation of each rank at which it dies, where there is one."""
     what, base = Run(**run), Path(folder)
-    if points:
-        files = DeadlyFiles(points[rank] if points[rank] >= 0 else None)
-        run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
+    files = DeadlyFiles(points[rank] if points[rank] >= 0 else None) if points else None
     log = os.open(base / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def note(**line: Any) -> None:
         os.write(log, json.dumps(line).encode() + b"\n")
 
     note(started=True)
-    engine, loader = start(what, base)
+    engine, loader = start(what, base, files=files)
     with engine:
         path, _ = engine.load_checkpoint(f"{folder}/ckpt")
         note(resumed=engine.global_steps, path=path, digests=engine_digests(engine))

@@ -23,7 +23,7 @@ from tests.engine_runs import make_config, start
 from tests.reference import Reference
 from tests.test_engine_bits import ADAM, digest, rows_at_rest
 from zstore.engine import Engine
-from zstore.engine.device.streams import CudaLane
+from zstore.engine.device import CudaStreams
 from zstore.engine.params.tensors import as_torch
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
 
@@ -188,20 +188,20 @@ def test_buffers_and_state_are_pinned(nvme: Path) -> None:
 
 @knows_cuda
 def test_copies_beside_the_computation_come_after_it() -> None:
-    lane = CudaLane(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     numel = 4 * 1024 * 1024
     there = torch.zeros(numel, device="cuda")
-    pieces = [lane.empty_host(numel, torch.float32) for _ in range(4)]
+    pieces = [streams.empty_host(numel, torch.float32) for _ in range(4)]
     marks = []
     for piece in pieces:
         for _ in range(50):
             there = there + 1
-        marks.append((lane.copy(piece, there, lane.mark()), there))
+        marks.append((streams.copy(piece, there, streams.record()), there))
     for number, (mark, _) in enumerate(marks, 1):
-        lane.wait(mark)
+        streams.wait(mark)
         assert torch.equal(pieces[number - 1], torch.full((numel,), 50.0 * number))
     back = torch.empty_like(there)
-    lane.wait(lane.copy(back, pieces[0], lane.mark()))
+    streams.wait(streams.copy(back, pieces[0], streams.record()))
     assert torch.equal(back, torch.full_like(back, 50.0))
 
 

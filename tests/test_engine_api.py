@@ -152,7 +152,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         zstore.initialize(model=linear(), config={"train_batch_size": 1})
     with pytest.raises(UsageError, match="no trainable parameter"):
         start(linear().requires_grad_(False))
-    with pytest.raises(UsageError, match="none of the model's"):
+    with pytest.raises(UsageError, match="not one of the model's"):
         zstore.initialize(model=linear(), model_parameters=linear().parameters(), config=settings())
     with pytest.raises(UsageError, match="meta device"):
         start(nn.Linear(2, 2, device="meta"))

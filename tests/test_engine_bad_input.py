@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], type[Exception], str]]
     "another model's optimizer": (
         lambda m: {"optimizer": torch.optim.AdamW(make_net().parameters()), "config": make_config()},
         UsageError,
-        r"none of the model's: make the optimizer from the parameters of the model",
+        r"not one of the model's: make the optimizer from the parameters of the model",
     ),
     "optimizer of no kind": (
         lambda m: {"optimizer": object(), "config": make_config()},

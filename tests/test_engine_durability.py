@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 import tempfile
@@ -17,9 +16,8 @@ from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
 from zstore.engine.config import load_config
-from zstore.engine.optim import store as run_store
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError
-from zstore.store import TensorStore
+from zstore.io.files import Files
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command
@@ -39,8 +37,8 @@ def abandon(engine: Engine) -> None:
     engine.close()
 
 
-def trained(nvme: Path, steps: int, *, tier: str = "nvme", **keys: Any) -> Engine:
-    engine = start(make_config(3, tier, nvme, **(DURABLE | keys)))
+def trained(nvme: Path, steps: int, *, tier: str = "nvme", files: Files | None = None, **keys: Any) -> Engine:
+    engine = start(make_config(3, tier, nvme, **(DURABLE | keys)), _files=files)
     for _ in range(steps):
         step(engine)
     return engine
@@ -292,10 +290,8 @@ def _two_ranks(rank: int, nvme: str, ckpt: str) -> int | None:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
-    files = FaultyFiles()
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
-    return files
+def faults() -> FaultyFiles:
+    return FaultyFiles()
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
@@ -303,7 +299,7 @@ def test_a_snapshot_that_fails_is_an_error_of_the_next_step_which_changes_nothin
     nvme: Path, faults: FaultyFiles, overlap: str
 ) -> None:
     keys = {"zstore": {"durability": "step", "step_overlap": overlap}}
-    with trained(nvme, 2, **keys) as engine:
+    with trained(nvme, 2, files=faults, **keys) as engine:
         engine.wait_for_checkpoint()
         faults.inject(Fault(kind="link", error_number=errno.ENOSPC, times=None))
         faults.inject(Fault(kind="write", pattern="*/steps/*", error_number=errno.ENOSPC, times=None))
@@ -323,7 +319,7 @@ def test_a_snapshot_that_fails_is_an_error_of_the_next_step_which_changes_nothin
 
 
 def test_a_full_disk_in_an_update_leaves_the_step_before(nvme: Path, faults: FaultyFiles) -> None:
-    with trained(nvme, 2) as engine:
+    with trained(nvme, 2, files=faults) as engine:
         engine.wait_for_checkpoint()
         expected = state_of(engine)
         faults.inject(Fault(kind="write", pattern="*/rank-00000/*", error_number=errno.ENOSPC, times=None))
@@ -354,8 +350,9 @@ def test_a_failure_on_one_rank_is_raised_on_both(nvme: Path) -> None:
 
 def _one_fails(rank: int, nvme: str) -> list[str]:
     files = FaultyFiles()
-    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
-    engine = start(make_config(1, "cpu", zstore={"durability": "step", "durability_path": str(steps_of(Path(nvme)))}))
+    engine = start(
+        make_config(1, "cpu", zstore={"durability": "step", "durability_path": str(steps_of(Path(nvme)))}), _files=files
+    )
     step(engine)
     engine.wait_for_checkpoint()
     if rank == 1:

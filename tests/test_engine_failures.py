@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import signal
@@ -22,10 +21,8 @@ from tests.engine_runs import make_config, start, step, unchanged
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.engine.checkpoint import save as checkpointing
-from zstore.engine.optim import store as run_store
 from zstore.errors import RankError, UsageError
 from zstore.ranks import incident
-from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
@@ -76,12 +73,11 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -
     files = FaultyFiles()
     # Nobody needs long to answer here: the test need not wait longer.
     incident.ABSENT_S = 1.0
-    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     keys = {"silent_rank_s": 2 if what == "stop" else 45, "step_overlap": mode}
     config = make_config(stage, "nvme" if mode != "none" or where == "read" else "none", folder, zstore=keys)
     if mode != "none":
         config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": folder}
-    engine = start(config)
+    engine = start(config, _files=files)
     step(engine)
     if rank == FAILING:
         _arrange(engine, where, {"kill": _kill, "raise": _raise, "stop": _stop}[what], files)
@@ -222,10 +218,8 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
 
 def _dies_in_a_save(rank: int, folder: str) -> str:
     incident.ABSENT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
-    if rank == 1:
-        held = GatedFiles("write_small", pattern="*manifest*")
-        run_store.TensorStore = functools.partial(TensorStore, files=held)  # type: ignore[assignment, misc]
-    engine = start(make_config(1, zstore={"silent_rank_s": 2}))
+    held = GatedFiles("write_small", pattern="*manifest*")
+    engine = start(make_config(1, zstore={"silent_rank_s": 2}), _files=held if rank == 1 else None)
     step(engine)
     if rank == 1:
         engine.save_checkpoint(folder, wait=False)

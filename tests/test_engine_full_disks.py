@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from tests.engine_runs import make_config, start, state_of, step
 from tests.test_engine_bits import engine_digests
 from zstore.engine import Engine
-from zstore.engine.optim import store as run_store
 from zstore.errors import DiskFullError, RankError
-from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
@@ -49,8 +46,7 @@ def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str
     with start(config) as engine:
         whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
     files = FaultyFiles()
-    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
-    with start(config) as engine:
+    with start(config, _files=files) as engine:
         _steps(engine, 2)
         engine.save_checkpoint(f"{folder}/ckpt")
         if rank == 1:
@@ -87,11 +83,10 @@ class _SmallDrive(FaultyFiles):
         return super().free_bytes(path) if self.free is None else self.free
 
 
-def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path) -> None:
     files = _SmallDrive()
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
     folder = nvme.parent / "ckpt"
-    with start(make_config(3, "nvme", nvme)) as engine:
+    with start(make_config(3, "nvme", nvme), _files=files) as engine:
         step(engine)
         shards = {path: path.stat().st_size for path in nvme.rglob("*.shard")}
         before = state_of(engine)

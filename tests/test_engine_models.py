@@ -314,5 +314,5 @@ def _misuse(rank: int) -> list[str]:
 
 def test_misuse_is_answered_on_every_rank() -> None:
     for other_model, own_backward in run_ranks(_misuse, WORLD_SIZE):
-        assert "ranks [1] have another model than rank 0" in other_model
+        assert "ranks [1] have a different model from rank 0" in other_model
         assert "call engine.backward(loss), not loss.backward()" in own_backward

@@ -23,8 +23,7 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config import BatchSizes
 from zstore.engine.loader import TrainingLoader
-from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
-from zstore.engine.params.sharding import Sharding
+from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
 from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name
 from zstore.engine.params.units import find_units
 from zstore.engine.zero import norm
@@ -378,15 +377,16 @@ def test_the_world_alone_needs_no_process_group() -> None:
     assert Sharding.of_stage(3, World.current().world_size) == Sharding.of_stage(0, 1)
 
 
-def test_a_refused_o_direct_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refusing(self: Files, fd: int) -> None:
+class _Refusing(Files):
+    """Files of a file system without direct I/O."""
+
+    def _make_direct(self, fd: int) -> None:
         raise OSError(errno.EINVAL, "refused")
 
-    monkeypatch.setattr(Files, "_make_direct", refusing)
+
+def test_a_refused_o_direct_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}
-    engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config)
+    engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config, _files=_Refusing())
     engine.close()
     assert "refuses O_DIRECT; transfers are buffered" in caplog.text

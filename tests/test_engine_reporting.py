@@ -19,7 +19,6 @@ from tests import warm
 from tests.engine_models import batch, make_net
 from tests.engine_runs import make_config, start, step
 from zstore.engine.report.memory import MemoryStatistics
-from zstore.engine.report.timers import Timers
 from zstore.engine.runtime.garbage import CollectorPause
 from zstore.engine.runtime.messages import show_messages
 from zstore.testing.ranks import run_ranks
@@ -179,16 +178,19 @@ def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() -> None:
     calls: list[str] = []
-    timers = Timers(lambda: calls.append("wait"))
-    with timers.forward():
-        calls.append("forward")
-    with timers.optimizer():
-        calls.append("step")
-    assert calls == ["wait", "forward", "wait", "wait", "step", "wait"]
-    times = timers.times()
-    assert times.forward_s > 0
-    assert times.backward_s == 0
-    assert times.optimizer_s > 0
+    with start(make_config(gradient_accumulation_steps=1)) as engine:
+        engine._wait_for_device = lambda: calls.append("wait")
+        engine.module.register_forward_pre_hook(lambda *_: calls.append("forward"))
+        loss = engine(*batch(0, 0, 0))
+        assert calls == ["wait", "forward", "wait"]
+        assert engine.times.forward_s > 0
+        assert engine.times.backward_s == engine.times.optimizer_s == 0
+        calls.clear()
+        engine.backward(loss)
+        engine.step()
+        assert calls == ["wait"] * 4
+        assert engine.times.backward_s > 0
+        assert engine.times.optimizer_s > 0
 
 
 def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import signal
 import tempfile
@@ -21,20 +20,13 @@ from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
 from zstore.engine.checkpoint import load as restoring
-from zstore.engine.optim import store as run_store
 from zstore.errors import CheckpointError, RankError, StorageError
-from zstore.io.files import Files
-from zstore.store import TensorStore
 from zstore.testing.faults import CallingFiles, Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)
 
 MIB = 2**20
-
-
-def with_files(files: Files) -> Any:
-    return functools.partial(TensorStore, files=files)
 
 
 @pytest.fixture
@@ -53,8 +45,7 @@ def test_an_updater_waits_only_for_what_is_not_written_yet(
 ) -> None:
     held = "optimizer/exp_avg/blocks.1.up.weight"
     files = GatedFiles("write", pattern=f"*/{held}/*")
-    monkeypatch.setattr(run_store, "TensorStore", with_files(files))
-    with start(make_config(1, tier)) as engine, files.holding():
+    with start(make_config(1, tier), _files=files) as engine, files.holding():
         step(engine)
         at_save = state_of(engine)
         ticket = engine.save_checkpoint(str(tmp_path), wait=False)
@@ -272,15 +263,14 @@ def test_ranks_link_their_shards_while_older_checkpoints_go(tmp_path: Path, stag
 # -- to another file system -------------------------------------------------------------------------------------------
 
 
-def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == nvme.stat().st_dev:
         pytest.skip("needs /dev/shm on a file system of its own")
     files = GatedFiles("allocate", pattern="/dev/shm/*")
-    monkeypatch.setattr(run_store, "TensorStore", with_files(files))
     with tempfile.TemporaryDirectory(dir=memory) as ckpt:
         config = make_config(3, "nvme", nvme, zstore={"step_overlap": "none"})
-        with start(config) as engine, files.holding():
+        with start(config, _files=files) as engine, files.holding():
             step(engine)
             at_save = state_of(engine)
             ticket = engine.save_checkpoint(ckpt, wait=False)
@@ -306,9 +296,8 @@ def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path, mon
 
 def _fails_behind(rank: int, folder: str) -> list[str]:
     files = FaultyFiles()
-    run_store.TensorStore = with_files(files)  # type: ignore[assignment, misc]
     seen: list[str] = []
-    engine = start(make_config(1))
+    engine = start(make_config(1), _files=files)
     with engine:
         for where in ("wait", "save"):
             step(engine)
@@ -343,17 +332,14 @@ def save_interrupted(engine: Engine, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["rank-00000", "zstore.json", "latest"])
-def test_ctrl_c_in_a_save_leaves_the_checkpoint_before_it_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_ctrl_c_in_a_save_leaves_the_checkpoint_before_it_or_the_new_one(tmp_path: Path, moment: str) -> None:
     def interrupt(kind: str, path: Path) -> None:
         if armed and moment in path.name:
             armed.clear()
             os.kill(os.getpid(), signal.SIGINT)
 
     armed: list[int] = []
-    monkeypatch.setattr(run_store, "TensorStore", with_files(CallingFiles(interrupt)))
-    with start(make_config(1)) as engine:
+    with start(make_config(1), _files=CallingFiles(interrupt)) as engine:
         step(engine)
         engine.save_checkpoint(str(tmp_path), "before")
         step(engine)

@@ -15,7 +15,7 @@ import zstore
 from tests.engine_runs import make_config
 from tests.test_schedules import KNOWN, made
 from zstore.engine import Engine
-from zstore.engine.optim.lr_schedules import NamedSchedule
+from zstore.engine.lr_schedules import NamedSchedule
 from zstore.errors import ConfigError, UsageError
 
 

@@ -32,11 +32,10 @@ SCRIPT = """
 import errno, functools, os, select, sys, torch, zstore
 from tests.engine_runs import make_config, step
 from tests.engine_models import make_net
-from zstore.engine.optim import store as run_store
 from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 folder, stage, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-keys, factor = {}, 1.0
+keys, factor, files = {}, 1.0, None
 if how == "every step is skipped":
     keys, factor = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}, float("inf")
 if how == "a snapshot failed":
@@ -45,9 +44,9 @@ if os.environ.get("RANK") == "1":
     # Of arrays, in a save of that tag and in the snapshot of the second step.
     patterns = ("*/lost.*/model/*", "*/step-00000002-*/model/*")
     faults = [Fault(kind="write", pattern=each, times=None, error_number=errno.EIO) for each in patterns]
-    run_store.TensorStore = functools.partial(TensorStore, files=FaultyFiles(faults=tuple(faults)))
+    files = FaultyFiles(faults=tuple(faults))
 zstore.init_distributed("gloo")
-engine, *_ = zstore.initialize(model=make_net(), config=make_config(stage, **keys))
+engine, *_ = zstore.initialize(model=make_net(), config=make_config(stage, **keys), _files=files)
 seen = 0
 with engine:
     if how == "own loop":

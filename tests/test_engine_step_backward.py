@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import sys
 import threading
 from pathlib import Path
@@ -33,9 +32,7 @@ from tests.test_engine_step_modes import (
 from zstore.engine import Engine
 from zstore.engine.config import ResolveContext, load_config
 from zstore.engine.optim import in_backward as within
-from zstore.engine.optim import store as run_store
 from zstore.errors import NonFiniteError, RankError, UsageError
-from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
@@ -210,8 +207,8 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_close_with_an_update_under_way(mode: str, monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with held(monkeypatch, mode, nvme) as (engine, files):
+def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
+    with held(mode, nvme) as (engine, files):
         updater = engine.training_state.updater
         updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
         files.close_gate()
@@ -222,12 +219,9 @@ def test_close_with_an_update_under_way(mode: str, monkeypatch: pytest.MonkeyPat
     assert not list(nvme.rglob("*.shard"))
 
 
-def test_a_failed_update_is_told_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, nvme: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = FaultyFiles()
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
-    with start(config("forward", nvme), make_model()) as engine:
+    with start(config("forward", nvme), make_model(), _files=files) as engine:
         step(engine)
         engine.training_state.complete()
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))

@@ -22,11 +22,9 @@ from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
-from zstore.engine.optim import store as run_store
 from zstore.engine.optim.updater import LatePin
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError
 from zstore.io.files import OpenFile
-from zstore.store import TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
@@ -79,12 +77,11 @@ def expected(steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def held(monkeypatch: pytest.MonkeyPatch, mode: str, nvme: Path, **keys: Any) -> Iterator[tuple[Engine, GatedFiles]]:
+def held(mode: str, nvme: Path, **keys: Any) -> Iterator[tuple[Engine, GatedFiles]]:
     """Give an engine one step old, and a gate that, once closed, holds its updates."""
     files = GatedFiles("write", pattern=HELD)
     files.open_gate()
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
-    with start(config(mode, nvme, **keys), make_model()) as engine, files.holding():
+    with start(config(mode, nvme, **keys), make_model(), _files=files) as engine, files.holding():
         step(engine)
         engine.training_state.complete()
         yield engine, files
@@ -103,8 +100,8 @@ def opening(files: GatedFiles, call: Callable[..., Any]) -> Callable[..., Any]:
 # -- forward: step() fixes everything ---------------------------------------------------------------------------------
 
 
-def test_what_changes_after_step_is_of_the_next_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with held(monkeypatch, "forward", nvme) as (engine, files):
+def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
+    with held("forward", nvme) as (engine, files):
         files.close_gate()
         step(engine)
         files.arrived(1)
@@ -129,10 +126,10 @@ WAYS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def test_any_forward_applies_the_update(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme) as (engine, files):
+def test_any_forward_applies_the_update(nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
         step(other)
-        residence = engine.training_state.hooks.residence
+        residence = engine.training_state.hooks.units
         for way in WAYS.values():
             files.close_gate()
             step(engine)
@@ -146,8 +143,8 @@ def test_any_forward_applies_the_update(monkeypatch: pytest.MonkeyPatch, nvme: P
         assert state_of(engine) == state_of(other)
 
 
-def test_residents_are_updated_in_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme, threshold=1000) as (engine, files):
+def test_residents_are_updated_in_step(nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme, threshold=1000) as (engine, files):
         step(other)
         files.close_gate()
         step(engine)
@@ -226,8 +223,8 @@ READERS: dict[str, Callable[[Engine, Path], Any]] = {
 }
 
 
-def test_readers_see_the_finished_step(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
-    with start(plain(), make_model()) as other, held(monkeypatch, "forward", nvme) as (engine, files):
+def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
         step(other)
         updater = engine.training_state.updater
         updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
@@ -239,8 +236,8 @@ def test_readers_see_the_finished_step(monkeypatch: pytest.MonkeyPatch, nvme: Pa
             assert torch.equal(read(engine, tmp_path / name), read(other, tmp_path / f"{name} of none")), name
 
 
-def test_statistics_do_not_wait(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with held(monkeypatch, "forward", nvme) as (engine, files):
+def test_statistics_do_not_wait(nvme: Path) -> None:
+    with held("forward", nvme) as (engine, files):
         files.close_gate()
         step(engine)
         files.arrived(1)
@@ -250,8 +247,8 @@ def test_statistics_do_not_wait(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> 
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_ctrl_c_while_waiting(mode: str, monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    with held(monkeypatch, mode, nvme) as (engine, files):
+def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
+    with held(mode, nvme) as (engine, files):
         updater = engine.training_state.updater
         original, interrupter = updater.wait, threading.Thread(target=_thread.interrupt_main)
 
@@ -291,9 +288,9 @@ def _pins(engine: Engine) -> int:
     return disk + sum(store._host._pins.values()) + sum(store._device._pins.values())
 
 
-def test_a_save_takes_what_the_update_finishes(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+def test_a_save_takes_what_the_update_finishes(nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    with held(monkeypatch, "forward", nvme) as (engine, files):
+    with held("forward", nvme) as (engine, files):
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, "behind", wait=False)
@@ -310,11 +307,10 @@ def test_a_save_takes_what_the_update_finishes(monkeypatch: pytest.MonkeyPatch, 
         assert state_of(engine) == expected(2)
 
 
-def test_steps_go_on_while_a_save_is_linked(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+def test_steps_go_on_while_a_save_is_linked(nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     files = GatedFiles("link")
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
-    with start(config("forward", nvme), make_model()) as engine, files.holding():
+    with start(config("forward", nvme), make_model(), _files=files) as engine, files.holding():
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
         step(engine)
@@ -342,13 +338,10 @@ class HeldFaults(FaultyFiles):
         return super()._pwritev(file, data, offset)
 
 
-def test_a_failed_update_fails_the_save_and_a_load_mends(
-    monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path
-) -> None:
+def test_a_failed_update_fails_the_save_and_a_load_mends(nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     files = HeldFaults()
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=files))
-    with start(config("forward", nvme), make_model()) as engine:
+    with start(config("forward", nvme), make_model(), _files=files) as engine:
         step(engine)
         engine.save_checkpoint(folder, "good")
         files.gate.clear()
@@ -375,9 +368,9 @@ def test_a_failed_update_fails_the_save_and_a_load_mends(
         assert state_of(engine) == expected(2)
 
 
-def test_a_save_given_up_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, nvme: Path, tmp_path: Path) -> None:
+def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    with held(monkeypatch, "forward", nvme) as (engine, files):
+    with held("forward", nvme) as (engine, files):
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
@@ -445,9 +438,8 @@ def say(error: BaseException) -> str:
 def _disk_error(rank: int, mode: str, folder: str, world_size: int) -> dict[str, Any]:
     """A write of rank 0's fails in the update of step 2; a load mends that, and step 2 is taken again."""
     files = FaultyFiles()
-    run_store.TensorStore = functools.partial(TensorStore, files=files)  # type: ignore[assignment, misc]
     found: dict[str, Any] = {}
-    with start(config(mode, f"{folder}/nvme"), make_model()) as engine:
+    with start(config(mode, f"{folder}/nvme"), make_model(), _files=files) as engine:
         step(engine)
         engine.save_checkpoint(f"{folder}/ckpt")
         if rank == 0:

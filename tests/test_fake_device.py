@@ -45,7 +45,7 @@ def fake_device(forgets: Sequence[str] = ()) -> Iterator[FakeDevice]:
     """Let engines made in the block compute on a fake device."""
     device = FakeDevice(forgets)
     with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(wiring, "lane_for", lambda _: device)
+        patch.setattr(wiring, "streams_for", lambda _: device)
         patch.setattr(pinning, "_cuda_runtime", lambda: device)
         patch.setattr(test_engine_bits, "STEPS", 2)
         yield device
@@ -88,7 +88,7 @@ def test_bits_equal_the_plain_loop_on_two_ranks() -> None:
 
 # What is left out, and a case in which it matters: gradients as they come, parameters before use, gradients of the
 # update, new rows.
-FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("mark", CASES[0]), ("down", CASES[3]), ("up", CASES[4])]
+FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("event", CASES[0]), ("down", CASES[3]), ("up", CASES[4])]
 
 
 @pytest.mark.parametrize(("forgotten", "chosen"), FORGOTTEN)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine_runs import make_config, start
 from zstore.engine import wiring
-from zstore.engine.device.streams import HostLane
+from zstore.engine.device import Streams
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io import pinning
@@ -127,14 +127,14 @@ def _warned(rank: int) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zstore").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wiring, "lane_for", lambda _: _Away())
+        patch.setattr(wiring, "streams_for", lambda _: _Away())
         config = make_config(1, "cpu")
         config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
         start(config).close()
     return [message for message in found if "not pinned" in message]
 
 
-class _Away(HostLane):
+class _Away(Streams):
     """Says that the device is not the host, so that memory is to be pinned."""
 
     device_is_host = False

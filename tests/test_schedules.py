@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zstore.engine.config import ResolveContext, load_config
-from zstore.engine.optim.lr_schedules import NamedSchedule, WarmupLR, named_schedule
+from zstore.engine.lr_schedules import NamedSchedule, WarmupLR, named_schedule
 from zstore.errors import ConfigError
 
 OWN_LR = 0.5

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zstore.engine.device.copies import Transfers
-from zstore.engine.device.streams import HostLane
-from zstore.engine.params.record import ParameterRecord, make_record
-from zstore.engine.params.sharding import Sharding
+from zstore.engine.device import Streams, Transfers
+from zstore.engine.params.record import ParameterRecord, Sharding, make_record
 from zstore.engine.params.units import Unit
 from zstore.engine.zero import spill as spill_module
-from zstore.engine.zero.gradients import ReduceRules
+from zstore.engine.zero.gradients import GradientRules
 from zstore.engine.zero.norm import sum_of_squares
 from zstore.engine.zero.spill import GradientSpill
-from zstore.engine.zero.unit_gradients import GradientRules, UnitGradients
+from zstore.engine.zero.unit_gradients import UnitGradients
 from zstore.errors import StorageError
 from zstore.io.files import Files
 from zstore.io.links import LinkCounters
@@ -46,7 +44,7 @@ def opened(
             store.create(spec, grid=record.state_grid, shard=0, tier="disk")
             assert store.tier_of(spec.name) == "disk"
             arrays[record] = spec.name
-        spill = GradientSpill(store, arrays, Transfers(HostLane(), store.links))
+        spill = GradientSpill(store, arrays, Transfers(Streams(), store.links))
         try:
             yield spill, list(arrays)
         finally:
@@ -183,8 +181,8 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, records):
         unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
-        rules = GradientRules(reduce=ReduceRules(bucket_numel=10**9), spill=spill)
-        gradients = UnitGradients([unit], [], World(), rules, Transfers(HostLane(), LinkCounters()))
+        rules = GradientRules(bucket_numel=10**9)
+        gradients = UnitGradients([unit], [], World(), rules, Transfers(Streams(), LinkCounters()), spill=spill)
         for faulty in (True, False):
             if faulty:
                 files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))

@@ -5,7 +5,6 @@ Time passes when a test says so: when somebody is about to wait for what stands 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +15,12 @@ import pytest
 import torch
 
 from tests.engine_runs import make_config, start, step
-from zstore.engine.device.copies import Transfers
-from zstore.engine.optim import store as run_store
+from zstore.engine.device import Transfers
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.tiers.memory import MemoryTier
-from zstore.testing.fake_device import FakeDevice, FakeMark
+from zstore.testing.fake_device import FakeDevice, FakeEvent
 from zstore.testing.faults import GatedFiles
 from zstore.testing.stores import create
 
@@ -181,8 +179,7 @@ def test_an_engine_tells_each_cause_by_its_link(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_store, "TensorStore", functools.partial(TensorStore, files=gate))
-    with start(make_config(1, "nvme", tmp_path, aio={"queue_depth": 1, "thread_count": 1})) as engine:
+    with start(make_config(1, "nvme", tmp_path, aio={"queue_depth": 1, "thread_count": 1}), _files=gate) as engine:
         step(engine)
         engine.training_state.complete()
         before = engine.statistics()
@@ -197,16 +194,16 @@ class SlowDevice(FakeDevice):
 
     clock_of_host: Clock
 
-    def wait(self, mark: FakeMark) -> None:
-        if not self.is_reached(mark):
+    def wait(self, event: FakeEvent) -> None:
+        if not self.query(event):
             self.clock_of_host.now += PASSED_S
-        super().wait(mark)
+        super().wait(event)
 
 
 def test_a_copy_that_was_begun_earlier_counts_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, links = SlowDevice(), LinkCounters()
     device.clock_of_host = Clock()
-    monkeypatch.setattr("zstore.engine.device.copies.time", device.clock_of_host)
+    monkeypatch.setattr("zstore.engine.device.time", device.clock_of_host)
     transfers = Transfers(device, links)
     copy = transfers.begin(device.empty_host(6, torch.bfloat16), torch.ones(6, dtype=torch.bfloat16))
     device.clock_of_host.now += 3.0  # computing

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zstore
-from zstore.engine.runtime.threads import one_thread
+from zstore.engine.device import one_thread
 
 
 @pytest.fixture(autouse=True)

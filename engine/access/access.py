@@ -99,7 +99,7 @@ class Access:
         """
         world = self.training.world
         with world.agreeing():
-            if self.training.within is not None:
+            if self.training.is_updating:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
                     "then; call step() first"
@@ -235,8 +235,10 @@ class Access:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take so many samples a step from now on."""
         training = self.training
-        self.finished(f"set_train_batch_size({train_batch_size!r})", lambda: training.batch_of(train_batch_size))
-        training.resize(training.batch_of(train_batch_size))
+        self.finished(
+            f"set_train_batch_size({train_batch_size!r})", lambda: training.accumulation.batch_of(train_batch_size)
+        )
+        training.resize(training.accumulation.batch_of(train_batch_size))
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
@@ -322,7 +324,7 @@ class Access:
     def _changing(self, change: Callable[[], None]) -> None:
         training = self.training
         if training.hooks is not None:
-            training.hooks.residence.forget()
+            training.hooks.units.forget()
         training.torn = True
         with training.world.agreeing("The state was changed in part: load a checkpoint before going on."):
             change()

@@ -21,7 +21,7 @@ from zstore.weights.from_checkpoint import DTYPES
 from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files
 from zstore.weights.writer import WeightsWriter, lost_text
 
-from ..params.model import save_config, stored_buffers
+from ..build.model import save_config, stored_buffers
 from ..params.tensors import as_numpy, dtype_name
 from .full_tensors import Piece
 

@@ -116,7 +116,7 @@ class _Block:
         self._access.finished(self._call, self._check, changes=self._modifier_rank is not None)
         hooks = self._access.training.hooks
         if hooks is not None:
-            hooks.residence.hold(self._records, self._access.fill)
+            hooks.units.hold(self._records, self._access.fill)
         self._access.enter_block(self._records)
         self._versions = [record.parameter._version for record in self._records]
 
@@ -142,7 +142,7 @@ class _Block:
                 _take_over(record, shape, keep=False)
             self._access.leave_block()
             if training.hooks is not None:
-                training.hooks.residence.let_go(self._records)
+                training.hooks.units.let_go(self._records)
 
     def _end_together(self, error: BaseException | None) -> None:
         """Raise what ended the block on any rank, after the parameters have their values of before."""

@@ -36,7 +36,8 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..optim.state import TierName
-from ..params.tensors import as_bytes, as_torch, dtype_name, return_free_memory
+from ..params.tensors import as_bytes, as_torch, dtype_name
+from ..runtime.allocator import return_free_memory
 from .guard import BuildingGuard
 
 FillRows = Callable[[int, torch.Tensor], None]

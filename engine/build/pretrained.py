@@ -27,13 +27,14 @@ from zstore.ranks.world import World
 from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config import load_config
-from ..params.model import stored_buffers
 from ..params.record import named_parameters
-from ..params.tensors import as_numpy, return_free_memory
+from ..params.tensors import as_numpy
+from ..runtime.allocator import return_free_memory
 from ..runtime.distributed import init_distributed
 from ..runtime.messages import show_messages
 from .destination import open_building, plan_building
 from .init import require_no_init
+from .model import stored_buffers
 from .parked import Builder
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
 
-from ..params.model import stored_buffers
+from ..build.model import stored_buffers
 from ..params.tensors import as_numpy, as_torch, dtype_name
 from ..runtime.messages import warn_once
 from . import client_state as client
@@ -103,7 +103,7 @@ class Restore:
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
         training = self._training
-        training.give_up_within()
+        training.abandon_update()
         training.updater.forget()
         if plan.left_out and training.world.rank == 0:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
@@ -111,7 +111,7 @@ class Restore:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
         training.torn = True
         if training.hooks is not None:
-            training.hooks.residence.forget()
+            training.hooks.units.forget()
         state: dict[str, Any] = {}
         with training.world.agreeing(
             "The engine now holds a mixture of two states: load another checkpoint before going on."

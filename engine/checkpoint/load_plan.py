@@ -14,9 +14,9 @@ from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.format.arrays import buffer_array, model_array
 
+from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY
 from ..optim.state import OptimizerState
-from ..params.model import stored_buffers
 from ..params.record import ParameterRecord
 from .renaming import Names, Renamed
 
@@ -140,7 +140,7 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
     missing, left_over = _differences(training, reader, options, wanted)
-    if (training.torn or training.within is not None) and (missing or left_over or not options.everything):
+    if (training.torn or training.is_updating) and (missing or left_over or not options.everything):
         raise UsageError(
             "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
             "options"

@@ -26,7 +26,7 @@ def engine_record(training: Training) -> dict[str, Any]:
     """Return the engine's part of a checkpoint's record."""
     return {
         "counters": asdict(training.counters),
-        "batch": asdict(training.batch),
+        "batch": asdict(training.accumulation.batch),
         "seed": training.config.seed,
         "precision": training.config.precision,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
@@ -51,12 +51,16 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
     options = plan.options
     if options.progress:
-        training.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        training.accumulation.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = Counters(**record["counters"]), 0
         training.accumulation.restart()
         saved = record["batch"]
-        if not isinstance(saved, Mapping) or training.batch.accumulation_steps != saved.get("accumulation_steps"):
-            training.counters.micro_steps = training.counters.global_steps * training.batch.accumulation_steps
+        if not isinstance(saved, Mapping) or training.accumulation.batch.accumulation_steps != saved.get(
+            "accumulation_steps"
+        ):
+            training.counters.micro_steps = (
+                training.counters.global_steps * training.accumulation.batch.accumulation_steps
+            )
         if training.loader is not None and record["data_position"] is not None:
             training.loader.position = int(record["data_position"])
     for parameter in plan.updated:
@@ -128,8 +132,8 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
     """
     world_size = training.world.world_size
     if world_size == saved_world_size:
-        return training.batch
-    total, micro = int(saved["train_batch_size"]), training.batch.micro_batch_size
+        return training.accumulation.batch
+    total, micro = int(saved["train_batch_size"]), training.accumulation.batch.micro_batch_size
     if total < 1:
         raise CorruptionError(f"the checkpoint's global batch of {total} samples is none")
     if total % (micro * world_size):
@@ -140,7 +144,9 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
             f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; change the world "
             "size or train_micro_batch_size_per_gpu"
         )
-    return replace(training.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size))
+    return replace(
+        training.accumulation.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size)
+    )
 
 
 def plain(value: Any) -> Any:

@@ -31,8 +31,8 @@ from zstore.store.tiers import PinnedShard
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
+from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
-from ..params.model import save_config, stored_buffers
 from ..runtime.interrupts import interrupts_wait
 from . import client_state as client
 from .destinations import Destination, destination_of
@@ -168,7 +168,7 @@ class Checkpoints:
 
     def _check_no_accumulation(self) -> None:
         training = self._training
-        under_way, steps = training.accumulation, training.batch.accumulation_steps
+        under_way, steps = training.accumulation, training.accumulation.batch.accumulation_steps
         if not under_way.is_new:
             raise UsageError(
                 f"save_checkpoint in the middle of a step ({under_way.stepped} of {steps} micro-batches are stepped, "

@@ -110,6 +110,8 @@ class StepSnapshots:
         self._training = training
         self._checkpoints = checkpoints
         self._folder = training.config.step_folder
+        self.enabled = self._folder is not None
+        """Whether the config asks for a snapshot after every step."""
         self._files = UnsyncedFiles(training.state.store.resources.files)
         self._resources = replace(training.state.store.resources, files=self._files)
         self._id = training.world.broadcast_object(uuid.uuid4().hex) if self._folder else ""
@@ -130,7 +132,8 @@ class StepSnapshots:
         """Step of the last snapshot that is committed."""
         self.stall_s = 0.0
         """Seconds for which snapshots held training up."""
-        training.before_change = self.complete
+        if self.enabled:
+            training.before_change = self.complete
         training.world.when_broken.append(self._give_up_later)
         self._look_after_folder()
 

@@ -20,7 +20,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format.arrays import model_array
 
-from ..device.copies import GradientTiles
+from ..device import GradientTiles
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep, Scalars
 from .state import OptimizerState

@@ -1,6 +1,6 @@
-"""The update of step mode `backward`: what the backward finishes, the updater's thread changes.
+"""The optimizer in the backward, for step mode `backward`: what the backward finishes, the updater's thread changes.
 
-[Note: an update within the backward]
+[Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
 is final. One that is not expected, or comes after all, is updated when the backward is over. Where the update falls
 behind, the backward waits for it: no more than a few units' gradients are held.
@@ -24,9 +24,10 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
+from ..runtime.interrupts import interrupts_wait
 from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
-from .update import Settings, Update
+from .update import StepSettings, Update
 from .updater import Updater
 
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
@@ -70,23 +71,27 @@ class ReadGuard:
             handle.remove()
 
 
-class WithinBackward:
-    """One step's update, begun before its gradients exist. The backward's thread tells it of each final gradient.
+class OptimizerInBackward:
+    """Updates parameters in the last backward of a step, begun before their gradients exist: at most one such update is
+    under way, from `start` to `finish` or `abandon`. The backward's thread tells it of each final gradient.
 
-    See [Note: an update within the backward].
+    See [Note: an update in the backward].
     """
 
-    def __init__(self, state: OptimizerState, gradients: UnitGradients, guard: ReadGuard, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, state: OptimizerState, gradients: UnitGradients, updater: Updater) -> None:
+        self.under_way = False
+        """Whether an update has begun that `step()` has not ended yet."""
         self._state = state
         self._gradients = gradients
-        self._guard = guard
-        self._settings = settings
+        self._updater = updater
+        self._guard = ReadGuard(model, {record.parameter: record for record in state.scalars})
+        self._settings = StepSettings(step=0, factor=1.0, groups=())
         self._changed = threading.Condition()
         self._final: dict[ParameterRecord, None] = {}
         self._admitted: set[ParameterRecord] = set()
         self._waiting: dict[ParameterRecord, int] = {}
         """Bytes of final gradients that the update did not take yet."""
-        self._most_waiting_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * gradients.largest_unit_bytes)
+        self._most_waiting_bytes = 0
         self._awaited: ParameterRecord | None = None
         """What the update waits for."""
         self._is_over = False
@@ -94,11 +99,22 @@ class WithinBackward:
         self._ended = False
         """Whether the update is."""
 
-    def start(self, updater: Updater) -> None:
-        """Start the update, which takes each record when its gradient is final."""
-        self._gradients.on_final = self._note_final
-        self._gradients.comes_in_parts = self._guard.recomputes
-        updater.start(self._update(self._gradients.expected), self._admit, self._note_end)
+    def start(self, settings: StepSettings) -> None:
+        """Start the update, which takes each record when its gradient is final (before the backward)."""
+        if self.under_way:
+            raise UsageError(
+                'a second backward before step(), but with "step_overlap": "backward" the first one has updated the '
+                'parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+            )
+        self._settings = settings
+        self._final, self._admitted, self._waiting = {}, set(), {}
+        self._awaited, self._is_over, self._ended = None, False, False
+        self._most_waiting_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
+        with interrupts_wait():
+            self._gradients.on_final = self._note_final
+            self._gradients.comes_in_parts = self._guard.recomputes
+            self._updater.start(self._update(self._gradients.expected), self._admit, self._note_end)
+            self.under_way = True
 
     def _update(self, records: list[ParameterRecord]) -> Update:
         return Update(self._state, records, self._settings, self._take)
@@ -128,7 +144,7 @@ class WithinBackward:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._gradients.forget_listener()
+        self._gradients.on_final = None
 
     # -- the updater's thread ---------------------------------------------------------------------------------------
 
@@ -158,37 +174,41 @@ class WithinBackward:
 
     # -- step() -----------------------------------------------------------------------------------------------------
 
-    def finish(self, updater: Updater, now: Settings) -> None:
+    def finish(self, now: StepSettings) -> None:
         """Return when every final gradient was used (after the backward).
 
         Raises UsageError where the settings `now` are not those that the update began with.
         """
-        updater.complete()
-        late = [record for record in self._final if record not in self._admitted]
-        update = self._update(late)
-        update.run()
+        self._updater.complete()
+        self._update([record for record in self._final if record not in self._admitted]).run()
         self._update(list(self._final)).note_scalars(list(self._final))
         self._guard.changed.clear()
         self._check_settings(now)
+        self.under_way = False
 
-    def _check_settings(self, now: Settings) -> None:
+    def _check_settings(self, now: StepSettings) -> None:
         for number, (before, after) in enumerate(zip(self._settings.groups, now.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
                     raise UsageError(
                         f"parameter group {number}: {name} was {value!r} at the backward and is {after[name]!r} at step(), "
-                        'but with "step_overlap": "backward" the update runs within the backward: set it before '
+                        'but with "step_overlap": "backward" the update runs in the backward: set it before '
                         'engine.backward(), or set "step_overlap" to "forward" or "none"'
                     )
 
-    def give_up(self, updater: Updater) -> bool:
+    def abandon(self) -> bool:
         """Stop after what was begun; return whether anything was changed, here or on another rank."""
         with self._changed:
             self._final.clear()
         self.end_backward()
-        updater.forget()
+        self._updater.forget()
         self._guard.changed.clear()
+        self.under_way = False
         return bool(self._admitted) or self._gradients.has_sent
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        self._guard.remove()
 
 
 def _plain(value: Any) -> Any:

@@ -142,10 +142,10 @@ class TorchKernel:
         self._made |= made
         self._optimizer.state.clear()
         self.slots = tuple(name for name, value in self._left.items() if self._is_slot(value))
-        strange = [n for n, v in self._left.items() if n not in self.slots and torch.as_tensor(v).dim() > 0]
-        if strange:
+        odd = [n for n, v in self._left.items() if n not in self.slots and torch.as_tensor(v).dim() > 0]
+        if odd:
             raise UsageError(
-                f"optimizer {kind.__name__}: its state {strange[0]!r} has neither the parameter's shape nor none, so it "
+                f"optimizer {kind.__name__}: its state {odd[0]!r} is neither of the parameter's shape nor a scalar, so it "
                 "cannot be cut into tiles; use an element-wise optimizer"
             )
 

@@ -120,7 +120,7 @@ def group_of_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> d
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise UsageError(
-                    f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, is none of the model's: "
+                    f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, is not one of the model's: "
                     "make the optimizer from the parameters of the model that is passed to initialize()"
                 )
             if parameter.requires_grad:

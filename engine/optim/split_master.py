@@ -1,4 +1,4 @@
-"""An fp32 master as its bf16 weight, its low 16 bits, and one bit where these do not tell it.
+"""An fp32 master as its bf16 weight, its low 16 bits, and one bit where these do not determine it.
 
 [Note: the split]
 With a master's bits as an integer, `master = (weight << 16) + low + (tie << 16)`, `low` taken as signed. Rounding to the
@@ -46,8 +46,8 @@ def split_master(
     bits = master.view(torch.int32)
     least, most = _split_bits(bits, weight, low, room)
     if least < 0 or most > 1:
-        strange = (room < 0) | (room > 1)
-        weight.view(torch.int16)[strange] = (bits[strange] >> 16).to(torch.int16)
+        wrong = (room < 0) | (room > 1)
+        weight.view(torch.int16)[wrong] = (bits[wrong] >> 16).to(torch.int16)
         least, most = _split_bits(bits, weight, low, room)
     if most == 0:
         return

@@ -21,12 +21,11 @@ from zstore.store import TensorStore
 from zstore.store.store import ModeName
 from zstore.store.stream import Tile
 
-from ..device.copies import Transfers
+from ..device import Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
 from ..plan.plan import Placement
-from ..runtime.threads import one_thread
 from .kernel import Kernel, Scalars
 from .split_master import join_master, split_master
 
@@ -59,6 +58,7 @@ class OptimizerState:
     ) -> None:
         self.store = store
         self.transfers = transfers
+        self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self._types = types or GradientTypes()
@@ -241,9 +241,8 @@ class OptimizerState:
         Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
         wait for each other, would take the processors from the I/O threads.
         """
-        beside_disk = any(self.store.tier_of(name) == "disk" for group in groups for name in group)
         with (
-            one_thread(beside_disk),
+            one_thread(self._has_disk),
             closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles,
         ):
             yield tiles

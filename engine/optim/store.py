@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zstore.io.files import Files
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 
@@ -31,9 +32,11 @@ def store_key(config: Config) -> StoreKey:
     return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
 
 
-def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: bool) -> TensorStore:
+def open_store(
+    config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None
+) -> TensorStore:
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
-    `pins` registers its buffers with CUDA."""
+    `pins` registers its buffers with CUDA; `files` is what it touches its disks through."""
     io = config.io
     optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
     usual = optimizer or parameters
@@ -52,6 +55,6 @@ def open_store(config: Config, world: World, budget_bytes: int | None, *, pins: 
     )
     with ExitStack() as opened:
         with world.agreeing():
-            store = opened.enter_context(TensorStore(options, rank=world.rank))
+            store = opened.enter_context(TensorStore(options, rank=world.rank, files=files))
         opened.pop_all()
     return store

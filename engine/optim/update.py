@@ -9,7 +9,7 @@ the same on every tier and in every step mode. Phases, for each parameter that h
 3. the kernel changes master and slots in place; the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
 In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do. A split master (see
-[Note: the split]) is put together before phase 2 and taken apart after phase 3, which is phase 4 too.
+[Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import torch
 
 from zstore.store.stream import Tile
 
-from ..device.copies import GradientTiles, RowsUp, Transfers
+from ..device import GradientTiles, H2DQueue, Transfers
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
-from ..runtime.threads import one_thread
 from .kernel import ParameterStep
 from .state import OptimizerState
 
@@ -37,7 +36,7 @@ Rows = Callable[[ParameterRecord], torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class StepSettings:
     """What one step is taken with, fixed when the step is decided: what changes afterwards is the next step's."""
 
     step: int
@@ -48,10 +47,10 @@ class Settings:
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
     @staticmethod
-    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> Settings:
+    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> StepSettings:
         """Return a copy of the groups' present settings; their parameters are left out."""
         copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        return Settings(step=step, factor=float(np.float32(factor)), groups=copies)
+        return StepSettings(step=step, factor=float(np.float32(factor)), groups=copies)
 
 
 def _copy(value: Any) -> Any:
@@ -75,7 +74,7 @@ class _Change:
     """The parameter's own rows, where the master is to be cast into them."""
     step: ParameterStep
     factor: float
-    rising: RowsUp
+    h2d: H2DQueue
     transfers: Transfers
 
     @cached_property
@@ -98,14 +97,14 @@ class _Change:
         if others:
             self.transfers.copy_into(others[0], master)
         elif self.own is not None:
-            self.rising.put(self.own[tile.first : tile.stop], master)
+            self.h2d.put(self.own[tile.first : tile.stop], master)
 
 
 class Update:
     """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
 
     def __init__(
-        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: Settings, rows: Rows
+        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows
     ) -> None:
         self.records = list(records)
         self.settings = settings
@@ -126,15 +125,14 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
 
-        rising = RowsUp(self._state.transfers)
+        h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
-            rising.settle()
+            h2d.settle()
             if done is not None:
                 done(mine[group])
 
         with (
-            one_thread(bool(self._state.store.options.all_paths)),
             self._state.passing(
                 [self._arrays(record) for record in mine],
                 "update",
@@ -146,9 +144,9 @@ class Update:
             change: _Change | None = None
             for tile in tiles:
                 if change is None or change.group != tile.group:
-                    change = self._change_of(mine[tile.group], tile.group, rising)
+                    change = self._change_of(mine[tile.group], tile.group, h2d)
                 change.apply(tile)
-        rising.settle()
+        h2d.settle()
 
     def _arrays(self, record: ParameterRecord) -> list[str]:
         names = self._state.arrays_of(record)
@@ -165,7 +163,7 @@ class Update:
                 modes[record.rest] = "fill"
         return modes
 
-    def _change_of(self, record: ParameterRecord, group: int, rising: RowsUp) -> _Change:
+    def _change_of(self, record: ParameterRecord, group: int, h2d: H2DQueue) -> _Change:
         num_master = len(self._state.master_arrays(record))
         casts = record.rest is None and num_master == 1 and not self._state.is_master(record)
         return _Change(
@@ -177,7 +175,7 @@ class Update:
             own=record.owned() if casts else None,
             step=self._step_of(record),
             factor=self.settings.factor,
-            rising=rising,
+            h2d=h2d,
             transfers=self._state.transfers,
         )
 

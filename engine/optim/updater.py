@@ -1,4 +1,4 @@
-"""Updates that run behind the training loop, on one thread, and whoever has to wait for them.
+"""Updates that run behind the training loop, on one thread, and waiting for them.
 
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
@@ -28,11 +28,10 @@ from zstore.format.partition import Grid
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources, ShardSummary
 from zstore.store import TensorStore
-from zstore.store.tiers import LocalShard, PinnedShard
+from zstore.store.tiers import PinnedShard
 from zstore.store.tiers.base import Bytes
 
-from ..device.copies import Transfers
-from ..device.streams import Within
+from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord
 from .update import Update
 
@@ -50,7 +49,7 @@ class StepMode(Enum):
     NONE = "none"
     """In `step()`."""
     BACKWARD = "backward"
-    """Within the backward, as gradients arrive."""
+    """In the backward, as gradients arrive."""
     FORWARD = "forward"
     """Behind `step()`, before the next forward needs it."""
 
@@ -62,7 +61,7 @@ class _Task:
     update: Update
     admit: Admit | None
     over: Callable[[], None]
-    within: Within
+    context: StreamContext
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -79,15 +78,11 @@ class Updater:
         """Records whose update is not done, and the pins that wait for it."""
         self._held_back: set[ParameterRecord] = set()
         """Those of them that may be read meanwhile, since their update was not admitted yet."""
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What ended an update before its end."""
         self._running: _Task | None = None
         self.waits = 0
         """Times that somebody had to wait for an update."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended an update before its end."""
-        return self._error
 
     def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
         """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was.
@@ -103,7 +98,7 @@ class Updater:
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = _Task(update=update, admit=admit, over=over, within=self._transfers.within())
+        self._running = _Task(update=update, admit=admit, over=over, context=self._transfers.stream_context())
         self._tasks.put(self._running)
 
     def _serve(self) -> None:
@@ -123,14 +118,14 @@ class Updater:
         update = task.update
         error: BaseException | None = None
         try:
-            with task.within():
+            with task.context():
                 update.run(admit=admitted, done=self._done)
         except BaseException as raised:
             raised.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
             error = raised
         with self._changed:
             # At once with the error: from here on nothing is pinned.
-            self._error = error
+            self.error = error
             left, self._pending = self._pending, {}
             self._changed.notify_all()
         for pins in left.values():
@@ -149,17 +144,17 @@ class Updater:
     def wait_for(self, records: Iterable[ParameterRecord]) -> None:
         """Return when none of `records` waits for its update; raise what ended the update.
 
-        Before an update within the backward is admitted, the backward may still read what it will change.
+        Before an update in the backward is admitted, the backward may still read what it will change.
         """
-        if not self._pending and self._error is None:
+        if not self._pending and self.error is None:
             return
         with self._changed:
             wanted = set(records) - self._held_back
             if not wanted.isdisjoint(self._pending):
                 self.waits += 1
                 self._changed.wait_for(lambda: wanted.isdisjoint(self._pending))
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
 
     def wait(self) -> BaseException | None:
         """Return when no update is under way: what ended the last one before its end, None where nothing did."""
@@ -167,7 +162,7 @@ class Updater:
             # May be interrupted: the update goes on, and the next call waits again.
             self._running.ended.wait()
             self._running = None
-        return self._error
+        return self.error
 
     def complete(self) -> None:
         """Return when the update under way is done; raise what ended it."""
@@ -181,10 +176,10 @@ class Updater:
         Raises UsageError where an update failed.
         """
         with self._changed:
-            if self._error is not None:
+            if self.error is not None:
                 raise UsageError(
                     "an update failed, so that the state is a mixture of two steps: load a checkpoint before saving one"
-                ) from self._error
+                ) from self.error
             waiting = self._pending.get(record)
             if waiting is None:
                 return dict(self._store.snapshot(names).pins)
@@ -193,9 +188,9 @@ class Updater:
             return dict(late)
 
     def forget(self) -> None:
-        """Wait for the end of an update and forget its error (before a load, which mends what it left)."""
+        """Wait for the end of an update and forget its error (before a load, which replaces what it left)."""
         self.wait()
-        self._error = None
+        self.error = None
 
     def close(self) -> None:
         """Complete what is under way and end the thread."""
@@ -211,8 +206,9 @@ class LatePin:
 
     def __init__(self, store: TensorStore, name: str) -> None:
         self._name = name
-        self._local = store.local(name)
-        self._tier = store.tier_of(name)
+        self.local = store.local(name)
+        self.tier = store.tier_of(name)
+        self.version: int | None = None
         self._found: Future[PinnedShard] = Future()
         self._lock = threading.Lock()
 
@@ -227,21 +223,6 @@ class LatePin:
                 self._found.set_result(store.snapshot([self._name]).pins[self._name])
             except BaseException as raised:
                 self._found.set_exception(raised)
-
-    @property
-    def local(self) -> LocalShard:
-        """See `PinnedShard`."""
-        return self._local
-
-    @property
-    def tier(self) -> str:
-        """See `PinnedShard`."""
-        return self._tier
-
-    @property
-    def version(self) -> int | None:
-        """See `PinnedShard`."""
-        return None
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError where the update failed."""

@@ -5,7 +5,8 @@
 parameter, so autograd does not refuse what it saved before. A sharded parameter (stage 3) is RESIDENT never;
 released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
 and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
-alias it; gathering fills that very storage again. A parked parameter is released but for its memory, which stays.
+alias it; gathering fills that very storage again. A parameter that is brought
+ahead, or kept, has its memory and points at the placeholder.
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
 Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
@@ -25,8 +26,38 @@ from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, model_array
 from zstore.format.partition import Grid, make_grid
 
-from .sharding import Sharding
-from .tensors import advise_huge_pages, dtype_name
+from ..runtime.allocator import advise_huge_pages
+from .tensors import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What a ZeRO stage shards: which parts of the training state each rank holds only its own rows of. A stage is data,
+    and this is all of it.
+
+    At world size 1 only `parameters` may be true: where they are offloaded, "its own rows" are all of them, and they are
+    gathered from where they rest.
+    """
+
+    world_size: int
+    """Ranks that share the state."""
+    optimizer_state: bool
+    """Masters and the optimizer's slots (stages 1 to 3)."""
+    gradients: bool
+    """Gradients, reduced to their owners during every backward (stages 2 and 3); else once a step, whole."""
+    parameters: bool
+    """Parameters, gathered by unit for forward and backward (stage 3)."""
+
+    @staticmethod
+    def of_stage(stage: int, world_size: int, *, offloads_parameters: bool = False) -> Sharding:
+        """Return what `stage` (0 to 3) shards over `world_size` ranks."""
+        many = world_size > 1
+        return Sharding(
+            world_size=world_size,
+            optimizer_state=many and stage >= 1,
+            gradients=many and stage >= 2,
+            parameters=stage >= 3 and (many or offloads_parameters),
+        )
 
 
 class Residency(Enum):
@@ -159,7 +190,7 @@ class ParameterRecord:
     def point_back(self) -> None:
         """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
         if self.residency is Residency.RELEASED:
-            self.park()
+            self.point_at_placeholder()
         else:
             self._point_at(self.full.view(self.shape))
 
@@ -180,15 +211,17 @@ class ParameterRecord:
 
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
-        self.park()
+        self.point_at_placeholder()
         self.full.untyped_storage().resize_(0)
 
-    def park(self) -> None:
+    def point_at_placeholder(self) -> None:
         """Let the parameter become a view of one NaN, and keep the gathered memory."""
-        hole = torch.full(
+        placeholder = torch.full(
             (1,), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.full.device
         )
-        self._point_at(hole.expand(self.numel).view(self.shape) if self.numel else hole[:0].view(self.shape))
+        self._point_at(
+            placeholder.expand(self.numel).view(self.shape) if self.numel else placeholder[:0].view(self.shape)
+        )
         self.residency = Residency.RELEASED
 
 

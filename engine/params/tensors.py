@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
@@ -54,31 +51,6 @@ def as_bytes(tensor: torch.Tensor) -> Buffer:
     return cast("Buffer", tensor.detach().view(torch.uint8).numpy())
 
 
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
-
-
-def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages where the tensor's storage is large and on the CPU: filling new memory takes a tenth then."""
-    storage = tensor.untyped_storage()
-    if storage.device.type != "cpu" or storage.nbytes() < 2 * _HUGE_PAGE_BYTES:
-        return
-    first = -(-storage.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    stop = (storage.data_ptr() + storage.nbytes()) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    madvise = _madvise()
-    if madvise is not None and stop > first:
-        madvise(first, stop - first, mmap.MADV_HUGEPAGE)  # a refusal leaves ordinary pages, which serve
-
-
-@cache
-def _madvise() -> Any:
-    """Return the C library's madvise; None where there is none or the system has no huge pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    found = ctypes.CDLL(None, use_errno=True).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
-
-
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; the rest as it is."""
     if isinstance(value, torch.Tensor):
@@ -90,33 +62,3 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(cast_floating(item, dtype) for item in value)
     return value
-
-
-def return_free_memory() -> None:
-    """Give memory that was freed back to the system: the C library keeps what lies between other blocks."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE_BLOCK_BYTES = 1024 * 1024
-
-
-@cache
-def map_large_blocks() -> None:
-    """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
-
-    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed. Gradients, which one thread makes and
-    another frees, then take half as much memory again as is ever in use.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
-@cache
-def _malloc_trim() -> Any:
-    """Return the C library's malloc_trim; None where it has none."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)

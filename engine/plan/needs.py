@@ -16,8 +16,7 @@ from zstore.store import StoreOptions
 
 from ..config import Config
 from ..params.gradient_types import GradientTypes
-from ..params.record import ParameterRecord, named_parameters
-from ..params.sharding import Persistence, Sharding
+from ..params.record import ParameterRecord, Sharding, named_parameters
 from ..params.tensors import PRECISIONS, dtype_name
 from ..params.units import called_parameters, find_units
 from .plan import Need, PlacementSettings
@@ -34,6 +33,24 @@ class ParameterShape:
     """As it is trained: floating types are cast to the config's precision."""
     is_called: bool = True
     """Some unit gathers it; one that no module reads cannot be sharded (stage 3)."""
+
+
+class _Persistence:
+    """Says of one parameter after the other, in the order of the model, whether it keeps its gathered copy (stage 3)."""
+
+    def __init__(self, threshold_numel: int, most_numel: int | None) -> None:
+        self._threshold_numel = threshold_numel
+        self._left_numel = most_numel
+
+    def keeps(self, numel: int) -> bool:
+        """Return whether a parameter of `numel` elements is below the threshold, and its copy within what is left."""
+        if numel >= self._threshold_numel:
+            return False
+        if self._left_numel is None:
+            return True
+        fits = numel <= self._left_numel
+        self._left_numel -= numel if fits else 0
+        return fits
 
 
 def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
@@ -85,7 +102,7 @@ def find_needs(
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = GradientTypes.of(config, world_size)
-    persistence = Persistence(config.persistence_threshold_numel, config.persistent_numel)
+    persistence = _Persistence(config.persistence_threshold_numel, config.persistent_numel)
     needs: list[Need] = []
     for one in shapes:
         spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)

@@ -21,8 +21,8 @@ import torch
 from zstore.ranks.world import World
 
 from ..config import Config
+from ..device import one_thread
 from ..params.tensors import PRECISIONS
-from ..runtime.threads import one_thread
 
 SLOW_RATIO = 4.0
 """A 16-bit type that fp32 outruns by more is worth a warning where a config demands it."""

@@ -178,7 +178,7 @@ def count_fetches(
 
 
 class _Fetches:
-    """Follows `Residence` through an iteration, to count what it brings."""
+    """Follows `ShardedUnits` through an iteration, to count what it brings."""
 
     def __init__(self, units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule) -> None:
         self._units = units

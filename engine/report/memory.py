@@ -47,7 +47,7 @@ class MemoryStatistics:
 def memory_statistics(training: Training) -> MemoryStatistics:
     """Return what this rank uses now, and its peaks so far."""
     store = training.state.store.statistics()
-    cuda = training.device.type == "cuda"
+    cuda = training.world.device.type == "cuda"
     return MemoryStatistics(
         device_bytes=store.device_bytes,
         host_bytes=store.host_bytes,
@@ -55,7 +55,7 @@ def memory_statistics(training: Training) -> MemoryStatistics:
         buffer_bytes=store.pool_bytes,
         buffer_peak_bytes=store.pool_peak_bytes,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES,
-        cuda_peak_bytes=torch.cuda.max_memory_allocated(training.device) if cuda else 0,
+        cuda_peak_bytes=torch.cuda.max_memory_allocated(training.world.device) if cuda else 0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..config.keys import acting
 from .memory import memory_statistics
 from .monitors import Monitors
-from .timers import PhaseTimes, Timers
+from .timers import PhaseTimes
 
 if TYPE_CHECKING:
     from ..params.record import ParameterRecord
@@ -28,10 +29,13 @@ class RunReport:
     The value of the loss is taken off the device once in a step in which something is said, else never.
     """
 
-    def __init__(self, training: Training, timers: Timers, monitors: Monitors) -> None:
+    def __init__(self, training: Training, times: PhaseTimes, monitors: Monitors) -> None:
         self._training = training
-        self._timers = timers
+        self._times = times
         self.monitors = monitors
+        self._every = training.config.steps_per_print
+        self.enabled = training.world.rank == 0 and (self._every > 0 or bool(monitors))
+        """Whether there is ever something to say of a step."""
         self._losses: list[torch.Tensor] = []
         """Of the step under way."""
         self._last_step = PhaseTimes()
@@ -48,10 +52,8 @@ class RunReport:
 
     def step_ended(self) -> None:
         """Say what is to be said after an optimizer step, taken or skipped."""
-        training = self._training
-        every, step = training.config.steps_per_print, training.counters.global_steps
-        prints = every > 0 and step % every == 0
-        if training.world.rank != 0 or not self._losses or not (prints or self.monitors):
+        prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
+        if not self.enabled or not self._losses or not (prints or self.monitors):
             return
         loss = float(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
         if self.monitors:
@@ -60,7 +62,7 @@ class RunReport:
             self._print(loss)
 
     def _write(self, loss: float) -> None:
-        training, times = self._training, self._timers.times()
+        training, times = self._training, replace(self._times)
         spent, self._last_step = times - self._last_step, times
         values = {"train_loss": loss, "lr": float(training.optimizer.param_groups[0]["lr"])}
         if training.config.precision == "fp16":
@@ -83,7 +85,7 @@ class RunReport:
             training.norm,
             training.counters.skipped_steps,
         )
-        times = self._timers.times()
+        times = replace(self._times)
         spent, self._last_line = times - self._last_line, times
         # A load may have moved the count of steps either way.
         steps, self._line_step = step - self._line_step, step

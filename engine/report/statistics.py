@@ -31,7 +31,7 @@ from .memory import MemoryStatistics, memory_statistics
 
 if TYPE_CHECKING:
     from ..training import Training
-    from .timers import Timers
+    from .timers import PhaseTimes
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""
@@ -68,10 +68,11 @@ class EngineStatistics:
         return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
 
 
-def engine_statistics(training: Training, timers: Timers, save_stall_s: float, step_stall_s: float) -> EngineStatistics:
+def engine_statistics(
+    training: Training, times: PhaseTimes, save_stall_s: float, step_stall_s: float
+) -> EngineStatistics:
     """Return the counters now; `save_stall_s` and `step_stall_s` are the times for which saves and the snapshots of steps
     held training up."""
-    times = timers.times()
     store = training.state.store.statistics()
     both = training.world.links.statistics(), training.state.store.links.statistics()
     counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
@@ -83,7 +84,7 @@ def engine_statistics(training: Training, timers: Timers, save_stall_s: float, s
         sent_bytes=dict(training.world.sent_bytes),
         memory=memory_statistics(training),
         held=held_bytes(training),
-        units=None if training.hooks is None else training.hooks.residence.statistics(),
+        units=None if training.hooks is None else training.hooks.units.statistics(),
         overlapped=training.gradients.overlapped,
         store=store,
     )

@@ -1,16 +1,16 @@
-"""Time by phase, counted with a context manager."""
+"""Time by phase, which the engine counts."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PhaseTimes:
-    """Seconds spent in each phase."""
+    """Seconds spent in each phase.
+
+    On a device that computes behind the host a phase is the host's time alone, but with `wall_clock_breakdown`.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -24,45 +24,3 @@ class PhaseTimes:
             backward_s=self.backward_s - other.backward_s,
             optimizer_s=self.optimizer_s - other.optimizer_s,
         )
-
-
-class Timers:
-    """Times since the engine was made.
-
-    On a device that computes behind the host, a phase is the host's time alone, unless `wait_for_device` is given: it
-    is called at both ends of each phase and returns once the device is done, at the price of the overlap.
-    """
-
-    def __init__(self, wait_for_device: Callable[[], object] | None = None) -> None:
-        self._wait_for_device = wait_for_device
-        self._seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self._settle()
-        start = time.perf_counter()
-        try:
-            yield
-            self._settle()
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-
-    def _settle(self) -> None:
-        if self._wait_for_device is not None:
-            self._wait_for_device()
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Count a block as forward."""
-        return self._phase("forward")
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Count a block as backward."""
-        return self._phase("backward")
-
-    def optimizer(self) -> AbstractContextManager[None]:
-        """Count a block as optimizer step."""
-        return self._phase("optimizer")
-
-    def times(self) -> PhaseTimes:
-        """Return the times so far."""
-        return PhaseTimes(**{f"{name}_s": seconds for name, seconds in self._seconds.items()})

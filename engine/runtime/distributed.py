@@ -7,43 +7,12 @@ import datetime
 import functools
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
-from zstore.ranks.world import World
-
 _log = logging.getLogger("zstore")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class _InAWorld(Protocol):
-    """What has calls that all ranks make."""
-
-    @property
-    def world(self) -> World:
-        """The ranks."""
-
-
-S = TypeVar("S", bound=_InAWorld)
-
-
-def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Mark a method as a phase of the run: what it raises on one rank alone fails the run on every rank."""
-
-    def mark(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        @functools.wraps(method)
-        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            with self.world.calling(name):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    return mark
 
 
 def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature

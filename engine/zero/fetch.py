@@ -29,8 +29,7 @@ from zstore.io.buffers import Pool
 from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
 
-from ..device.copies import Transfers
-from ..device.streams import Mark, Within
+from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
 from .collectives import Bucket, plan_buckets, unpack
@@ -43,14 +42,14 @@ _DIRECT_NUMEL = 512 * 1024
 
 
 @dataclass(eq=False)
-class Reading:
+class RowRead:
     """Rows on their way from the store: pairs of record and 1-D memory for its rows."""
 
     label: str
     rows: list[tuple[ParameterRecord, torch.Tensor]]
     ahead: bool
     """Whether nothing waits for it yet."""
-    start: Mark
+    start: Event
     """When the memory may be written."""
     error: BaseException | None = None
     cancelled: bool = False
@@ -69,28 +68,28 @@ class RowReader:
         self._store = store
         self._pool = pool
         self._transfers = transfers
-        self._waiting: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[RowRead | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.ready: Ready = _nothing
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
-    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> Reading:
+    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> RowRead:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
-        reading = Reading(label, rows, ahead, self._transfers.lane.mark())
+        reading = RowRead(label, rows, ahead, self._transfers.streams.record())
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, args=(self._transfers.within(),), name="zstore-prefetch", daemon=True
+                target=self._serve, args=(self._transfers.stream_context(),), name="zstore-prefetch", daemon=True
             )
             self._thread.start()
         self._waiting.put(reading)
         return reading
 
-    def _serve(self, within: Within) -> None:
+    def _serve(self, context: StreamContext) -> None:
         while (reading := self._waiting.get()) is not None:
             try:
                 if not reading.cancelled:
-                    with within():
+                    with context():
                         self._carry_out(reading)
             except BaseException as error:
                 error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
@@ -98,7 +97,7 @@ class RowReader:
             reading.ended.set()
             del reading  # its memory is not this thread's to keep
 
-    def _carry_out(self, reading: Reading) -> None:
+    def _carry_out(self, reading: RowRead) -> None:
         rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
         self.ready([record for record, _ in rows])
         names = [[record.rest] for record, _ in rows if record.rest is not None]
@@ -107,7 +106,7 @@ class RowReader:
             self._read_rows(rows, names, reading)
 
     def _read_rows(
-        self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: Reading
+        self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: RowRead
     ) -> None:
         for tile in self._store.stream(names, "read", pool=self._pool, ahead=reading.ahead):
             memory = rows[tile.group][1]
@@ -143,7 +142,7 @@ class Fetch:
     records: list[ParameterRecord]
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
     """This rank's rows with padding, until they are sent."""
-    reading: Reading | None = None
+    reading: RowRead | None = None
     sent: bool = False
     header: torch.Tensor | None = None
     error: BaseException | None = None
@@ -211,7 +210,7 @@ class Fetcher:
         fetch.works.append(works)
         self._send_rows(fetch)
 
-    def _wait_for(self, reading: Reading) -> BaseException | None:
+    def _wait_for(self, reading: RowRead) -> BaseException | None:
         """Wait for rows, and count that; returns the error."""
         with self._world.links.waiting("parameter_read", "not read yet"):
             return reading.wait()
@@ -289,7 +288,7 @@ class Fetcher:
         failed = [rank for rank, (_, bad) in enumerate(headers) if bad]
         if failed:
             raise RankError(
-                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to bring the parameters of unit "
+                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to read the parameters of unit "
                 f"{fetch.name!r}; rank {self._world.rank} stops with it",
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )

@@ -7,10 +7,10 @@ between `backward` and `step` (zero_grad, clip_grad_norm_) changes the training.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -20,66 +20,109 @@ from zstore.ranks.world import World
 
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
-from ..params.sharding import Sharding
 from .collectives import reduce_whole
 
 
-class Gradients(Protocol):
-    """What the engine asks of gradients, in this order: for each micro-batch start_backward, end_backward (or drop,
-    where the backward failed); then for the update reduce, has, squares, take, drop."""
-
-    overlapped: int
-    """Reductions that went on while this rank did something else."""
-
-    def start_backward(self, *, last: bool) -> None:
-        """Make ready for a backward, the `last` of its step or not."""
-
-    def end_backward(self) -> None:
-        """Take the gradients of a backward (all ranks)."""
-
-    def reduce(self) -> None:
-        """Average over ranks what is not averaged yet, and agree on which parameters have a gradient (all ranks)."""
-
-    def has(self, record: ParameterRecord) -> bool:
-        """Return whether any rank had a gradient of the parameter in this step."""
-
-    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return this rank's rows, 1-D, of the averaged gradient; None where there are none in memory."""
-
-    def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return what `owned` returns, for the update, which may change it; whoever takes it keeps it alive."""
-
-    def squares(self, record: ParameterRecord) -> float | None:
-        """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-
-    def held_bytes(self) -> int:
-        """Return the bytes of gradients held now."""
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReduceRules:
-    """How gradients are averaged over the ranks. The bits depend on `types` alone."""
+class GradientRules:
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` alone."""
 
     bucket_numel: int
     """Most elements of one reduction."""
     scatter: bool = True
-    """Each rank gets its rows of a sharded gradient alone, where that may be chosen; else all of it."""
+    """Each rank gets its rows of a sharded gradient alone; else all of it. This and `overlap` may be chosen where nothing
+    else is gathered in a backward (stages 1 and 2): elsewhere a rank that waits for a reduction might hold up the gather
+    that another one waits for."""
     overlap: bool = True
-    """Go on while a reduction is under way, where that may be chosen."""
+    """Go on while a reduction is under way."""
     types: GradientTypes = field(default_factory=GradientTypes)
+    to_host: frozenset[ParameterRecord] = frozenset()
+    """Parameters whose rows wait in host memory, wherever the device is."""
+    keeps_rows: bool = True
+    """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
+    squares_at_once: bool = False
+    """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 
     def reduced(self, record: ParameterRecord) -> torch.dtype:
         """Return the type in which a gradient travels between ranks."""
         return self.types.reduced(record.dtype)
 
 
-class WholeGradients:
+class Gradients(ABC):
+    """The gradients of `records`; `others` are parameters that get gradients nobody asked for.
+
+    The engine calls, in this order: for each micro-batch start_backward, end_backward (or drop, where the backward failed);
+    then for the update reduce, has, squares, take, drop.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ParameterRecord],
+        others: Sequence[torch.nn.Parameter],
+        world: World,
+        rules: GradientRules,
+    ) -> None:
+        self._records = records
+        self._others = others
+        self._world = world
+        self._rules = rules
+        self.overlapped = 0
+        """Reductions that went on while this rank did something else."""
+        self._backwards = 0
+        """Of this step, the one under way included."""
+        self._several = False
+        """Whether this step has more than one backward, as far as is known."""
+        self._handles: list[RemovableHandle] = []
+
+    def start_backward(self, *, last: bool) -> None:
+        """Make ready for a backward, the `last` of its step or not."""
+        self._backwards += 1
+        self._several = self._several or not last or self._backwards > 1
+
+    def _total(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type of the sum of what came before and what comes now."""
+        return self._rules.types.held(record.dtype, several=self._backwards > 1)
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Take the gradients of a backward (all ranks)."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Average over ranks what is not averaged yet, and agree on which parameters have a gradient (all ranks)."""
+
+    @abstractmethod
+    def has(self, record: ParameterRecord) -> bool:
+        """Return whether any rank had a gradient of the parameter in this step."""
+
+    @abstractmethod
+    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return this rank's rows, 1-D, of the averaged gradient; None where there are none in memory."""
+
+    @abstractmethod
+    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return what `owned` returns, for the update, which may change it; whoever takes it keeps it alive."""
+
+    @abstractmethod
+    def squares(self, record: ParameterRecord) -> float | None:
+        """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget all gradients."""
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Return the bytes of gradients held now."""
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, and forget all gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self.drop()
+
+
+class WholeGradients(Gradients):
     """Gradients accumulated in whole, reduced once a step (stages 0 and 1, and any stage on one rank).
 
     Where they accumulate in the parameter's type autograd does it: what is held goes back to `.grad` for the next
@@ -92,32 +135,24 @@ class WholeGradients:
         records: Sequence[ParameterRecord],
         others: Sequence[torch.nn.Parameter],
         world: World,
-        sharding: Sharding,
-        rules: ReduceRules,
+        rules: GradientRules,
+        *,
+        everywhere: bool,
     ) -> None:
-        self._records = records
-        self._others = others
-        self._world = world
-        self._everywhere = not (sharding.optimizer_state and rules.scatter)
-        self._rules = rules
-        self.overlapped = 0
+        super().__init__(records, others, world, rules)
+        self._everywhere = everywhere
+        """Each rank gets all of the mean; else its own rows."""
         self._held: dict[ParameterRecord, torch.Tensor] = {}
         """In the parameters' shapes."""
-        self._backwards = 0
-        """Of this step, the one under way included."""
-        self._several = False
-        """Whether this step has more than one backward, as far as is known."""
         self._folded: set[ParameterRecord] = set()
         """Those whose gradients of this backward are added here, not by autograd."""
         self._fired: Counter[ParameterRecord] = Counter()
         self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
         """How often each gradient came in the last backward in which it was counted."""
-        self._handles: list[RemovableHandle] = []
 
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
-        self._backwards += 1
-        self._several = self._several or not last or self._backwards > 1
+        super().start_backward(last=last)
         self._fired.clear()
         self._folded = {record for record in self._records if self._is_folded(record)}
         if self._folded and not self._handles:
@@ -141,14 +176,14 @@ class WholeGradients:
         gradient = take_gradient(record)
         if gradient is None:
             return
-        types, held = self._rules.types, self._held.get(record)
-        room = types.held(record.dtype, several=self._several)
+        held = self._held.get(record)
+        room = self._rules.types.held(record.dtype, several=self._several)
         if held is None:
             self._held[record] = gradient.to(room)
             return
         if is_narrower(held.dtype, room):
             self._held[record] = held = held.to(room)
-        add_in(held, gradient, types.held(record.dtype, several=self._backwards > 1))
+        add_in(held, gradient, self._total(record))
 
     def end_backward(self) -> None:
         """See Gradients."""
@@ -228,12 +263,6 @@ class WholeGradients:
     def held_bytes(self) -> int:
         """See Gradients."""
         return sum(gradient.nbytes for gradient in self._held.values())
-
-    def close(self) -> None:
-        """See Gradients."""
-        for handle in self._handles:
-            handle.remove()
-        self.drop()
 
 
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:

@@ -8,16 +8,17 @@ backward  a hook on the output tensors of that call gathers it again, before any
           it (of which neither lies within the other), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
-releases. A parameter that is read while its unit is released, in a forward of the model or of a module that holds
-units, is gathered until the end of that forward and again for the whole backward. Where no tensor is found in what a
-module returns, the unit stays gathered until the end of the backward. A parameter that several units use is released
+releases. A parameter that is read while its unit is released, as in `F.linear(x, self.embed.weight)`, in a forward of the
+model or of a module that holds units, is gathered until the end of that forward and again for the whole backward: modules
+with sharded parameters look theirs up in a dictionary that tells of it. Where no tensor is found in what a module
+returns, the unit stays gathered until the end of the backward. A parameter that several units use is released
 when none of them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
-from .stray import unwatch, watch
-from .unshard import Residence
+from .unshard import ShardedUnits
 
 _Given = dict[int, Any]
 _NOT_GIVEN = object()
@@ -37,8 +37,8 @@ _NOT_GIVEN = object()
 class UnitHooks:
     """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], residence: Residence) -> None:
-        self.residence = residence
+    def __init__(self, model: nn.Module, units: Sequence[Unit], sharded: ShardedUnits) -> None:
+        self.units = sharded
         self._holder: dict[Unit, nn.Module | None] = {}
         """Gathered units, and the module whose forward will release each; None: something else will."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
@@ -58,7 +58,7 @@ class UnitHooks:
         for unit in units:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
-        watch(self._watched, self._read)
+        _watch(self._watched, self._read)
         for module in self._callers(model):
             self._handles += [
                 module.register_forward_pre_hook(self._enter, prepend=True),
@@ -90,7 +90,7 @@ class UnitHooks:
         self._forwards += 1
         if self._forwards == 1 and not self._in_backward:
             kind = "training" if torch.is_grad_enabled() else "inference"
-            if self.residence.begin(f"{kind} of {type(module).__name__} {id(module)}"):
+            if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}"):
                 self._ends_with_forward = not torch.is_grad_enabled()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -103,9 +103,9 @@ class UnitHooks:
             ends, self._ends_with_forward = self._ends_with_forward, False
             if output is None:
                 # A forward that raised has no output; its order is none to go by, and the other ranks may be elsewhere.
-                self.residence.abandon()
+                self.units.abandon()
             elif ends:
-                self.residence.end()
+                self.units.end()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:
@@ -178,7 +178,7 @@ class UnitHooks:
     def start_backward(self) -> None:
         """Gather what was read from elsewhere; forwards from here on are recomputation (the engine's call)."""
         self._in_backward = True
-        self.residence.fill_lent()
+        self.units.fill_lent()
         for unit in self._stray:
             if unit not in self._holder:
                 self._gather_unit(unit, None)
@@ -196,12 +196,12 @@ class UnitHooks:
     def end_backward(self) -> None:
         """Release whatever is still gathered (the engine's call, all ranks)."""
         self._release_all()
-        self.residence.end()
+        self.units.end()
 
     def abandon(self) -> None:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
-        self.residence.abandon()
+        self.units.abandon()
 
     def _release_all(self) -> None:
         self._in_backward = False
@@ -209,23 +209,23 @@ class UnitHooks:
         self._stray.clear()
         for unit in list(self._holder):
             self._release(unit)
-        self.residence.empty_lent()
+        self.units.empty_lent()
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def _gather_unit(self, unit: Unit, holder: nn.Module | None) -> None:
-        self.residence.take(unit)
+        self.units.unshard(unit)
         self._holder[unit] = holder
 
     def _release(self, unit: Unit) -> None:
         if unit in self._holder:
             del self._holder[unit]
-            self.residence.give_back(unit)
+            self.units.reshard(unit)
 
     def remove(self) -> None:
-        """Take the hooks off the modules, and end the residence."""
-        self.residence.close()
-        unwatch(self._watched)
+        """Take the hooks off the modules, and end what is brought ahead."""
+        self.units.close()
+        _unwatch(self._watched)
         for handle in self._handles:
             handle.remove()
 
@@ -253,3 +253,36 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         inner = getattr(value, "__dict__", {}).values()
     for item in inner:
         yield from _tensors_in(item, seen)
+
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's own parameters by name; calls `on_read` before one is handed out as an attribute."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        """Return the parameter, gathered where that can be."""
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._on_read(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain dictionaries."""
+        return dict, (dict(self.items()),)
+
+
+def _watch(modules: Iterable[nn.Module], on_read: Callable[[nn.Parameter], None]) -> None:
+    """Let the modules tell of each reading of a parameter of their own."""
+    for module in modules:
+        if not isinstance(module._parameters, _WatchedParameters):
+            module._parameters = _WatchedParameters(module._parameters, on_read)
+
+
+def _unwatch(modules: Iterable[nn.Module]) -> None:
+    """Give the modules plain dictionaries again."""
+    for module in modules:
+        if isinstance(module._parameters, _WatchedParameters):
+            module._parameters = dict(module._parameters.items())

@@ -17,8 +17,7 @@ import torch
 from zstore.io.queue import Ticket
 from zstore.store import TensorStore
 
-from ..device.copies import Transfers
-from ..device.streams import Within
+from ..device import StreamContext, Transfers
 from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch, dtype_name
@@ -58,7 +57,7 @@ class GradientSpill:
         """
         if record in self._squares:
             self.settle()
-            rows = self._read(record, on_host=self._transfers.lane.is_host(rows)).to(total).add_(rows)
+            rows = self._read(record, on_host=self._transfers.streams.is_host(rows)).to(total).add_(rows)
         elif is_narrower(total, rows.dtype):
             rows = rows.to(total)
         self._make_room(record, rows)
@@ -66,8 +65,8 @@ class GradientSpill:
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
-        within = self._transfers.within()
-        self._under_way.append((Ticket(self._thread.submit(self._write, self._arrays[record], rows, within)), nbytes))
+        context = self._transfers.stream_context()
+        self._under_way.append((Ticket(self._thread.submit(self._write, self._arrays[record], rows, context)), nbytes))
 
     def _make_room(self, record: ParameterRecord, rows: torch.Tensor) -> None:
         """Let the array of a parameter be one that can hold the values of `rows`."""
@@ -80,8 +79,8 @@ class GradientSpill:
         self._arrays[record] = wider.name
         self._store.remove(former.name)
 
-    def _write(self, name: str, rows: torch.Tensor, within: Within) -> None:
-        with within(), closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
+    def _write(self, name: str, rows: torch.Tensor, context: StreamContext) -> None:
+        with context(), closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
             for tile in tiles:
                 self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
@@ -90,7 +89,7 @@ class GradientSpill:
         name = self._arrays[record]
         dtype: torch.dtype = getattr(torch, self._store.spec(name).dtype)
         if on_host:
-            rows = self._transfers.lane.empty_host(record.owned_numel, dtype)
+            rows = self._transfers.streams.empty_host(record.owned_numel, dtype)
         else:
             rows = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
         with closing(self._store.stream([[name]], "read", pool=self._pool)) as tiles:

@@ -9,7 +9,7 @@ first, then the one that rank 0 saw in the first backward. Each reduced row is a
 type of [Note: types of gradients]. Alone, a gradient is its own rows, and there is nothing to wait for.
 
 A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
-several parts. In the last backward of a step it is final then, which an update within the backward waits for. Before
+several parts. In the last backward of a step it is final then, which an update in the backward waits for. Before
 any backward nothing is known, and gradients are final at the end.
 
 Rows of gradients that the host budget cannot hold go to disk when they are complete, and come back to be added to; their
@@ -19,52 +19,80 @@ sum of squares is taken on the way.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError
 from zstore.ranks.world import Kind, World
 
-from ..device.copies import Transfers
-from ..params.gradient_types import is_narrower
+from ..device import Add, D2HQueue, Transfers
+from ..params.gradient_types import add_in, is_narrower
 from ..params.record import ParameterRecord
 from ..params.units import Unit
 from .collectives import Reduction, bucket_limit, pack, plan_buckets
-from .d2h import Landing
-from .gradients import ReduceRules, agree_any, forget_gradients, take_gradient, watch_gradient
+from .gradients import GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
 from .norm import sum_of_squares
 from .spill import GradientSpill
 
 Told = Callable[[ParameterRecord], None]
 
 
-def _nothing(record: ParameterRecord) -> None:
-    """Take no note of a gradient."""
+class _Arrivals:
+    """Which gradients came in a backward, in which order the units are reduced, and which of them may be by now."""
+
+    def __init__(self, units: Sequence[Unit], records: Sequence[ParameterRecord]) -> None:
+        self.units = [unit for unit in reversed(units) if any(record.group is not None for record in unit.owned)]
+        """In the order in which they are reduced."""
+        self._unit_of = {record: unit for unit in self.units for record in unit.owned}
+        self.counts: Counter[ParameterRecord] = Counter()
+        """How often each gradient came in this backward."""
+        self.expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
+        """How often each came in the backward before, on any rank at least once."""
+        self.order_is_agreed = False
+        self.sent = 0
+        """Units that were handed out."""
+        self._due: dict[Unit, set[ParameterRecord]] = {}
+
+    def start(self) -> None:
+        """Make ready for a backward."""
+        self.counts.clear()
+        self.sent = 0
+        self._due = {unit: {record for record in unit.owned if self.expected[record]} for unit in self.units}
+
+    def note(self, record: ParameterRecord) -> bool:
+        """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
+        self.counts[record] += 1
+        is_complete = self.counts[record] >= self.expected[record]
+        if is_complete:
+            self._due[self._unit_of[record]].discard(record)
+        return is_complete
+
+    def ready(self, *, rest: bool = False) -> Iterator[list[ParameterRecord]]:
+        """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
+        while self.sent < len(self.units) and (rest or not self._due[self.units[self.sent]]):
+            self.sent += 1
+            yield [record for record in self.units[self.sent - 1].owned if self.expected[record]]
+
+    def expect(self, records: Iterable[ParameterRecord]) -> None:
+        """Expect of the backwards to come these gradients, which came in this one on some rank, as often as here."""
+        self.expected = Counter({record: max(self.counts[record], 1) for record in records})
+
+    def agree_on_order(self, world: World) -> None:
+        """Take the order in which rank 0's units were complete in this backward (all ranks)."""
+        complete: dict[str, None] = {}
+        for record in reversed(self.counts):
+            complete.setdefault(self._unit_of[record].name)
+        names: list[str] = world.broadcast_object(list(reversed(complete)))
+        by_name = {unit.name: unit for unit in self.units}
+        seen = [by_name[name] for name in names]
+        self.units = [*seen, *(unit for unit in self.units if unit.name not in set(names))]
+        self.order_is_agreed = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientRules:
-    """How gradients are taken and where their rows wait for the update."""
-
-    reduce: ReduceRules
-    """`scatter` and `overlap` may be chosen where nothing else is gathered in a backward (stage 2): elsewhere a rank that
-    waits for a reduction might hold up the gather that another one waits for."""
-    to_host: frozenset[ParameterRecord] = frozenset()
-    """Parameters whose rows wait in host memory, wherever the device is."""
-    spill: GradientSpill | None = None
-    """Keeps rows on disk."""
-    keeps_rows: bool = True
-    """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
-    squares_at_once: bool = False
-    """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
-
-
-class UnitGradients:
-    """See [Note: gradients by unit]."""
+class UnitGradients(Gradients):
+    """See [Note: gradients by unit]. `spill` keeps rows on disk; `arrived` is told each gradient that was taken."""
 
     def __init__(
         self,
@@ -73,24 +101,22 @@ class UnitGradients:
         world: World,
         rules: GradientRules,
         transfers: Transfers,
+        *,
+        spill: GradientSpill | None = None,
         arrived: Told | None = None,
     ) -> None:
-        self._order = [unit for unit in reversed(units) if any(record.group is not None for record in unit.owned)]
-        self._records = [record for unit in units for record in unit.owned if record.group is not None]
-        self._unit_of = {record: unit for unit in self._order for record in unit.owned}
-        self._others = others
-        self._world = world
+        records = [record for unit in units for record in unit.owned if record.group is not None]
+        super().__init__(records, others, world, rules)
+        self._arrivals = _Arrivals(units, records)
         self._reduce_world = world.second()
-        self._rules = rules
         self._transfers = transfers
-        self._landing = Landing(transfers, self._count_segment)
-        self._tell = arrived or _nothing
-        self.on_final: Told = _nothing
+        self._d2h = D2HQueue(transfers)
+        self._spill = spill
+        self._tell = arrived
+        self.on_final: Told | None = None
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
-        self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(self._records, 1))
-        """How often each gradient came in the backward before, on any rank at least once."""
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._filled: set[ParameterRecord] = set()
         """Records whose rows have values of this step."""
@@ -99,39 +125,26 @@ class UnitGradients:
         self._final: set[ParameterRecord] = set()
         self._lost: Exception | None = None
         """Why a gradient that belongs on disk is not there."""
-        self._order_is_agreed = False
-        self._fired: Counter[ParameterRecord] = Counter()
-        self._due: dict[Unit, set[ParameterRecord]] = {}
-        self._next = 0
         self._in_backward = False
         self._last = False
-        self._backwards = 0
-        """Of this step, the one under way included."""
-        self._several = False
-        """Whether this step has more than one backward, as far as is known."""
-        self.overlapped = 0
         self._closing = False
         """The backward is over, and what is left of it is being agreed on."""
         self._under_way: deque[tuple[Reduction, set[ParameterRecord]]] = deque()
         self._segments_left: Counter[ParameterRecord] = Counter()
-        self._handles: list[RemovableHandle] = []
-        for record in self._records:
-            self._handles.append(watch_gradient(record, self._arrived))
+        self._handles = [watch_gradient(record, self._arrived) for record in records]
 
-    def forget_listener(self) -> None:
-        """Tell nobody of final gradients any more."""
-        self.on_final = _nothing
+    # -- for the update in the backward -----------------------------------------------------------------------------
 
     @property
     def expected(self) -> list[ParameterRecord]:
         """The records that had a gradient in the backward before, in the order in which they are expected."""
-        return [record for unit in self._order for record in unit.owned if self._expected[record]]
+        return [record for unit in self._arrivals.units for record in unit.owned if self._arrivals.expected[record]]
 
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
-        planned = self._rules.reduce.types.planned
-        records = [[record for record in unit.owned if record.group is not None] for unit in self._order]
+        planned = self._rules.types.planned
+        records = [[record for record in unit.owned if record.group is not None] for unit in self._arrivals.units]
         return max((sum(r.owned_numel * planned(r.dtype).itemsize for r in unit) for unit in records), default=0)
 
     def waiting_bytes(self, record: ParameterRecord) -> int:
@@ -142,38 +155,54 @@ class UnitGradients:
     @property
     def has_sent(self) -> bool:
         """Whether another rank may have got gradients of this backward."""
-        return self._world.world_size > 1 and self._next > 0
+        return self._world.world_size > 1 and self._arrivals.sent > 0
+
+    # -- backward ---------------------------------------------------------------------------------------------------
 
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
-        self._backwards += 1
-        self._several = self._several or not last or self._backwards > 1
-        self._fired.clear()
-        self._next = 0
+        super().start_backward(last=last)
         self._in_backward = True
         self._last = last
         self._closing = False
-        self._due = {unit: {r for r in unit.owned if self._expected[r]} for unit in self._order}
+        self._arrivals.start()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
-            raise UsageError(
-                "a backward that the engine does not know of: call engine.backward(loss), not loss.backward()"
-            )
-        self._fired[record] += 1
-        if self._fired[record] >= self._expected[record]:
-            self._due[self._unit_of[record]].discard(record)
-            if self._world.world_size == 1:
-                self._send([record])
+            raise UsageError("a backward outside of engine.backward(): call engine.backward(loss), not loss.backward()")
+        is_complete = self._arrivals.note(record)
         if self._world.world_size > 1:
-            while self._next < len(self._order) and not self._due[self._order[self._next]]:
-                self._send_unit()
-        self._tell(record)
+            for records in self._arrivals.ready():
+                self._send(records)
+        elif is_complete:
+            self._send([record])
+        if self._tell is not None:
+            self._tell(record)
 
-    def _send_unit(self) -> None:
-        unit = self._order[self._next]
-        self._next += 1
-        self._send([record for record in unit.owned if self._expected[record]])
+    def end_backward(self) -> None:
+        """See Gradients."""
+        self._d2h.settle()
+        self._closing = True
+        if self._world.world_size > 1:
+            for records in self._arrivals.ready(rest=True):
+                self._send(records)
+        left = [record.parameter.grad is not None for record in self._records]
+        came = agree_any(self._world, [self._arrivals.counts[record] > 0 for record in self._records] + left)
+        self._send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
+        while self._under_way:
+            self._add_up()
+        self._d2h.settle()
+        fired = [record for record, any_ in zip(self._records, came[: len(left)], strict=True) if any_]
+        self._arrivals.expect(fired)
+        self._agreed.update(fired)
+        if not self._arrivals.order_is_agreed:
+            self._arrivals.agree_on_order(self._world)
+        forget_gradients(self._others)
+        self._in_backward = False
+        if self._last:
+            # To the rows of the others this backward brought nothing.
+            for record in [record for record in self._records if record in self._agreed - self._final]:
+                self._finish(record)
 
     # -- reduction --------------------------------------------------------------------------------------------------
 
@@ -186,7 +215,7 @@ class UnitGradients:
                     self._add(record, gradient.view(-1))
             return
         # What is on disk is added when the rows are complete.
-        fresh = {record for record in records if record not in self._filled or self._is_spilled(record)}
+        fresh = {record for record in records if record not in self._filled or self._spill_of(record)}
         self._filled |= fresh
         for record in records:
             if record not in fresh:
@@ -196,13 +225,13 @@ class UnitGradients:
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        kind: Kind = "reduce_scatter" if self._rules.reduce.scatter else "all_reduce"
-        limit = bucket_limit(self._world, self._rules.reduce.bucket_numel)
-        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduce.reduced):
+        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
+        limit = bucket_limit(self._world, self._rules.bucket_numel)
+        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduced):
             matrix = pack(bucket, self._world.world_size, flat)
             self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
             self._segments_left.update(segment.record for segment in bucket.segments)
-            if self._rules.reduce.overlap and self._rules.reduce.scatter:
+            if self._rules.overlap and self._rules.scatter:
                 self.overlapped += 1
             else:
                 self._add_up()
@@ -214,7 +243,7 @@ class UnitGradients:
         """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
         reduction, fresh = self._under_way.popleft()
         row = reduction.finish()
-        if not self._rules.reduce.scatter:
+        if not self._rules.scatter:
             everyone = row.new_empty(self._world.world_size * row.numel())
             self._reduce_world.all_gather(everyone, row, kind="all_reduce")
         for segment in reduction.bucket.segments:
@@ -224,25 +253,21 @@ class UnitGradients:
                 held = self._rows[record] = self._empty(record, row)
             rows = held[segment.first : segment.stop]
             part = row[segment.offset : segment.offset + rows.numel()]
-            self._landing.put(record, rows, part, total=None if record in fresh else self._total(record))
+            self._put(record, rows, part, add=record not in fresh)
 
     # -- rows: see [Note: types of gradients] -------------------------------------------------------------------------
 
-    def _total(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type of the sum of what came before and what comes now."""
-        return self._rules.reduce.types.held(record.dtype, several=self._backwards > 1)
-
     def _room(self, record: ParameterRecord, arriving: torch.dtype) -> torch.dtype:
         """Return the type of rows for a gradient that arrives in one."""
-        if self._is_spilled(record):
+        if self._spill_of(record) is not None:
             return arriving
-        return self._rules.reduce.types.held(record.dtype, several=self._several)
+        return self._rules.types.held(record.dtype, several=self._several)
 
     def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
         """Return memory for the rows, where they wait for the update."""
         dtype = self._room(record, like.dtype)
         if record in self._rules.to_host:
-            return self._transfers.lane.empty_host(record.owned_numel, dtype)
+            return self._transfers.streams.empty_host(record.owned_numel, dtype)
         return torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
 
     def _widen(self, record: ParameterRecord) -> None:
@@ -250,6 +275,11 @@ class UnitGradients:
         held = self._rows.get(record)
         if held is not None and is_narrower(held.dtype, self._total(record)):
             self._rows[record] = self._empty(record, held).copy_(held)
+
+    def _put(self, record: ParameterRecord, rows: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
+        """Bring a segment of a gradient into its rows, or `add` it to them."""
+        summed: Add | None = partial(add_in, dtype=self._total(record)) if add else None
+        self._d2h.put(rows, part, add=summed, arrived=partial(self._count_segment, record))
 
     def _count_segment(self, record: ParameterRecord) -> None:
         """Note that a segment of a gradient is in its rows."""
@@ -262,7 +292,7 @@ class UnitGradients:
         add = record in self._filled and record in self._rows
         self._filled.add(record)
         self._segments_left[record] += 1
-        if not add and (record not in self._rules.to_host or self._transfers.lane.device_is_host):
+        if not add and (record not in self._rules.to_host or self._transfers.streams.device_is_host):
             self._rows[record] = gradient.to(self._room(record, gradient.dtype))
             self._count_segment(record)
             return
@@ -270,36 +300,37 @@ class UnitGradients:
             self._widen(record)
         else:
             self._rows[record] = self._empty(record, gradient)
-        self._landing.put(record, self._rows[record], gradient, total=self._total(record) if add else None)
+        self._put(record, self._rows[record], gradient, add=add)
 
     # -- complete rows ----------------------------------------------------------------------------------------------
 
-    def _is_spilled(self, record: ParameterRecord) -> bool:
-        return self._rules.spill is not None and record in self._rules.spill
+    def _spill_of(self, record: ParameterRecord) -> GradientSpill | None:
+        """Return what keeps a gradient on disk; None where it waits in memory."""
+        return self._spill if self._spill is not None and record in self._spill else None
 
     def _complete(self, record: ParameterRecord) -> None:
         """The rows of this backward are complete: take them to disk where they belong there."""
-        if self._rules.spill is not None and record in self._rules.spill:
-            self._on_disk(partial(self._rules.spill.add, record, self._rows.pop(record), self._total(record)))
+        if (spill := self._spill_of(record)) is not None:
+            self._on_disk(partial(spill.add, record, self._rows.pop(record), self._total(record)))
             self._squares.pop(record, None)
-        if record in self._final and self.on_final is not _nothing:
+        if record in self._final and self.on_final is not None:
             raise UsageError(
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        if not self._last or self._closing or (self.comes_in_parts and not self._order_is_agreed):
+        if not self._last or self._closing or (self.comes_in_parts and not self._arrivals.order_is_agreed):
             return  # what the end of a backward sends may turn out to be no rank's; a first part is not known as one
-        if self._rules.squares_at_once and record in self._rows:
-            self._squares[record] = sum_of_squares(self._rows[record])
         self._finish(record)
 
     def _finish(self, record: ParameterRecord) -> None:
         """Tell that the gradient is final, and there to be used."""
+        if self._rules.squares_at_once and record in self._rows:
+            self._squares[record] = sum_of_squares(self._rows[record])
         self._final.add(record)
-        if self.on_final is _nothing:
+        if self.on_final is None:
             return
-        if self._rules.spill is not None and record in self._rules.spill:
-            self._on_disk(self._rules.spill.settle)
+        if (spill := self._spill_of(record)) is not None:
+            self._on_disk(spill.settle)
         if self._lost is None:
             self.on_final(record)
 
@@ -312,56 +343,13 @@ class UnitGradients:
             error.add_note("This happened to a gradient that waits on disk for the update.")
             self._lost = self._lost or error
 
-    def end_backward(self) -> None:
-        """See Gradients."""
-        self._landing.settle()
-        self._closing = True
-        if self._world.world_size > 1:
-            while self._next < len(self._order):
-                self._send_unit()
-        left = [record.parameter.grad is not None for record in self._records]
-        came = agree_any(self._world, [self._fired[record] > 0 for record in self._records] + left)
-        fired, late = came[: len(left)], came[len(left) :]
-        self._send([record for record, any_ in zip(self._records, late, strict=True) if any_])
-        while self._under_way:
-            self._add_up()
-        self._landing.settle()
-        self._expected = Counter(
-            {r: max(self._fired[r], 1) for r, any_ in zip(self._records, fired, strict=True) if any_}
-        )
-        self._agreed.update(self._expected)
-        if not self._order_is_agreed:
-            self._agree_on_order()
-        forget_gradients(self._others)
-        self._in_backward = False
-        if self._last:
-            for record in [record for record in self._records if record in self._agreed - self._final]:
-                self._complete_earlier(record)
-
-    def _complete_earlier(self, record: ParameterRecord) -> None:
-        """The last backward brought nothing to the rows of those before."""
-        if self._rules.squares_at_once and record in self._rows:
-            self._squares[record] = sum_of_squares(self._rows[record])
-        self._finish(record)
-
-    def _agree_on_order(self) -> None:
-        """Take the order in which rank 0's units were complete in this backward."""
-        complete: dict[str, None] = {}
-        for record in reversed(self._fired):
-            complete.setdefault(self._unit_of[record].name)
-        names: list[str] = self._world.broadcast_object(list(reversed(complete)))
-        by_name = {unit.name: unit for unit in self._order}
-        seen = [by_name[name] for name in names]
-        self._order = [*seen, *(unit for unit in self._order if unit.name not in set(names))]
-        self._order_is_agreed = True
-
     # -- for the update ---------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """See Gradients."""
-        if self._rules.spill is None:
+        if self._spill is None:
             return
-        self._on_disk(self._rules.spill.settle)
+        self._on_disk(self._spill.settle)
         self._world.raise_together(self._lost)
 
     def has(self, record: ParameterRecord) -> bool:
@@ -372,30 +360,30 @@ class UnitGradients:
         """See Gradients."""
         if record not in self._agreed:
             return None
-        if self._rules.spill is not None and record in self._rules.spill:
-            return self._rules.spill.owned(record)
+        if (spill := self._spill_of(record)) is not None:
+            return spill.owned(record)
         return self._rows.get(record)
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""
-        if self._is_spilled(record):
+        if self._spill_of(record) is not None:
             return None  # the update reads it from disk itself
         kept = self._rules.keeps_rows and self._world.world_size > 1
-        # Not `owned`: an update within the backward takes what is not agreed on before its end.
+        # Not `owned`: an update in the backward takes what is not agreed on before its end.
         rows = self._rows.get(record) if kept else self._rows.pop(record, None)
         return rows if record in self._filled else None
 
     def squares(self, record: ParameterRecord) -> float | None:
         """See Gradients."""
-        if self._rules.spill is not None and record in self._rules.spill:
-            return self._rules.spill.squares(record)
+        if (spill := self._spill_of(record)) is not None:
+            return spill.squares(record)
         return self._squares.get(record)
 
     def drop(self) -> None:
         """See Gradients."""
         self._in_backward = False
         self._backwards, self._several = 0, False
-        self._landing.drop()
+        self._d2h.drop()
         self._under_way.clear()
         self._segments_left.clear()
         self._filled.clear()
@@ -405,20 +393,19 @@ class UnitGradients:
         self._lost = None
         if not self._rules.keeps_rows or self._world.world_size == 1:
             self._rows.clear()
-        if self._rules.spill is not None:
-            self._rules.spill.drop()
-        forget_gradients([record.parameter for record in self._records])
+        if self._spill is not None:
+            self._spill.drop()
+        for record in self._records:
+            record.parameter.grad = None
 
     def held_bytes(self) -> int:
         """See Gradients."""
-        # A copy: an update within the backward takes rows meanwhile.
+        # A copy: an update in the backward takes rows meanwhile.
         return sum(rows.nbytes for rows in list(self._rows.values()))
 
     def close(self) -> None:
         """See Gradients."""
-        for handle in self._handles:
-            handle.remove()
-        self.drop()
+        super().close()
         self._reduce_world.release()
-        if self._rules.spill is not None:
-            self._rules.spill.close()
+        if self._spill is not None:
+            self._spill.close()

@@ -19,7 +19,7 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..config import Config
-from ..device.copies import Transfers
+from ..device import Transfers
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
@@ -54,10 +54,10 @@ class UnitStatistics:
     """Bytes of this rank's rows read from host memory or disk."""
 
 
-class Residence:
+class ShardedUnits:
     """The gathered memory of all units. `overlap` false: whatever is started is waited for at once.
 
-    A unit is in use between `take` and `give_back`. A unit that is kept or brought ahead has memory, but its parameters
+    A unit is in use between `unshard` and `reshard`. A unit that is kept or brought ahead has memory, but its parameters
     do not point there, so that whatever reads them tells of it as if the unit were released.
     """
 
@@ -130,8 +130,8 @@ class Residence:
         odd = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if odd is not None:
             raise UsageError(
-                f"rank {odd} ran other modules than rank 0, or in another order: every rank must run the same modules in "
-                "the same order where parameters are sharded"
+                f"rank {odd} ran different modules from rank 0, or in a different order: every rank must run the same modules "
+                "in the same order where parameters are sharded"
             )
         return [Use(unit, last) for unit, last in everyone[0]]
 
@@ -146,7 +146,7 @@ class Residence:
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def take(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
         self._world.place.unit = unit.name
         number = self._recorder.take(self._number[unit])
@@ -172,7 +172,7 @@ class Residence:
         else:
             self.forget()
 
-    def give_back(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """End the use of the unit: release it, or keep it where it is used again soon."""
         records = self._sharded[unit]
         if self._recorder.give_back(self._number[unit]):
@@ -187,7 +187,7 @@ class Residence:
                 continue
             if self._holds[record] > 0:
                 if record in self._there:
-                    record.park()
+                    record.point_at_placeholder()
             else:
                 self._release(record)
 
@@ -321,12 +321,12 @@ class Residence:
         self.fetcher.ready = ready
 
 
-def make_residence(
+def make_sharded_units(
     units: Sequence[Unit], config: Config, store: TensorStore, world: World, transfers: Transfers
-) -> Residence:
-    """Return the residence of `units` as the config says; nothing is gathered."""
+) -> ShardedUnits:
+    """Return the sharded units of `units` as the config says; nothing is gathered."""
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
     fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
-    return Residence(units, world, fetcher, prefetch_limits(config), overlap=config.overlap_comm)
+    return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.overlap_comm)

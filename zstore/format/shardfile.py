@@ -66,6 +66,10 @@ class ShardLayout:
         """Bytes from one chunk to the next."""
         return round_up(self.chunk_bytes, BLOCK_BYTES)
 
+    def chunks_in(self, nbytes: int) -> int:
+        """Return how many adjacent chunks fit into `nbytes`, at least one."""
+        return max(1, nbytes // self.slot_bytes)
+
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""

@@ -64,9 +64,14 @@ class IoResources:
     sync: bool = True
     """Shard files are durable when they are made; else whoever made them sees to that, for many at once."""
 
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that travel in one request to the disk, at most, but for a chunk that is larger."""
+        return min(self.block_bytes, self.pool.nbytes // 4)
+
     def span_chunks(self, layout: ShardLayout) -> int:
         """Return how many adjacent chunks of `layout` travel in one request."""
-        return max(1, min(self.block_bytes, self.pool.nbytes // 4) // layout.slot_bytes)
+        return layout.chunks_in(self.request_bytes)
 
 
 @contextlib.contextmanager

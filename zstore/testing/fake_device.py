@@ -1,16 +1,16 @@
 """A device of its own memory on a machine that has none: what hands memory over to it wrongly shows.
 
 [Note: the fake device]
-It stands in for the lane of a CUDA device (`zstore.engine`'s seam to streams and events) and for the CUDA runtime that
+It stands in for the streams of a CUDA device (`zstore.engine`'s seam to streams and events) and for the CUDA runtime that
 registers memory. Its memory is the process's too, so that torch computes there, but whose it is is known: host memory
 is what was registered as pinned, what `empty_host` gave, and what came from those; everything else is the device's.
-- An operation on both raises, as torch does for two devices. Only the lane's copies cross.
+- An operation on both raises, as torch does for two devices. Only the streams' copies cross.
 - A copy beside the computation is carried out as late as can be: when its end is waited for, and only then is its source
   read. Memory that was used again too early, or read before its values came, has wrong values, or was freed, which raises.
 - The computation is as early as can be: so a copy that does not come after what was asked of the device with the memory
   it uses, before it began, raises.
 `forgets` names what is left out, to show that a missing one is noticed: the waits for copies "down" to the host or "up"
-to the device, or the "mark" that a copy comes after.
+to the device, or the "event" that a copy comes after.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Within = Callable[[], AbstractContextManager[None]]
+StreamContext = Callable[[], AbstractContextManager[None]]
 
 
 class HandOverError(RuntimeError):
@@ -35,7 +35,7 @@ class HandOverError(RuntimeError):
 
 
 @dataclass(eq=False)
-class FakeMark:
+class FakeEvent:
     """A point in the device's work."""
 
     clock: int
@@ -63,14 +63,14 @@ class _Memory:
 
 
 class FakeDevice:
-    """A lane, and a CUDA runtime. See [Note: the fake device]. Operations are watched in a `with` block of it."""
+    """Streams, and a CUDA runtime. See [Note: the fake device]. Operations are watched in a `with` block of it."""
 
     device_is_host = False
 
     def __init__(self, forgets: Iterable[str] = ()) -> None:
         self._forgets = frozenset(forgets)
         self._pinned: dict[int, int] = {}
-        self._queues: dict[str, deque[tuple[FakeMark, _Memory, _Memory]]] = {"down": deque(), "up": deque()}
+        self._queues: dict[str, deque[tuple[FakeEvent, _Memory, _Memory]]] = {"down": deque(), "up": deque()}
         self._lock = threading.RLock()
         self._here = threading.local()
         self._modes: list[_Watching] = []
@@ -120,7 +120,7 @@ class FakeDevice:
         own(made)
         return made
 
-    # -- the lane -----------------------------------------------------------------------------------------------------
+    # -- the streams -----------------------------------------------------------------------------------------------------
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy across, in the order of the computation."""
@@ -129,11 +129,11 @@ class FakeDevice:
             target.copy_(source)
         self.touch([target, source], wrote=[target])
 
-    def mark(self) -> FakeMark:
+    def record(self) -> FakeEvent:
         """Return the end of the computation so far."""
-        return FakeMark(0 if "mark" in self._forgets else self.clock)
+        return FakeEvent(0 if "event" in self._forgets else self.clock)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: FakeMark) -> FakeMark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: FakeEvent) -> FakeEvent:
         """Queue a copy. Raises HandOverError where it may come before the work that it must come after."""
         if target.dtype != source.dtype or target.shape != source.shape or self.is_host(target) == self.is_host(source):
             raise HandOverError(f"a copy across is of one type and size: {source.dtype} to {target.dtype}")
@@ -143,26 +143,26 @@ class FakeDevice:
             raise HandOverError(f"a copy may begin before the device's operation {used}, which has the same memory")
         with self._lock:
             self.copies += 1
-            mark = FakeMark(self.clock, "down" if down else "up")
-            self._queues[mark.stream or ""].append((mark, _Memory(target), _Memory(source)))
-            return mark
+            event = FakeEvent(self.clock, "down" if down else "up")
+            self._queues[event.stream or ""].append((event, _Memory(target), _Memory(source)))
+            return event
 
-    def wait(self, mark: FakeMark) -> None:
-        """Carry out what is queued up to the mark."""
-        if mark.stream is None or mark.stream in self._forgets:
+    def wait(self, event: FakeEvent) -> None:
+        """Carry out what is queued up to the event."""
+        if event.stream is None or event.stream in self._forgets:
             return
         with self._lock, self._crossing():
-            queue = self._queues[mark.stream]
-            while queue and not mark.reached:
+            queue = self._queues[event.stream]
+            while queue and not event.reached:
                 done, target, source = queue.popleft()
                 target.tensor().copy_(source.tensor())
                 done.reached = True
 
-    def is_reached(self, mark: FakeMark) -> bool:
-        """Return whether somebody waited for the mark."""
-        return mark.stream is None or mark.reached
+    def query(self, event: FakeEvent) -> bool:
+        """Return whether somebody waited for the event."""
+        return event.stream is None or event.reached
 
-    def within(self) -> Within:
+    def stream_context(self) -> StreamContext:
         """Return what a thread enters so that its operations are watched."""
         return lambda: _entered(_Watching(self))
 
@@ -175,7 +175,7 @@ class FakeDevice:
 
     @property
     def is_crossing(self) -> bool:
-        """Whether this thread's operation is one of the lane's."""
+        """Whether this thread's operation is one of the streams'."""
         return bool(getattr(self._here, "crossing", False))
 
     @contextmanager

@@ -92,6 +92,7 @@ class DiskTier(Tier):
     def __init__(self, drives: Drives, res: IoResources) -> None:
         self._drives = drives
         self._res = res
+        self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
         self._lock = threading.RLock()
 
@@ -201,7 +202,7 @@ class DiskTier(Tier):
 
     def span_chunks(self, name: str) -> int:
         """Return how many chunks of the shard make one request."""
-        return self._res.span_chunks(self._shards[name].layout)
+        return self._shards[name].layout.chunks_in(self._request_bytes)
 
     def load(
         self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ

@@ -29,7 +29,7 @@ def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
     odd = next((f"{a} here, {b} there" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     raise UsageError(
-        f"ranks {ranks} have another model than rank 0; parameters differ, on rank {world.rank} first: "
+        f"ranks {ranks} have a different model from rank 0; parameters differ, on rank {world.rank} first: "
         f"{'none' if mine == theirs else odd}. Build the same model on every rank"
     )
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from .record import ParameterRecord
+from ..params.record import ParameterRecord
 
 _log = logging.getLogger("zstore")
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zstore.errors import ConfigError
+from zstore.errors import ConfigError, UsageError
 
-from ..config import SchedulerConfig
-from ..runtime.messages import warn_once
+from .config import SchedulerConfig
+from .runtime.messages import warn_once
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
@@ -28,38 +29,35 @@ _BETA2 = 0.99
 """OneCycle's second beta."""
 
 
-class NamedSchedule:
-    """What the schedules share: the position, and the settings of the groups that follow from it."""
+class NamedSchedule(LRScheduler):
+    """What the schedules share: the position, and the settings of the groups that follow from it. A subclass knows its
+    formula before it calls this `__init__`, which gives the groups the settings of the first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.last_batch_iteration = -1
         self._warned = False
+        fresh = [group for group in optimizer.param_groups if "initial_lr" not in group]
+        super().__init__(optimizer)
+        for group in fresh:
+            # torch's note for its own formulas. A checkpoint has the groups' settings, and this is none.
+            del group["initial_lr"]
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        raise NotImplementedError
+    def _initial_step(self) -> None:
+        self.advance()
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The position: -1 at the first step."""
+        return self.last_epoch - 1
 
     def apply(self) -> None:
         """Give the groups the settings of this position."""
-        for group, lr in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
-
-    def per_group(self, name: str, value: PerGroup) -> list[float]:
-        """Return the value of each group. Raises ConfigError where there are more or fewer than groups."""
-        number = len(self.optimizer.param_groups)
-        if not isinstance(value, Sequence):
-            return [value] * number
-        if len(value) != number:
-            raise ConfigError(
-                f"scheduler.params.{name}: expected one number, or a list of {number}, one for each parameter group of "
-                f"the optimizer; got {len(value)}"
-            )
-        return list(value)
 
     def advance(self) -> None:
         """Go on by one step (the engine's call)."""
-        self.last_batch_iteration += 1
+        self.last_epoch += 1
         self.apply()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -74,8 +72,25 @@ class NamedSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self.last_epoch = int(state["last_batch_iteration"]) + 1
         self.apply()
+
+
+def _per_group(optimizer: torch.optim.Optimizer, name: str, value: PerGroup) -> list[float]:
+    """Return the value of each parameter group. Raises ConfigError where there are more or fewer than groups."""
+    number = len(optimizer.param_groups)
+    if not isinstance(value, Sequence):
+        return [value] * number
+    if len(value) != number:
+        raise ConfigError(
+            f"scheduler.params.{name}: expected one number, or a list of {number}, one for each parameter group of "
+            f"the optimizer; got {len(value)}"
+        )
+    return list(value)
+
+
+def _between(least: Sequence[float], most: Sequence[float], share: float) -> list[float]:
+    return [low + (high - low) * share for low, high in zip(least, most, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,12 +98,8 @@ class _Climb:
     """The share of a warm-up that is done, from 0 to 1: log(s + 1) / log(n) or s / n at iteration s < n."""
 
     num_steps: int
+    """At least 2."""
     shape: Literal["log", "linear"]
-
-    @classmethod
-    def over(cls, num_steps: int, shape: Literal["log", "linear"]) -> _Climb:
-        """Return the climb of `num_steps`, of which 1 counts as 2."""
-        return cls(max(2, num_steps), shape)
 
     def share(self, iteration: int) -> float:
         """Return the share at an iteration of the warm-up."""
@@ -121,18 +132,16 @@ class WarmupLR(NamedSchedule):
         warmup_num_steps: int = 1000,
         warmup_type: Literal["log", "linear"] = "log",
     ) -> None:
-        super().__init__(optimizer)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._least = self.per_group("warmup_min_lr", warmup_min_lr)
-        self._most = self.per_group("warmup_max_lr", warmup_max_lr)
-        self._climb = _Climb.over(warmup_num_steps, warmup_type)
-        self.apply()
+        self._least = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self._most = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        self._climb = _Climb(max(2, warmup_num_steps), warmup_type)
+        super().__init__(optimizer)
 
-    def get_last_lr(self) -> list[float]:
-        """See NamedSchedule."""
-        share = self._share()
-        return [low + (high - low) * share for low, high in zip(self._least, self._most, strict=True)]
+    def get_lr(self) -> list[Any]:
+        """See LRScheduler."""
+        return _between(self._least, self._most, self._share())
 
     def _share(self) -> float:
         step = self.last_batch_iteration
@@ -186,16 +195,15 @@ class WarmupCosineLR(NamedSchedule):
         cos_min_ratio: float = 0.0001,
         warmup_type: Literal["log", "linear"] = "log",
     ) -> None:
-        super().__init__(optimizer)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._total = total_num_steps
         self._first, self._last = warmup_min_ratio, cos_min_ratio
-        self._climb = _Climb.over(warmup_num_steps, warmup_type)
+        self._climb = _Climb(max(2, warmup_num_steps), warmup_type)
         self._climb.check_before(total_num_steps)
-        self.apply()
+        super().__init__(optimizer)
 
-    def get_last_lr(self) -> list[float]:
-        """See NamedSchedule."""
+    def get_lr(self) -> list[Any]:
+        """See LRScheduler."""
         ratio = self._ratio()
         return [rate * ratio for rate in self._rates]
 
@@ -232,9 +240,9 @@ class _Cycle:
         if stairs <= 0:
             return done / turn if done <= turn else (done - 1) / (turn - 1)
         # Counted in steps: the share just computed may lie a rounding below a stair.
-        within = steps % self.total
-        climbs = within <= self.first
-        stair = within * stairs / self.first if climbs else (self.total - within) * stairs / self.second
+        inside = steps % self.total
+        climbs = inside <= self.first
+        stair = inside * stairs / self.first if climbs else (self.total - inside) * stairs / self.second
         return math.floor(stair) / stairs
 
 
@@ -261,26 +269,24 @@ class OneCycle(NamedSchedule):
         cycle_max_mom: PerGroup = 0.9,
         decay_mom_rate: float = 0.0,
     ) -> None:
-        super().__init__(optimizer)
         self._cycle = _Cycle(
             float(cycle_first_step_size),
             float(cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size),
             cycle_first_stair_count,
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
         )
-        self._least = self.per_group("cycle_min_lr", cycle_min_lr)
-        self._most = self.per_group("cycle_max_lr", cycle_max_lr)
-        self._least_momentum = self.per_group("cycle_min_mom", cycle_min_mom)
-        self._most_momentum = self.per_group("cycle_max_mom", cycle_max_mom)
+        self._least = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self._most = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self._least_momentum = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self._most_momentum = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
         self._lr_decay, self._momentum_decay = decay_lr_rate, decay_mom_rate
         self._decay_steps = decay_step_size
-        self._momentum = self._momentum_setting() if cycle_momentum else None
-        self.apply()
+        self._momentum = self._momentum_setting(optimizer.param_groups) if cycle_momentum else None
+        super().__init__(optimizer)
 
-    def _momentum_setting(self) -> Literal["betas", "momentum"] | None:
+    def _momentum_setting(self, groups: Sequence[Mapping[str, Any]]) -> Literal["betas", "momentum"] | None:
         """Return the setting of the groups that is cycled. Raises ConfigError for a momentum of 0, which keeps no
         buffer."""
-        groups = self.optimizer.param_groups
         if all("betas" in group for group in groups):
             return "betas"
         if all(group.get("momentum", 0) > 0 for group in groups):
@@ -296,14 +302,13 @@ class OneCycle(NamedSchedule):
         )
         return None
 
-    def get_last_lr(self) -> list[float]:
-        """See NamedSchedule."""
+    def get_lr(self) -> list[Any]:
+        """See LRScheduler."""
         step = self.last_batch_iteration
         if step < 0:
             return list(self._least)
         if step < self._cycle.total:
-            height = self._cycle.height(step + 1)
-            return [low + (high - low) * height for low, high in zip(self._least, self._most, strict=True)]
+            return _between(self._least, self._most, self._cycle.height(step + 1))
         decay = self._decay(self._lr_decay)
         return [low / decay for low in self._least]
 
@@ -313,9 +318,7 @@ class OneCycle(NamedSchedule):
         if step < 0:
             return list(self._least_momentum)
         if step < self._cycle.total:
-            height = self._cycle.height(step + 1)
-            bounds = zip(self._least_momentum, self._most_momentum, strict=True)
-            return [high - (high - low) * height for low, high in bounds]
+            return _between(self._most_momentum, self._least_momentum, self._cycle.height(step + 1))
         decay = self._decay(self._momentum_decay)
         return [high * decay for high in self._most_momentum]
 
@@ -326,7 +329,7 @@ class OneCycle(NamedSchedule):
         return 1 + rate * ((self.last_batch_iteration - self._cycle.total + 1) / self._decay_steps)
 
     def apply(self) -> None:
-        """See NamedSchedule."""
+        """See LRScheduler."""
         super().apply()
         for group, momentum in zip(self.optimizer.param_groups, self.get_last_momentum(), strict=True):
             if self._momentum == "betas":
@@ -348,14 +351,13 @@ class LRRangeTest(NamedSchedule):
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
     ) -> None:
-        super().__init__(optimizer)
-        self._least = self.per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self._least = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         self._size, self._rate = lr_range_test_step_size, lr_range_test_step_rate
         self._staircase = lr_range_test_staircase
-        self.apply()
+        super().__init__(optimizer)
 
-    def get_last_lr(self) -> list[float]:
-        """See NamedSchedule."""
+    def get_lr(self) -> list[Any]:
+        """See LRScheduler."""
         intervals = float(self.last_batch_iteration + 1) / self._size
         growth = 1 + self._rate * (math.floor(intervals) if self._staircase else intervals)
         return [low * growth for low in self._least]
@@ -377,3 +379,48 @@ def named_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
     if position >= 0:
         schedule.load_state_dict({"last_batch_iteration": position})
     return schedule
+
+
+class LRSchedule:
+    """Advances whichever scheduler the engine has, and keeps its state: one of ours, one of torch's, or none."""
+
+    def __init__(self, scheduler: Any | None) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "lr_scheduler: ReduceLROnPlateau needs a metric at each step, which engine.step() does not have; leave it "
+                "out of initialize() and step it in the training loop (it may be made from the returned optimizer)"
+            )
+        self.scheduler = scheduler
+        self._seen: object = self._position()
+        self._warned = False
+
+    def _position(self) -> object:
+        """Return what tells whether somebody else stepped the scheduler."""
+        return getattr(self.scheduler, "last_epoch", None)
+
+    def advance(self) -> None:
+        """Go on by one step, after the optimizer's."""
+        if self.scheduler is None:
+            return
+        if isinstance(self.scheduler, NamedSchedule):
+            self.scheduler.advance()
+            return
+        if self._position() != self._seen and not self._warned:
+            self._warned = True
+            warn_once(
+                "the scheduler given to initialize() was also stepped elsewhere, so it runs too fast: engine.step() steps "
+                "it; remove scheduler.step() from the loop"
+            )
+        self.scheduler.step()
+        self._seen = self._position()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps; None where there is no scheduler."""
+        state: dict[str, Any] | None = None if self.scheduler is None else self.scheduler.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state)
+            self._seen = self._position()

@@ -1,0 +1,344 @@
+"""The device that computes: its streams, events and pinned memory, and copies between tensors in different memories.
+
+[Note: the hand-over]
+A device works behind the host, in the order of a stream. Copies that nothing else has to wait for go over
+streams of their own, one each way, beside the computation. So each says what it comes after, and whoever uses what it
+brought, or uses its source for something else, waits for it:
+event    a point in what was asked of the device so far: a copy reads and writes device memory after it.
+copy     begun after an event, and ends with one. Until it is waited for nobody touches target or source, or frees them.
+wait     the host waits until the event is reached: what was copied is there, for the device too, and the source may be
+         used anew.
+Threads that ask for work on the device do so on the stream of whoever made them, so that its order is theirs.
+
+torch casts on the host's side of a copy that it waits for, so what travels has the type of the device's side. A copy
+that nobody waits for at once is cast before it begins, or after it ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from threadpoolctl import ThreadpoolController
+
+from zstore.io.links import LinkCounters
+
+_MOST_UP = 2
+"""Tiles on their way to the device: one is copied while the next is computed."""
+_MOST_DOWN_BYTES = 256 * 1024 * 1024
+"""On their way from the device: as much of its memory they keep at most."""
+
+Event = Any
+"""A point in the work of a device; only the streams that recorded it know more."""
+StreamContext = Callable[[], AbstractContextManager[None]]
+
+
+class Streams:
+    """Those of a device that computes in the host's memory: nothing crosses, and nothing is late.
+
+    See [Note: the hand-over]. Every method may be called from any thread.
+    """
+
+    device_is_host = True
+    """Whether the device computes in the host's memory."""
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor lies in the host's memory."""
+        return True
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory for `numel` elements, 1-D, pinned where that can be."""
+        return torch.empty(numel, dtype=dtype)
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy across, cast on the host's side, in the order of this thread's stream; done on return."""
+        target.copy_(source)
+
+    def record(self) -> Event:
+        """Return the end of what this thread asked of the device so far."""
+        return None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        """Begin to copy across, of one type, beside the computation; return the event of its end."""
+        target.copy_(source)
+
+    def wait(self, event: Event) -> None:
+        """Return when the event is reached."""
+
+    def query(self, event: Event) -> bool:
+        """Return whether `wait` would not wait."""
+        return True
+
+    def stream_context(self) -> StreamContext:
+        """Return what a thread that works for the caller enters: its device and its stream."""
+        return nullcontext
+
+
+class CudaStreams(Streams):
+    """Those of a CUDA device: a stream each way beside the one that computes."""
+
+    device_is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Events are made, and streams looked up, on the present device of a thread.
+        torch.cuda.set_device(device)
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """See Streams."""
+        return tensor.device.type == "cpu"
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See Streams."""
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        except RuntimeError:  # no more memory can be pinned: copies wait, and are right
+            return torch.empty(numel, dtype=dtype)
+
+    def record(self) -> Event:
+        """See Streams."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        """See Streams."""
+        stream = self._down if self.is_host(target) else self._up
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, event: Event) -> None:
+        """See Streams."""
+        event.synchronize()
+
+    def query(self, event: Event) -> bool:
+        """See Streams."""
+        return bool(event.query())
+
+    def stream_context(self) -> StreamContext:
+        """See Streams."""
+        stream = torch.cuda.current_stream(self._device)
+
+        @contextmanager
+        def enter() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(stream))
+                yield
+
+        return enter
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Return the streams between the host and `device`, and make it this thread's present device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+class Copy:
+    """A copy under way. See [Note: the hand-over]."""
+
+    def __init__(self, streams: Streams, event: Event, values: torch.Tensor, source: torch.Tensor) -> None:
+        self._streams = streams
+        self._event = event
+        self._source: torch.Tensor | None = source
+        """Nobody may have its memory before the end."""
+        self.values = values
+        """The target; not to be touched before the end."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the values when they are there."""
+        if self._source is not None:
+            self._streams.wait(self._event)
+            self._source = None
+        return self.values
+
+    def done(self) -> bool:
+        """Return whether `wait` would not wait."""
+        return self._source is None or self._streams.query(self._event)
+
+
+class Transfers:
+    """All copies of one rank's state, gradients and rows over its streams."""
+
+    def __init__(self, streams: Streams, links: LinkCounters) -> None:
+        self.streams = streams
+        self._links = links
+
+    def stream_context(self) -> StreamContext:
+        """Return what a thread that works for the caller enters."""
+        return self.streams.stream_context()
+
+    def settle(self) -> None:
+        """Return when the device has done what this thread asked of it: others may read its memory on streams of theirs."""
+        self.streams.wait(self.streams.record())
+
+    def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
+        """Return the link of a copy from one tensor to another, None within one memory."""
+        if self.streams.is_host(source) == self.streams.is_host(target):
+            return None
+        return "device_to_host" if self.streams.is_host(target) else "host_to_device"
+
+    def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` into `target`, cast to its type; done on return."""
+        link = self.link(source, target)
+        if link is None:
+            target.copy_(source)
+            return
+        travels = source if link == "device_to_host" else target
+        with self._links.moving(link, source.numel() * travels.element_size()):
+            self.streams.copy_now(target, source)
+
+    def begin(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
+    ) -> Copy:
+        """Begin a copy across, of one type, after what was asked of the device so far (or `after`)."""
+        if counted:
+            self._links.begin(self.link(source, target) or "device_to_host", target.nbytes)
+        event = self.streams.copy(target, source, self.streams.record() if after is None else after)
+        return Copy(self.streams, event, target, source)
+
+    def finish(self, copy: Copy) -> torch.Tensor:
+        """Wait for a copy, and count that; return its values."""
+        if not copy.done():
+            link = "device_to_host" if self.streams.is_host(copy.values) else "host_to_device"
+            started = time.perf_counter()
+            copy.wait()
+            self._links.stalled(link, "begun earlier", time.perf_counter() - started)
+        return copy.wait()
+
+
+class GradientTiles:
+    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there."""
+
+    def __init__(self, transfers: Transfers, rows: torch.Tensor) -> None:
+        self._transfers = transfers
+        self._rows = rows
+        self._ahead: tuple[int, int, Copy] | None = None
+
+    def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
+        """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
+        part = self._rows[first:stop]
+        link = self._transfers.link(part, beside)
+        if link is None:
+            return part.float()
+        if link == "host_to_device":
+            there = torch.empty_like(beside)
+            self._transfers.copy_into(there, part)
+            return there
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[:2] != (first, stop):
+            ahead = self._begin(first, stop)
+        # The tiles of a parameter are of one size, but for the last.
+        following = min(2 * stop - first, self._rows.numel())
+        if following > stop:
+            self._ahead = self._begin(stop, following)
+        return self._transfers.finish(ahead[2]).float()
+
+    def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
+        staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
+        return first, stop, self._transfers.begin(staging, self._rows[first:stop])
+
+
+class H2DQueue:
+    """New rows on their way to the parameters' memory: a tile is copied while the next is computed."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._under_way: deque[Copy] = deque()
+
+    def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
+        """Cast `master`, which is the caller's again on return, into `rows`; those are there after `settle`."""
+        if self._transfers.link(master, rows) != "host_to_device":
+            self._transfers.copy_into(rows, master)
+            return
+        staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype)
+        staging.copy_(master)
+        self._under_way.append(self._transfers.begin(rows, staging))
+        while len(self._under_way) > _MOST_UP:
+            self._transfers.finish(self._under_way.popleft())
+
+    def settle(self) -> None:
+        """Return when all rows are there."""
+        while self._under_way:
+            self._transfers.finish(self._under_way.popleft())
+
+
+Add = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds the second tensor to the first, in the same memory."""
+
+
+class D2HQueue:
+    """Gradients on their way to host memory, beside the backward; they arrive in the order in which they were begun.
+
+    Used from one thread at a time.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._under_way: deque[tuple[Copy, torch.Tensor, Add | None, Callable[[], None]]] = deque()
+        self._nbytes = 0
+
+    def put(self, rows: torch.Tensor, part: torch.Tensor, *, add: Add | None, arrived: Callable[[], None]) -> None:
+        """Bring `part`, on the device, into `rows` of any type, or `add` it to them: at once, or where they are the host's
+        behind it. `arrived` is told when it is there."""
+        if self._transfers.link(part, rows) is None:
+            _combine(rows, part, add)
+            arrived()
+            return
+        straight = add is None and rows.dtype == part.dtype
+        values = rows if straight else self._transfers.streams.empty_host(part.numel(), part.dtype)
+        self._under_way.append((self._transfers.begin(values, part), rows, add, arrived))
+        self._nbytes += part.nbytes
+        while self._under_way and (self._nbytes > _MOST_DOWN_BYTES or self._under_way[0][0].done()):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        copy, rows, add, arrived = self._under_way.popleft()
+        values = self._transfers.finish(copy)
+        self._nbytes -= values.nbytes
+        if values is not rows:
+            _combine(rows, values, add)
+        arrived()
+
+    def settle(self) -> None:
+        """Return when everything has arrived."""
+        while self._under_way:
+            self._arrive()
+
+    def drop(self) -> None:
+        """Forget what is under way, once nothing is written any more."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+        self._nbytes = 0
+
+
+def _combine(rows: torch.Tensor, part: torch.Tensor, add: Add | None) -> None:
+    if add is None:
+        rows.copy_(part)
+    else:
+        add(rows, part)
+
+
+def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
+    """Return a context in which operations of this thread, and no other's, are not shared among torch's threads.
+
+    An operation on a tile takes some 10 microseconds, and as long to wake a thread that sleeps for it; beside I/O the cores
+    have other work. The values are the same.
+    """
+    if not enabled:
+        return nullcontext()
+    torch.get_num_threads()  # lets torch set this thread's number, which it would do over ours at the first operation
+    limits: AbstractContextManager[object] = _openmp().limit(limits=1)
+    return limits
+
+
+@cache
+def _openmp() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="openmp")
