@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -202,24 +203,23 @@ class Asker(threading.Thread):
             self.give_back.wait(30)
 
 
-def waits(pool: Pool) -> threading.Semaphore:
-    """A semaphore that counts the requests that had to wait."""
-    semaphore = threading.Semaphore(0)
-    pool.on_shortage = semaphore.release
-    return semaphore
+def wait_for_waiting(pool: Pool, count: int) -> None:
+    """Return once `count` requests wait."""
+    deadline = time.monotonic() + 30
+    while pool.num_waiting < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_requests_are_served_in_the_order_they_came() -> None:
     pool = Pool(4 * PAGE_BYTES)
-    waiting = waits(pool)
     order: list[int] = []
     held = pool.acquire(3 * PAGE_BYTES)
     # A large request first: the small ones behind it would fit, but must not overtake it.
     askers = []
     for number, pages in enumerate([4, 1, 1]):
         askers.append(Asker(pool, pages * PAGE_BYTES, order, number))
-        assert waiting.acquire(timeout=30)
-    assert pool.has_waiters
+        wait_for_waiting(pool, number + 1)
     assert pool.try_acquire(PAGE_BYTES) is None
     held.release()
     assert askers[0].got.wait(30)
@@ -228,36 +228,28 @@ def test_requests_are_served_in_the_order_they_came() -> None:
     for asker in askers[1:]:
         assert asker.got.wait(30)
     assert order == [0, 1, 2]
-    assert not pool.has_waiters
+    assert pool.num_waiting == 0
     for asker in askers:
         asker.give_back.set()
         asker.join(30)
     assert pool.held_bytes == 0
 
 
-def test_a_shortage_can_be_relieved_by_whoever_holds_a_convenience() -> None:
-    pool = Pool(4 * PAGE_BYTES)
-    convenience = pool.acquire(2 * PAGE_BYTES)
-    pool.on_shortage = convenience.release
-    with pool.acquire(4 * PAGE_BYTES) as buffer:
-        assert buffer.bytes.size == 4 * PAGE_BYTES
-    assert pool.held_bytes == 0
-
-
-def test_a_request_that_is_interrupted_leaves_the_queue() -> None:
+def test_a_request_that_is_interrupted_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(PAGE_BYTES)
 
     class Interrupted(BaseException):
         pass
 
-    def interrupt() -> None:
+    def interrupt(condition: threading.Condition) -> None:
         raise Interrupted
 
     held = pool.acquire(PAGE_BYTES)
-    pool.on_shortage = interrupt
-    with pytest.raises(Interrupted):
-        pool.acquire(PAGE_BYTES)
-    assert not pool.has_waiters
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", interrupt)
+        with pytest.raises(Interrupted):
+            pool.acquire(PAGE_BYTES)
+    assert pool.num_waiting == 0
     held.release()
     with pool.acquire(PAGE_BYTES):
         pass

@@ -76,12 +76,10 @@ class Pool:
     ) -> None:
         self.nbytes = max(_pages(nbytes), PAGE_BYTES)
         self.limit_bytes = limit_bytes
-        self.on_shortage: Callable[[], None] = _do_nothing
-        """Called by a request that would have to wait; may give back buffers that are only a convenience."""
         self._slab = (make or make_slab)(self.nbytes)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
         self._oversized_bytes = 0
-        self._lock = threading.RLock()  # `on_shortage` gives back while a request holds it
+        self._lock = threading.Lock()
         self._waiting: deque[threading.Condition] = deque()
         """Those that wait, in order: the first alone is woken."""
         self.peak_bytes = 0
@@ -96,14 +94,9 @@ class Pool:
         me = threading.Condition(self._lock)
         with self._lock:
             self._waiting.append(me)
-            asked = False
             try:
                 while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
-                    if asked:
-                        me.wait()
-                    else:
-                        asked = True
-                        self.on_shortage()
+                    me.wait()
             finally:
                 self._waiting.remove(me)
                 self._wake_first()
@@ -165,13 +158,9 @@ class Pool:
         return self._held_bytes
 
     @property
-    def has_waiters(self) -> bool:
-        """Tell whether a request is waiting for room."""
-        return bool(self._waiting)
-
-
-def _do_nothing() -> None:
-    pass
+    def num_waiting(self) -> int:
+        """Requests that wait for room now."""
+        return len(self._waiting)
 
 
 def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:

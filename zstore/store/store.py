@@ -27,7 +27,7 @@ from .runfolder import RunFolders
 from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
-from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, ReadAhead, Tier, Tile
+from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ SMALL_SHARD_BYTES = 64 * 1024
 class TensorStore:
     """This rank's shards of named arrays. Close it, or use it in a `with` block.
 
-    `write`, `read` and `prefetch` return tickets and run behind the caller, in order for each array; `stream` is a pass
+    `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass
     in the caller's thread. Arrays must not be changed by two passes at once.
     """
 
@@ -76,7 +76,6 @@ class TensorStore:
         self._tiers: dict[str, Tier] = {}
         self._pending: dict[str, Ticket[Any]] = {}
         self._failed: dict[str, BaseException] = {}
-        self._ahead = ReadAhead(pool)
         self._pools = [pool]
         self._lock = threading.Lock()
         self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
@@ -135,7 +134,6 @@ class TensorStore:
         """Return the tier of an array once nothing is under way for it."""
         self.local(name)
         self._settle([name])
-        self._ahead.drop([name])
         self._failed.pop(name, None)
         return self._tiers[name]
 
@@ -220,7 +218,7 @@ class TensorStore:
 
         def run() -> None:
             try:
-                for tile in self._ahead.forgetting([name], self._stream(self._pass_over(name, mode))):
+                for tile in self._stream(self._pass_over(name, mode)):
                     low, high = max(tile.first, first), min(tile.stop, first + source.size)
                     if low < high:
                         target = tile.views[0][low - tile.first : high - tile.first]
@@ -253,36 +251,14 @@ class TensorStore:
         chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
 
         def run() -> Array:
-            cached = self._ahead.take(name)
-            tiles = self._stream(self._pass_over(name, Mode.READ, chunks)) if cached is None else cached.tiles(local)
-            for tile in tiles:
+            for tile in self._stream(self._pass_over(name, Mode.READ, chunks)):
                 low, high = max(tile.first, first), min(tile.stop, last)
                 if low < high:
                     source = tile.views[0][low - tile.first : high - tile.first]
                     copy_out(source, target[low - first : high - first])
-            if cached is not None:
-                cached.buffer.release()
             return target
 
         return self._drive([name], run)
-
-    def prefetch(self, names: Sequence[str]) -> Ticket[int]:
-        """Bring shards that rest on disk into buffers, for the next `read` of each; returns how many were brought.
-
-        Takes only buffers that are free, never more than half of them, and gives them back to whoever has to wait for
-        one: it is a hint, not a promise.
-        """
-
-        def run() -> int:
-            return sum(
-                self._ahead.bring(tier, self._shards[name])
-                for name in names
-                if isinstance(tier := self._tiers[name], DiskTier)
-            )
-
-        for name in names:
-            self.local(name)
-        return self._drive(names, run)
 
     def stream(
         self,
@@ -317,7 +293,7 @@ class TensorStore:
             on_end=on_end,
         )
         self._settle(what.names)
-        return self._ahead.forgetting(what.changed(what.names), self._stream(what))
+        return self._stream(what)
 
     def may_fill(self, name: str) -> bool:
         """Tell whether `filling` has the array: it rests in the host's memory."""
@@ -483,7 +459,6 @@ class TensorStore:
                 if tier is not None:
                     last_to_first.callback(tier.close)
             last_to_first.callback(self.resources.queue.close)
-            last_to_first.callback(self._ahead.drop_all)
             last_to_first.callback(self._drivers.shutdown)
 
     def __enter__(self) -> Self:

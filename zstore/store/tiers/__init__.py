@@ -1,6 +1,5 @@
 """Where a shard rests: device, host, disk, behind one contract."""
 
-from .ahead import ReadAhead
 from .base import LocalShard, Mode, PinnedShard, Span, Tier, Tile
 from .device import DeviceTier
 from .disk import DiskTier, Drives
@@ -16,7 +15,6 @@ __all__ = [
     "MemoryTier",
     "Mode",
     "PinnedShard",
-    "ReadAhead",
     "Span",
     "Tier",
     "Tile",
