@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from zstore.errors import BudgetError, UsageError
 from zstore.io import buffers
-from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Buffer, Pool, make_slab
+from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -155,7 +155,7 @@ def test_a_request_larger_than_the_pool_has_its_own_memory_one_at_a_time() -> No
 
 
 def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
-    pool = Pool(64 * KIB, limit_bytes=256 * KIB)
+    pool = Pool(64 * KIB, budget=Budget(256 * KIB))
     with pool.acquire(192 * KIB):
         pass
     for ask in (pool.acquire, pool.try_acquire):
@@ -164,7 +164,7 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
         ):
             ask(192 * KIB + 1)
     # What the pool itself can hold is never over the limit.
-    small = Pool(64 * KIB, limit_bytes=PAGE_BYTES)
+    small = Pool(64 * KIB, budget=Budget(PAGE_BYTES))
     with small.acquire(64 * KIB):
         pass
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..io.buffers import make_slab
+from ..io.buffers import Slabs
 from ..io.pool import Crew
 from .source import ArraySource, StoredArray
 
@@ -109,22 +109,18 @@ class ReadAhead:
                 array = reader.array(name)
                 chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
                 most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
-        self._slab_bytes, self._slabs_left = most, depth
+        self._slabs, self._num_free = Slabs(most), depth
         self._coming = self._cut(ranges, span_bytes)
         self._next = next(self._coming, None)
         self._live: dict[str, list[Span]] = {}
         """Spans that are begun and not used up, by array and first element."""
         self._to_take: deque[Span] = deque()
         """Spans that are begun and were not taken, in order."""
-        self._free: list[Bytes] = []
         self._closed = False
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._load, name=f"zstore-ahead-{i}", daemon=True)
-            for i in range(num_threads if self._next is not None else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew(num_threads, "zstore-ahead")
+        for _ in range(num_threads):
+            self._crew.submit(self._load)
 
     def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
         """Yield all spans, each with the place of its range."""
@@ -136,7 +132,7 @@ class ReadAhead:
         while True:
             with self._changed:
                 # Number and buffer are taken together: the earliest span without a buffer gets the next one.
-                self._changed.wait_for(lambda: self._closed or self._next is None or self._free or self._slabs_left)
+                self._changed.wait_for(lambda: self._closed or self._next is None or self._num_free)
                 if self._closed or self._next is None:
                     return
                 span = self._begin(self._next[1])
@@ -150,11 +146,8 @@ class ReadAhead:
 
     def _begin(self, span: Span) -> Span:
         """Give the next span a buffer, with the lock held."""
-        if self._free:
-            span.slab = self._free.pop()
-        else:
-            self._slabs_left -= 1
-            span.slab = make_slab(self._slab_bytes)
+        self._num_free -= 1
+        span.slab = self._slabs.acquire()
         insort(self._live.setdefault(span.name, []), span, key=_first)
         self._to_take.append(span)
         self._next = next(self._coming, None)
@@ -165,10 +158,10 @@ class ReadAhead:
         """Return the next span, loaded, or None after the last; the caller releases it."""
         with self._changed:
             self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
-            if not self._to_take and self._next is None:
-                return None
-            if not self._to_take:
+            if self._closed:
                 raise UsageError("the reading ahead was closed")
+            if not self._to_take:
+                return None
             span = self._to_take.popleft()
             self._wait_for(span)
             return span
@@ -228,21 +221,24 @@ class ReadAhead:
     def _use(self, span: Span, numel: int) -> None:
         span.used_numel += numel
         if span.used_numel >= span.stop - span.first and span.slab is not None:
-            self._free.append(span.slab)
+            self._slabs.release(span.slab)
+            self._num_free += 1
             span.slab = None
             self._live[span.name].remove(span)
             while self._to_take and self._to_take[0].slab is None:  # used up by `read`
                 self._to_take.popleft()
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Stop loading and give the buffers back; a second call does nothing."""
+    def stop(self) -> None:
+        """Load no further spans, and let whoever waits for one raise UsageError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._free.clear()
+
+    def close(self) -> None:
+        """Stop loading and end the threads; a second call does nothing."""
+        self.stop()
+        self._crew.close()
 
     def __enter__(self) -> Self:
         return self
@@ -266,24 +262,20 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     """
     # More than cores: some wait for the drive while others compute.
     num_threads = max(4, min(8, os.cpu_count() or 4))
-    stopped = threading.Event()
 
-    def work(ahead: ReadAhead) -> None:
+    def work() -> None:
         try:
-            while not stopped.is_set() and (span := ahead.take()) is not None:
+            while (span := ahead.take()) is not None:
                 use(span)
                 ahead.release(span)
         except BaseException:
-            stopped.set()
+            ahead.stop()
             raise
 
     if not ranges:
         return
     with Crew(num_threads, name) as crew, ReadAhead(reader, ranges) as ahead:
-        try:
-            crew.run([partial(work, ahead)] * num_threads)
-        finally:
-            stopped.set()
+        crew.run([work] * num_threads)
 
 
 def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -57,6 +57,10 @@ class Ticket(Generic[T]):
         """Tell whether the operation ended, well or badly."""
         return self._future.done()
 
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
+        return not wait([self._future], timeout_s).not_done
+
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
         self._future.add_done_callback(lambda _: callback())
@@ -79,6 +83,21 @@ class Ticket(Generic[T]):
             self._future.add_done_callback(wake)
             yield from ended.wait().__await__()
         return self._future.result()
+
+
+def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
+    """Return a ticket for `operation`, and what carries it out, once, in whatever thread calls it."""
+    future: Future[T] = Future()
+
+    def carry_out() -> None:
+        try:
+            result = operation()
+        except BaseException as error:  # the ticket carries it to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    return Ticket(future), carry_out
 
 
 def settle(tickets: list[Ticket[T]]) -> list[T]:
@@ -158,24 +177,17 @@ class IoQueue:
         self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
     ) -> tuple[Ticket[T], Callable[[], None]]:
         """Return a ticket for `operation`, and what carries it out."""
-        future: Future[T] = Future()
         link = f"{priority.name.lower()} {subject}"
 
-        def run() -> None:
+        def counted() -> T:
             started = time.perf_counter()
-            error: BaseException | None = None
             try:
-                result = operation()
-            except BaseException as raised:  # the ticket carries it to whoever waits
-                error = raised
-            self._links.begin(link, nbytes)
-            self._links.busy(link, time.perf_counter() - started)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+                return operation()
+            finally:
+                self._links.begin(link, nbytes)
+                self._links.busy(link, time.perf_counter() - started)
 
-        return Ticket(future), run
+        return promise(counted)
 
     def _serve(self) -> None:
         while True:

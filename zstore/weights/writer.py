@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError, DiskFullError
 from ..format.arrays import numpy_dtype
+from ..io.buffers import Slabs
 from ..io.files import Files
 from .cast import Overflow, cast_into
-from .file import BlockFile, Slabs
+from .file import BLOCK_BYTES, BlockFile
 from .layout import FileLayout, index_document, index_file
 
 _MOST_NAMED = 20
@@ -54,7 +55,7 @@ class WeightsWriter:
             for weight, offset in zip(layout.weights, layout.offsets, strict=True)
         }
         self._open: dict[str, BlockFile] = {}
-        self._slabs = Slabs()
+        self._slabs = Slabs(BLOCK_BYTES)
         self._lost: dict[str, int] = {}
         self._lock = threading.Lock()
 
