@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptionError
+from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader
@@ -128,17 +129,13 @@ class CheckpointReader(ArraySource):
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`."""
         array = self.array(name)
-        spec, grid = array.spec, array.grid
+        itemsize = array.spec.itemsize
         target = self.room_for(name, first, stop, out)
         with self._lock:
             self.asked_bytes += out.nbytes
-        low = first
-        while low < stop:
-            shard = low // grid.shard_numel
-            high = min(stop, (shard + 1) * grid.shard_numel)
-            piece = target[(low - first) * spec.itemsize : (high - first) * spec.itemsize]
-            self.open_shard(name, shard).read(low, high, piece, priority)
-            low = high
+        for part in plan_reads(array.grid, first, stop):
+            piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
+            self.open_shard(name, part.shard).read(part.first, part.stop, piece, priority)
 
     def read_array(self, name: str) -> npt.NDArray[Any]:
         """See `ArraySource.read_array`."""

@@ -25,11 +25,11 @@ from ..errors import CheckpointError
 from ..io.pool import Crew
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import wait_until
+from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
-from .gather import Gatherer
 from .handle import SaveHandle
 from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
@@ -81,7 +81,8 @@ class _Job:
         self._folder = self._committer.temporary
         self.target = self._committer.target
         self.cancelled = threading.Event()
-        self._publisher = Publisher(request, self._folder, self._check_alive)
+        self._builder = CheckpointBuilder(request, self._folder, self._files)
+        self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
         self._spare: Spare | None = None
@@ -99,8 +100,10 @@ class _Job:
     def check(self) -> None:
         """Check what can be checked at once."""
         if self._request.rank == 0:
-            self._gatherer = Gatherer(self._request, self._folder)
             request = self._request
+            self._metadata_sha256 = (
+                self._builder.metadata_sha256
+            )  # raises for arrays that cannot stand beside each other
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
@@ -120,7 +123,7 @@ class _Job:
                 summaries = self._publish(crew)
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(crew)
-                self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
+                self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
                     self._commit(crew)
                 else:
@@ -138,7 +141,7 @@ class _Job:
 
     def _begin(self) -> None:
         spare, files = self._request.spare, self._files
-        if spare is not None and spare.metadata_sha256 != self._gatherer.metadata_sha256:
+        if spare is not None and spare.metadata_sha256 != self._metadata_sha256:
             spare.remove(files)
             spare = None
         self._committer.begin(None if spare is None else partial(spare.take, files))
@@ -147,12 +150,12 @@ class _Job:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         if self._request.rank == 0:
             # In between, so that the drive writes shards meanwhile.
-            tasks = _in_turn(tasks, self._gatherer.metadata_tasks())
+            tasks = _in_turn(tasks, self._builder.metadata_tasks())
         try:
             found = crew.run(tasks)
             syncs = self._publisher.syncs()
             if self._request.rank == 0:
-                syncs += self._gatherer.metadata_syncs()
+                syncs += self._builder.metadata_syncs()
             crew.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
@@ -162,28 +165,28 @@ class _Job:
 
     def _assemble(self, crew: Crew) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
-        gatherer = self._gatherer
+        builder = self._builder
         self._wait_until(
-            lambda: gatherer.collect() or gatherer.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
+            lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
         found = crew.run(self._pieces.assembling(self._publisher.store_whole))
         crew.run(self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 
     def _commit(self, crew: Crew) -> None:
-        request, gatherer = self._request, self._gatherer
+        request, builder = self._request, self._builder
         self._messages += sweep(self._files, request.folder)
-        self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
-        gatherer.check_complete()
-        record = gatherer.record(self._state)
+        self._wait_until(builder.collect, request.timeout_s, self._ranks_missing)
+        builder.check_complete()
+        record = builder.record(self._state)
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        gatherer.sync_folders(crew)
+        builder.sync_folders(crew)
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.spares:
-            self._spare, messages = lay_aside(request, gatherer.metadata_sha256)
+            self._spare, messages = lay_aside(request, self._metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
             self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
@@ -262,7 +265,7 @@ class _Job:
         return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
 
     def _ranks_missing(self) -> Exception:
-        missing = [rank for rank in self._gatherer.missing_ranks() if rank]  # its own manifest is the last
+        missing = [rank for rank in self._builder.missing_ranks() if rank]  # its own manifest is the last
         return CheckpointError(
             f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
         )
@@ -274,7 +277,7 @@ class _Job:
             self._committer.abort(reason, alone=self._request.world_size == 1)
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
-                self._publisher.write_manifest(f"failed: {reason}", [], self._rank_state)
+                self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
 
 
 def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:

@@ -18,7 +18,7 @@ from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, gather
-from zstore.format.partition import Grid
+from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
@@ -86,19 +86,14 @@ class Workplace:
         """Write the chunks of which `box` is made; `data` are its elements' bytes, durable when this returns."""
         wrote: list[Wrote] = []
         for run in box.overlap(0, spec.numel):
-            first, stop = run.at, run.at + run.numel
-            while first < stop:
-                shard = first // grid.shard_numel
-                end = min(stop, (shard + 1) * grid.shard_numel)
-                moved = run.in_box - run.at
+            moved = run.in_box - run.at
 
-                def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
-                    out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
+            def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
+                out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
 
-                base = shard * grid.shard_numel
-                chunks = (first - base) // grid.chunk_numel, -(-(end - base) // grid.chunk_numel)
-                wrote.append(self._write_chunks(spec, grid, shard, chunks, fill))
-                first = end
+            for part in plan_reads(grid, run.at, run.at + run.numel):
+                chunks = part.first_chunk, part.stop_chunk
+                wrote.append(self._write_chunks(spec, grid, part.shard, chunks, fill))
         for shard in {each.shard for each in wrote}:
             self._sync(self._shard_path(spec, shard))
         return wrote

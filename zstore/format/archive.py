@@ -17,7 +17,8 @@ from crc32c import crc32c
 
 from ..errors import CorruptionError
 from .codecs import most_stored_bytes
-from .shardfile import BLOCK_BYTES, CRC_BYTES, MISSING, ShardLayout, round_up
+from .partition import round_up
+from .shardfile import BLOCK_BYTES, CRC_BYTES, MISSING, ShardLayout
 
 Bytes = npt.NDArray[np.uint8]
 

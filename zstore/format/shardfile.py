@@ -24,7 +24,7 @@ from crc32c import crc32c
 
 from ..errors import CorruptionError
 from .arrays import numpy_dtype
-from .partition import Grid
+from .partition import Grid, round_up
 
 BLOCK_BYTES = 4096
 _KEEP_INTERPRETER = 0
@@ -149,8 +149,3 @@ def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: s
             )
         crcs.append(stored)
     return crcs
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple

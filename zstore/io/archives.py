@@ -16,8 +16,8 @@ from ..errors import CorruptionError
 from ..format.archive import decode_packed_index, encode_packed_index, packed_file_bytes
 from ..format.arrays import ArraySpec
 from ..format.codecs import Codec, CodecError
-from ..format.partition import Grid
-from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of, round_up
+from ..format.partition import Grid, round_up
+from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
 from .buffers import Buffer, make_slab
 from .files import OpenFile
 from .queue import Priority, Ticket, settle

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StorageError, storage_error
+from ..errors import DiskFullError, StorageError, storage_error
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
@@ -227,6 +227,14 @@ class Files:
     def free_bytes(self, path: str | Path) -> int:
         """Return the bytes that an ordinary user may still write on the path's file system."""
         return shutil.disk_usage(path).free
+
+    def require_room(
+        self, path: str | Path, nbytes: int, need: str, advice: str = "make room, or write elsewhere"
+    ) -> None:
+        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` says what needs how many."""
+        free = self.free_bytes(path)
+        if nbytes > free:
+            raise DiskFullError(f"{need}, but only {free} are free: {advice}", path=os.fspath(path), nbytes=nbytes)
 
     # -- primitives that a double overrides -------------------------------------------------------------------------
 

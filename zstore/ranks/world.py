@@ -257,11 +257,6 @@ class World:
         """Return rank `source`'s `value` (JSON data) on every rank."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        if self.world_size > 1:
-            self.all_gather_object(None)
-
     @contextmanager
     def agreeing(self, note: str | None = None) -> Iterator[None]:
         """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointError, DiskFullError
+from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
 from ..io.buffers import Slabs
 from ..io.files import Files
@@ -42,9 +42,7 @@ class WeightsWriter:
 
     def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
         needed = sum(layout.file_bytes for layout in layouts)
-        free = files.free_bytes(folder)
-        if needed > free:
-            raise DiskFullError(f"the weights need {needed} bytes, but only {free} are free", path=str(folder))
+        files.require_room(folder, needed, f"the weights need {needed} bytes")
         self._files = files
         self._layouts = layouts
         self._folder = folder

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ...format.arrays import numpy_dtype
-from ...format.shardfile import round_up
+from ...format.partition import round_up
 from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
 from .base import Bytes, LocalShard, View
 from .memory import MemoryTier
