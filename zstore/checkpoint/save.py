@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import TypeVar
 from ..errors import CheckpointError
 from ..io.pool import Crew
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import wait_until
+from ..ranks.rendezvous import Rendezvous
 from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, sweep
@@ -81,6 +80,13 @@ class _Job:
         self._folder = self._committer.temporary
         self.target = self._committer.target
         self.cancelled = threading.Event()
+        self._meeting = Rendezvous(
+            self._folder,
+            self._files,
+            self._check_alive,
+            pause=self.cancelled.wait,
+            most_pause_s=request.most_pause_s,
+        )
         self._builder = CheckpointBuilder(request, self._folder, self._files)
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
@@ -119,7 +125,7 @@ class _Job:
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
-                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                    self._meeting.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 summaries = self._publish(crew)
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(crew)
@@ -127,7 +133,7 @@ class _Job:
                 if request.rank == 0:
                     self._commit(crew)
                 else:
-                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
+                    self._meeting.wait_until(self._is_over, request.timeout_s, self._not_committed)
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
@@ -166,7 +172,7 @@ class _Job:
     def _assemble(self, crew: Crew) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
         builder = self._builder
-        self._wait_until(
+        self._meeting.wait_until(
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
         found = crew.run(self._pieces.assembling(self._publisher.store_whole))
@@ -176,7 +182,7 @@ class _Job:
     def _commit(self, crew: Crew) -> None:
         request, builder = self._request, self._builder
         self._messages += sweep(self._files, request.folder)
-        self._wait_until(builder.collect, request.timeout_s, self._ranks_missing)
+        self._meeting.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
         builder.check_complete()
         record = builder.record(self._state)
         if request.before_commit is not None:
@@ -216,24 +222,12 @@ class _Job:
 
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
-    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
-        wait_until(
-            ready,
-            timeout_s=timeout_s,
-            check=self._check_alive,
-            failure=failure,
-            pause=self.cancelled.wait,
-            most_pause_s=self._request.most_pause_s,
-        )
-
     def _check_alive(self) -> None:
         """Raise CheckpointError where the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
-        if self._request.rank > 0:
-            with contextlib.suppress(OSError, LookupError, ValueError):
-                reason = json.loads((self._folder / ABORT_FILE).read_bytes())["reason"]
-                raise CheckpointError(f"rank 0 gave up the save of {self.target}: {reason}")
+        if self._request.rank > 0 and (told := self._meeting.told(ABORT_FILE)) is not None:
+            raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
@@ -255,20 +249,18 @@ class _Job:
         except (OSError, ValueError):
             return False
 
-    def _not_seen(self) -> Exception:
-        return CheckpointError(
+    def _not_seen(self) -> str:
+        return (
             f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
             "says why), or the checkpoint folder is local to a machine; give one that all ranks share"
         )
 
-    def _not_committed(self) -> Exception:
-        return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
+    def _not_committed(self) -> str:
+        return f"rank 0 did not commit {self.target} within {self._request.timeout_s} s"
 
-    def _ranks_missing(self) -> Exception:
+    def _ranks_missing(self) -> str:
         missing = [rank for rank in self._builder.missing_ranks() if rank]  # its own manifest is the last
-        return CheckpointError(
-            f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
-        )
+        return f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
 
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, and why."""

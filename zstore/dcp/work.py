@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources, ShardWriter, write_index
-from zstore.ranks.rendezvous import wait_until
+from zstore.ranks.rendezvous import Rendezvous
 
 from .layout import ArrayLayout
 
@@ -66,6 +65,9 @@ class Workplace:
     share: Share
     resources: IoResources
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
+
+    def __post_init__(self) -> None:
+        self._meeting = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
 
     @property
     def folder(self) -> Path:
@@ -169,17 +171,17 @@ class Workplace:
         self._buffered.read_into(file, out, start * itemsize)
 
     def _wait_for(self, path: Path) -> None:
-        def missing() -> CheckpointError:
-            return CheckpointError(
-                f"rank {self.share.rank}: no rank wrote {path} within {self.share.timeout_s} s; the save is given up"
-            )
-
-        wait_until(path.exists, timeout_s=self.share.timeout_s, check=self._check_others, failure=missing)
+        share = self.share
+        self._meeting.wait_until(
+            path.exists,
+            share.timeout_s,
+            lambda: f"rank {share.rank}: no rank wrote {path} within {share.timeout_s} s; the save is given up",
+        )
 
     def _check_others(self) -> None:
-        for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):
-            with contextlib.suppress(OSError, ValueError, LookupError):
-                raise CheckpointError(f"another rank gave up the save: {json.loads(path.read_bytes())['reason']}")
+        for path in self._meeting.folder.glob("failed-*.json"):
+            if (told := self._meeting.told(path.name)) is not None:
+                raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} is gone: the save was given up, or the folder is not shared by all ranks"
@@ -188,12 +190,9 @@ class Workplace:
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one's pieces that none come. Never raises."""
         with contextlib.suppress(OSError):
-            folder = self.folder / PIECES_FOLDER
-            folder.mkdir(exist_ok=True)
-            path = folder / f"failed-{self.share.rank}.json"
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({"reason": f"rank {self.share.rank}: {type(error).__name__}: {error}"}))
-            part.rename(path)
+            self._meeting.folder.mkdir(exist_ok=True)
+            reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
+            self._meeting.tell(f"failed-{self.share.rank}.json", {"reason": reason})
 
     def owned(self) -> list[ArrayLayout]:
         """Return the arrays of which this rank puts a shard together."""
