@@ -21,7 +21,7 @@ from zstore.errors import DiskFullError
 from zstore.io.files import Files
 from zstore.store.store import TierName
 from zstore.testing.checkpoints import World, open_world
-from zstore.testing.faults import UnlinkableFiles
+from zstore.testing.faults import unlinkable_files
 
 Array = npt.NDArray[Any]
 FROZEN, TRAINED = "model/frozen", "model/trained"
@@ -138,7 +138,7 @@ def test_a_file_that_is_not_what_was_written_is_written_anew(
 
 
 def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
-    with open_world(make_arrays(), files=[UnlinkableFiles(95)]) as world:
+    with open_world(make_arrays(), files=[unlinkable_files(95)]) as world:
         second = save(world, folder, 2, save(world, folder, 1))
         assert check(world, folder, 2) == []
         assert second.num_linked == 0

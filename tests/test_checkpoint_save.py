@@ -29,7 +29,7 @@ from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files, OpenFile
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
-from zstore.testing.faults import CallingFiles, FaultyFiles, ShortFiles, UnlinkableFiles
+from zstore.testing.faults import CallingFiles, FaultyFiles, short_files, unlinkable_files
 
 Array = npt.NDArray[Any]
 
@@ -109,7 +109,7 @@ def test_where_links_are_not_to_be_had_the_version_is_copied_and_said_so(
     number: int, folder: Path, run_path: Path
 ) -> None:
     arrays = make_arrays()
-    files = [UnlinkableFiles(number)]
+    files = [unlinkable_files(number)]
     with open_world(arrays, tier="disk", run_path=run_path, files=files) as world:
         summary = world.save(folder, disk_folder=run_path)[0]
     assert values(folder) == as_bytes(arrays)
@@ -133,7 +133,7 @@ def test_another_file_system_gets_copies(run_path: Path) -> None:
 
 def test_short_transfers_are_resumed(folder: Path) -> None:
     arrays = make_arrays()
-    with open_world(arrays, files=[ShortFiles()]) as world:
+    with open_world(arrays, files=[short_files()]) as world:
         world.save(folder)
     assert values(folder) == as_bytes(arrays)
 

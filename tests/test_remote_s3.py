@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import zstore
 from tests.engine_runs import make_config, start, state_of, step
+from tests.s3_server import s3_server
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lookahead import ReadAhead
@@ -30,7 +31,6 @@ from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES
 from zstore.remote.upload import upload_checkpoint
 from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
-from zstore.testing.s3_server import s3_server
 from zstore.tools.cli import app
 
 pytest.importorskip("s3fs", reason="extra s3")

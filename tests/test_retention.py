@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine_runs import make_config, start, step
+from tests.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import Record
@@ -26,7 +27,6 @@ from zstore.io.files import Files
 from zstore.remote.folder import open_folder
 from zstore.remote.upload import upload_checkpoint
 from zstore.testing.checkpoints import open_world, save_arrays
-from zstore.testing.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.tools import cli
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_command

@@ -17,7 +17,7 @@ from zstore.format.shardfile import layout_of
 from zstore.io.buffers import Bytes
 from zstore.io.queue import Priority
 from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 from zstore.testing.oracle import (
     random_values,
     read_with_tensorstore,
@@ -156,7 +156,7 @@ def test_short_transfers_make_the_same_file(tmp_path: Path) -> None:
     values = random_values("float32", spec.numel)
     with open_resources(pool_bytes=1 << 20) as res:
         write_all(res, tmp_path / "a", values, spec, grid)
-    with open_resources(pool_bytes=1 << 20, files=ShortFiles(12288)) as res:
+    with open_resources(pool_bytes=1 << 20, files=short_files(12288)) as res:
         write_all(res, tmp_path / "b", values, spec, grid)
         assert same_bits(read_all(res, tmp_path / "b", spec, grid).reshape(-1), values)
     assert (tmp_path / "a" / "c.0.0").read_bytes() == (tmp_path / "b" / "c.0.0").read_bytes()

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from tests.engine_runs import make_config, start, step
+from tests.fake_device import FakeDevice, FakeMark
+from tests.stores import create
 from zstore.engine.device.copies import Transfers
 from zstore.engine.optim import store as run_store
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.tiers.memory import MemoryTier
-from zstore.testing.fake_device import FakeDevice, FakeMark
 from zstore.testing.faults import GatedFiles
-from zstore.testing.stores import create
 
 PASSED_S = 5.0
 ON_DISK = ["model/embed.weight", "optimizer/exp_avg/embed.weight", "optimizer/exp_avg_sq/embed.weight"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import create, other_than
 from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -18,7 +19,6 @@ from zstore.store.store import SMALL_SHARD_BYTES
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import random_values, same_bits
-from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024

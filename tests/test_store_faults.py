@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import create, other_than
 from zstore.errors import ConfigError, DiskFullError, RunFolderError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -20,7 +21,6 @@ from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024

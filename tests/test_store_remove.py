@@ -6,12 +6,12 @@ from typing import cast
 
 import pytest
 
+from tests.stores import LARGE, create, other_than
 from zstore.errors import BudgetError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import TierName
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import LARGE, create, other_than
 
 TIERS = ["device", "host", "disk"]
 MIB = 1024 * 1024

@@ -28,7 +28,7 @@ from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMism
 from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
 from zstore.testing.checkpoints import save_arrays
-from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
+from zstore.testing.faults import Fault, FaultyFiles, short_files
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import cast_into
 from zstore.weights.file import BLOCK_BYTES, BlockFile
@@ -269,7 +269,7 @@ def test_a_file_filled_in_any_order_has_every_byte(
     cuts = sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=6))})
     content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
     path = tmp_path_factory.mktemp("blocks") / "file"
-    files = ShortFiles(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
+    files = short_files(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
     file = BlockFile(files, path, nbytes, Slabs(BLOCK_BYTES))
     for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
         assert not file.is_filled

@@ -225,29 +225,15 @@ class DeadlyFiles(FaultyFiles):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ShortFiles(Files):
-    """Files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
-
-    def __init__(self, most_bytes: int = 4096) -> None:
-        super().__init__()
-        self._most_bytes = most_bytes
-
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
-        return super()._preadv(file, out[: self._most_bytes], offset)
-
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
-        return super()._pwritev(file, data[: self._most_bytes], offset)
+def short_files(most_bytes: int = 4096) -> FaultyFiles:
+    """Return files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
+    kinds: tuple[Kind, ...] = ("read", "write")
+    return FaultyFiles(faults=tuple(Fault(kind=kind, times=None, most_bytes=most_bytes) for kind in kinds))
 
 
-class UnlinkableFiles(Files):
-    """Files of a file system to which no hard link can be made."""
-
-    def __init__(self, error_number: int) -> None:
-        super().__init__()
-        self._error_number = error_number
-
-    def _link(self, source: str, target: str) -> None:
-        raise OSError(self._error_number, os.strerror(self._error_number))
+def unlinkable_files(error_number: int) -> FaultyFiles:
+    """Return files of a file system to which no hard link can be made."""
+    return FaultyFiles(faults=(Fault(kind="link", times=None, error_number=error_number),))
 
 
 class CallingFiles(Files):
