@@ -59,8 +59,11 @@ class Files:
     # -- bulk transfers ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
-        """Open `path`, past the page cache where the file system allows it, and close it at the end.
+    def opened(
+        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
+    ) -> Iterator[OpenFile]:
+        """Open `path`, past the page cache where the file system allows it (unless `direct` is false), and close it at the
+        end.
 
         `create` makes a new file and fails where one exists.
         """
@@ -68,19 +71,19 @@ class Files:
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         name = os.fspath(path)
-        fd, direct = self._open_probed(name, flags)
+        fd, direct = self._open_probed(name, flags, direct)
         try:
             yield OpenFile(fd, name, direct)
         finally:
             os.close(fd)
 
-    def _open_probed(self, name: str, flags: int) -> tuple[int, bool]:
+    def _open_probed(self, name: str, flags: int, direct: bool) -> tuple[int, bool]:
         try:
             fd = self._open(name, flags)
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         try:
-            return fd, self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
+            return fd, direct and self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
         except BaseException:
             os.close(fd)
             raise

@@ -7,7 +7,8 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import IntEnum
@@ -106,6 +107,21 @@ def settle(tickets: list[Ticket[T]]) -> list[T]:
     if errors:
         raise errors[0]
     return [ticket.wait() for ticket in tickets]
+
+
+def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:
+    """Yield the results of `tickets`, which are asked for ahead, up to `depth`; nothing is left in flight at the end."""
+    under_way: deque[Ticket[T]] = deque()
+    try:
+        for ticket in tickets:
+            under_way.append(ticket)
+            if len(under_way) == depth:
+                yield under_way.popleft().wait()
+        while under_way:
+            yield under_way.popleft().wait()
+    finally:
+        for ticket in under_way:
+            ticket.error()
 
 
 @dataclass(frozen=True, kw_only=True)
