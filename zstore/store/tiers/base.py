@@ -170,9 +170,9 @@ class Tier(ABC):
     def rename(self, name: str, local: LocalShard) -> None:
         """Let a shard that no pass is over be that of another array, laid out alike. Raises UsageError as `remove` does."""
 
-    @abstractmethod
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
+        return False
 
     @abstractmethod
     def version(self, name: str) -> int:
@@ -182,23 +182,23 @@ class Tier(ABC):
     def begin(self, name: str, mode: Mode) -> None:
         """Start a pass. Raises UsageError while another pass changes the shard in place."""
 
-    @abstractmethod
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
+        return 0
 
-    @abstractmethod
     def load(
         self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
         """Start bringing the span into `buffer`; None where nothing has to move."""
+        return None
 
     @abstractmethod
     def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
         """Return a view of each chunk's elements, without padding."""
 
-    @abstractmethod
     def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
         """Start taking the span back; None where nothing has to move."""
+        return None
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:

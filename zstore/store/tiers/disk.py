@@ -163,10 +163,6 @@ class DiskTier(Tier):
         """See `Tier.version`."""
         return self._shards[name].current.version
 
-    def is_pinned_in_place(self, name: str) -> bool:
-        """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
-        return False
-
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
         shard = self._shards[name]
