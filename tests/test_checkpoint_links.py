@@ -18,7 +18,7 @@ from zstore.checkpoint.request import SaveSummary
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError
-from zstore.io.files import Files
+from zstore.io.files import Files, Kind
 from zstore.store.store import TierName
 from zstore.testing.checkpoints import World, open_world
 from zstore.testing.faults import unlinkable_files
@@ -146,9 +146,10 @@ def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
 
 def test_a_file_that_changes_hands_between_look_and_link_is_not_taken(folder: Path, tmp_path: Path) -> None:
     class Swapping(Files):
-        def _link(self, source: str, target: str) -> None:
-            _rewrite(Path(source))
-            super()._link(source, target)
+        def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+            if kind == "link":
+                _rewrite(Path(path))
+            super()._do(kind, path, operation)
 
     with open_world(make_arrays(), files=[Swapping()]) as world:
         save(world, folder, 2, save(world, folder, 1))

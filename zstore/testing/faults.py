@@ -13,31 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import storage_error
-from ..io.files import Files, OpenFile
+from ..io.files import Files, Kind, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
-
-Kind = Literal[
-    "open",
-    "read",
-    "write",
-    "allocate",
-    "fsync",
-    "link",
-    "rename",
-    "unlink",
-    "make_folder",
-    "remove_tree",
-    "sync_folder",
-    "write_small",
-]
-"""Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
 
 
 class WatchedFiles(Files):
@@ -59,37 +42,9 @@ class WatchedFiles(Files):
         self.step("write", file.path)
         return super()._pwritev(file, data, offset)
 
-    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
-        self.step("allocate", file.path)
-        super()._fallocate(file, nbytes)
-
-    def _fsync(self, file: OpenFile) -> None:
-        self.step("fsync", file.path)
-        super()._fsync(file)
-
-    def _fsync_folder(self, path: str) -> None:
-        self.step("sync_folder", path)
-        super()._fsync_folder(path)
-
-    def _link(self, source: str, target: str) -> None:
-        self.step("link", source)
-        super()._link(source, target)
-
-    def _rename(self, source: str, target: str) -> None:
-        self.step("rename", source)
-        super()._rename(source, target)
-
-    def _unlink(self, path: str) -> None:
-        self.step("unlink", path)
-        super()._unlink(path)
-
-    def _make_folder(self, path: str) -> None:
-        self.step("make_folder", path)
-        super()._make_folder(path)
-
-    def _remove_tree(self, path: str) -> None:
-        self.step("remove_tree", path)
-        super()._remove_tree(path)
+    def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+        self.step(kind, path)
+        super()._do(kind, path, operation)
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
         """See `Files.write_small`."""
