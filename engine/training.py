@@ -299,7 +299,7 @@ class Training:
             if self.within is not None:
                 self._finish_within(self.within)
             elif overflow:
-                self.world.raise_together(None)  # brings what a rank wishes for to all, as every update does
+                self.world.raise_together(None)  # brings what a rank requests to all, as every update does
             else:
                 self._update(scale_factor(self.norm, self.config.gradient_clipping, self.scaler.scale))
         finally:

@@ -307,7 +307,7 @@ def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> No
         # A chunk that no buffer holds would need memory beside them, and there is none left.
         spec = ArraySpec(name="model/long", shape=(20, 300_001), dtype="float32")
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
-        with pytest.raises(BudgetError, match="one piece needs a buffer of"):
+        with pytest.raises(BudgetError, match="one request needs a buffer of"):
             store.write("model/long", np.zeros(spec.numel, np.float32)).wait()
 
 

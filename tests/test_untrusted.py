@@ -16,7 +16,7 @@ import pytest
 from tests.forging import Forge, record_digest, tree_of
 from tests.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint.catalog import scan
-from zstore.checkpoint.inside import PlainFolder, leads_out
+from zstore.checkpoint.folder import PlainFolder, leads_out
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint

@@ -127,9 +127,9 @@ def _decode_entry(entry: object, path: str) -> ShardEntry:
     try:
         raw = bytes.fromhex(text)
     except ValueError as error:
-        raise CorruptionError(f"{path}: crc32c is not a row of hexadecimal digits") from error
+        raise CorruptionError(f"{path}: crc32c is not a string of hexadecimal digits") from error
     if len(raw) % 4 or len(raw) * 2 != len(text):
-        raise CorruptionError(f"{path}: crc32c is not a row of 8-digit checksums")
+        raise CorruptionError(f"{path}: crc32c is not a string of 8-digit checksums")
     return ShardEntry(
         array=_get(entry, "array", str, path),
         shard=_count(entry, "shard", MAX_RANKS, path),
@@ -290,25 +290,25 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():
-            raise CorruptionError(f"{path} is a symbolic link, expected a file: it is no part of a checkpoint")
+            raise CorruptionError(f"{path} is a symbolic link, expected a file: it is not part of a checkpoint")
         with os.fdopen(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptionError(f"{path} is no regular file: it is no part of a checkpoint")
+                raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
             data = file.read(most_bytes + 1) if status.st_size <= most_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise storage_error(error, "cannot read the file", path=str(path)) from error
     if data is None or len(data) > most_bytes:
-        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is no file of a checkpoint")
+        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is not a checkpoint file")
     return data
 
 
 def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """Return the JSON object in `data`, which was read from `path`; raises CorruptionError for anything else."""
     if _num_values(data) > most_values:
-        raise CorruptionError(f"{path} has more than {most_values} values: it is no file of a checkpoint")
+        raise CorruptionError(f"{path} has more than {most_values} values: it is not a checkpoint file")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -343,7 +343,7 @@ def _digest(document: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError("the record is nested too deeply to be one") from error
+        raise CorruptionError("the record is nested too deeply") from error
     return f"sha256:{sha256(text.encode())}"
 
 

@@ -60,7 +60,7 @@ class Span:
     def data(self) -> Bytes:
         """The elements' bytes, while the span has memory."""
         if self.slab is None:
-            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory (any more)")
+            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory, or no longer")
         return self.slab[: self.nbytes]
 
 
@@ -159,7 +159,7 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
             if self._closed:
-                raise UsageError("the reading ahead was closed")
+                raise UsageError("the read-ahead was closed")
             if not self._to_take:
                 return None
             span = self._to_take.popleft()
@@ -199,9 +199,9 @@ class ReadAhead:
                 self._wait_for(span)  # the list changes meanwhile
                 return span
             if self._next is None or (place, position) < (self._next[0], self._next[1].first):
-                raise UsageError(f"array {name!r}: elements from {position} on are not in memory (any more)")
+                raise UsageError(f"array {name!r}: elements from {position} on are not in memory, or no longer")
             if self._closed:
-                raise UsageError("the reading ahead was closed")
+                raise UsageError("the read-ahead was closed")
             self._changed.wait()
 
     def _place_of(self, name: str, position: int) -> int:
@@ -216,7 +216,7 @@ class ReadAhead:
         if span.error is not None:
             raise span.error
         if not span.loaded:
-            raise UsageError("the reading ahead was closed")
+            raise UsageError("the read-ahead was closed")
 
     def _use(self, span: Span, numel: int) -> None:
         span.used_numel += numel

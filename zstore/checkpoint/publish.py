@@ -55,7 +55,7 @@ class Publisher:
         return tasks
 
     def syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each shard file that makes it durable: many at once, for drives take such wishes together."""
+        """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
         return [partial(sync_file, self._files, path) for path in written]
 

@@ -10,7 +10,7 @@ from ..errors import CheckpointNotFoundError
 from ..io.files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
-from .folder import Place
+from .folder import FolderLike
 from .keep import Keep, metric_of
 from .usage import size_bytes, stored_files
 
@@ -26,7 +26,7 @@ class Fate:
     """Its size on disk: the bytes of all its files, those that other checkpoints share too. See [Note: sizes]."""
 
 
-def weigh(folder: Place, keep: Keep) -> list[Fate]:
+def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
     """Return what becomes of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
 
     Raises CheckpointNotFoundError where there is none, or where none has the metric that the rules go by.

@@ -53,9 +53,9 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
-    job: _Job | None = None
+    job: _Save | None = None
     try:
-        job = _Job(request)
+        job = _Save(request)
         job.check()
         return SaveHandle(job)
     except BaseException as error:
@@ -66,7 +66,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
         raise
 
 
-class _Job:
+class _Save:
     """The save of one rank."""
 
     def __init__(self, request: SaveRequest) -> None:

@@ -28,7 +28,7 @@ from .partition import Grid, round_up
 
 BLOCK_BYTES = 4096
 _KEEP_INTERPRETER = 0
-"""A chunk's checksum takes microseconds: handing the interpreter over and back takes longer where threads want it."""
+"""A chunk's checksum takes microseconds: a GIL hand-off takes longer where threads want it."""
 CRC_BYTES = 4
 MISSING = 2**64 - 1
 

@@ -109,7 +109,7 @@ class Buffer:
         """Give the memory back; a second call does nothing. Views of it must not be used afterwards."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._give_back(self._start, self.bytes.size)
+            pool._release(self._start, self.bytes.size)
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +174,7 @@ class Pool:
         wanted, left = _pages(nbytes), self._budget.free_bytes
         if wanted > self.nbytes and left is not None and wanted > left:
             raise BudgetError(
-                f"one piece needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
+                f"one request needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
                 f"{self.nbytes + left} for both: raise `host_budget_bytes`"
             )
 
@@ -198,7 +198,7 @@ class Pool:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
-    def _give_back(self, start: int, nbytes: int) -> None:
+    def _release(self, start: int, nbytes: int) -> None:
         size = _pages(nbytes)
         with self._lock:
             self._held_bytes -= size

@@ -250,7 +250,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def _make_direct(self, fd: int) -> None:
-        # Not by opening the file again: that is two calls more, each of which gives the interpreter away.
+        # Not by opening the file again: that is two calls more, each of which hands the GIL off.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
     def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:

@@ -40,7 +40,7 @@ class HostMemory:
     """Names the machine, as long as it runs."""
     total_bytes: int | None
     machine_available_bytes: int | None
-    """Of the machine: what can be had without swapping."""
+    """Of the machine: what is available without swapping."""
     swap_bytes: int = 0
     groups: tuple[GroupMemory, ...] = ()
 
@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def available_bytes(self) -> int | None:
-        """What can be had now, of the machine and within every group."""
+        """What is available now, of the machine and within every group."""
         if self.machine_available_bytes is None:
             return None
         left = [max(0, group.limit_bytes - group.used_bytes) for group in self.groups]

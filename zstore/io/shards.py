@@ -43,7 +43,7 @@ Fill = Callable[[int, int, Bytes], None]
 class FillRuns:
     """A fill that is also asked for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
 
-    A step in Python for each chunk, and a turn of the interpreter, cost more than its bytes do.
+    A step in Python for each chunk, and a GIL hand-off, cost more than its bytes do.
     """
 
     fill: Fill

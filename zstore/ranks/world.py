@@ -120,10 +120,10 @@ class World:
     """Fails all ranks where one fails; None alone, and until `begin_watch`."""
     connections: Connections = field(default_factory=Connections)
     """To the other ranks, of all groups; a second world shares them."""
-    wish: int = 0
+    requested: int = 0
     """What this rank asks all ranks for, 0: nothing. It travels with `raise_together`, for a few bytes there."""
     granted: int = 0
-    """The greatest wish of any rank that has travelled: the same on all ranks after the same call."""
+    """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
 
@@ -275,13 +275,13 @@ class World:
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
         if self.world_size == 1:
-            self.granted = max(self.granted, self.wish)
+            self.granted = max(self.granted, self.requested)
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        told = self.all_gather_object([str(self.place), text, self.wish])
-        self.granted = max(self.granted, *(wish for _, _, wish in told))
+        told = self.all_gather_object([str(self.place), text, self.requested])
+        self.granted = max(self.granted, *(requested for _, _, requested in told))
         failures = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()

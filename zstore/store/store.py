@@ -362,7 +362,7 @@ class TensorStore:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What was asked for and could not be had, so that something slower stands in."""
+        """What was asked for and was not available, so that something slower stands in."""
         return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
 
     def statistics(self) -> StoreStatistics:

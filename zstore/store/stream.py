@@ -29,7 +29,7 @@ from ..errors import UsageError
 from ..format.partition import BITS
 from ..io.buffers import Buffer, Bytes, Pool
 from ..io.queue import Priority, Ticket
-from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Span, Tier, Tile
+from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import View
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
@@ -83,7 +83,7 @@ class _Plan:
     """A span of a group before it has memory."""
 
     group: int
-    span: Span
+    span: ChunkSpan
     starts_group: bool
     ends_group: bool
 
@@ -187,7 +187,7 @@ class Stream:
         for number, group in enumerate(self._groups):
             start, stop, step = self._chunks_of(group)
             for first in range(start, stop, step):
-                span = Span(first, min(step, stop - first))
+                span = ChunkSpan(first, min(step, stop - first))
                 yield _Plan(number, span, first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:

@@ -89,7 +89,7 @@ class LocalShard:
         first = chunk * self.grid.chunk_numel
         return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
 
-    def span_range(self, span: Span) -> tuple[int, int]:
+    def span_range(self, span: ChunkSpan) -> tuple[int, int]:
         """Return the local flat elements `[first, stop)` of the chunks of `span`, padding left out."""
         first = span.first_chunk * self.grid.chunk_numel
         last = first + span.num_chunks * self.grid.chunk_numel
@@ -97,7 +97,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """Adjacent chunks of a shard that travel together."""
 
     first_chunk: int
@@ -187,16 +187,16 @@ class Tier(ABC):
         return 0
 
     def load(
-        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
         """Start bringing the span into `buffer`; None where nothing has to move."""
         return None
 
     @abstractmethod
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """Return a view of each chunk's elements, without padding."""
 
-    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """Start taking the span back; None where nothing has to move."""
         return None
 

@@ -30,7 +30,7 @@ from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, write_index
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from .base import Bytes, ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +200,7 @@ class DiskTier(Tier):
         return self._res.span_chunks(self._shards[name].layout)
 
     def load(
-        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
         """See `Tier.load`."""
         if mode is Mode.FILL:
@@ -213,7 +213,7 @@ class DiskTier(Tier):
         task = partial(_read_span, self._res, shard, file, span, buffer)
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
         shard = self._shards[name]
         dtype = numpy_dtype(shard.local.spec.dtype)
@@ -223,7 +223,7 @@ class DiskTier(Tier):
             views.append(slot[: (stop - first) * dtype.itemsize].view(dtype))
         return views
 
-    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         shard = self._shards[name]
         if shard.target is None:
@@ -297,7 +297,7 @@ def _path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{stem}.{number}.shard"
 
 
-def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
         res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
     name, where = shard.local.spec.name, str(file.origin or file.path)
@@ -315,7 +315,7 @@ def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, b
             )
 
 
-def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     local, layout = shard.local, shard.layout
     for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
         first, stop = local.chunk_range(chunk)
@@ -348,7 +348,7 @@ class DiskPin:
         return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Link the file to `path`, or copy it where links are not to be had; see `PinnedShard.publish`."""
+        """Link the file to `path`, or copy it where links are not supported; see `PinnedShard.publish`."""
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
@@ -369,7 +369,7 @@ class DiskPin:
             )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:
-        """Link the file to `path`; false where links are not to be had."""
+        """Link the file to `path`; false where links are not supported."""
         with self._shard.lock:
             before = self._file.published
             # Marked first: once the link exists, nobody may write the file any more.
@@ -388,10 +388,10 @@ class DiskPin:
         step = res.span_chunks(layout)
         tickets: list[Ticket[list[int]]] = []
         for first in range(0, layout.num_present, step):
-            span = Span(first, min(step, layout.num_present - first))
+            span = ChunkSpan(first, min(step, layout.num_present - first))
             buffer = res.pool.acquire(span.num_chunks * layout.slot_bytes)
 
-            def copy(span: Span = span, data: Bytes = buffer.bytes) -> list[int]:
+            def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 _read_span(res, shard, file, span, data)
                 crcs = seal_slots(data, layout)
                 with res.files.opened(path, write=True) as opened:

@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ...format.partition import Grid
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from .base import Bytes, ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 from .views import copy_out
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class MemoryTier(Tier):
             self._changing.discard(name)
             raise
 
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
         local, memory = self._shards[name], self._memory[name]
         return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
