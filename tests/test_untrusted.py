@@ -182,7 +182,7 @@ GROUPS = [
 def test_groups_that_no_array_is_in_are_refused(folder: str, forge: Forge, tmp_path: Path) -> None:
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     forge.edit("zarr.json", lambda root: root["consolidated_metadata"]["metadata"].update({folder: group}))
-    assert all("is no group of the arrays" in problem for problem in use(forge.path, tmp_path / "out")[:4])
+    assert all("is not a group of its arrays" in problem for problem in use(forge.path, tmp_path / "out")[:4])
 
 
 RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -60,29 +60,23 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one rank put into a checkpoint. The rank writes it last."""
+    """What one rank put into a checkpoint, in the order of the file. The rank writes it last."""
 
     id: str
     rank: int
     world_size: int
     outcome: str
     """`complete`, or `failed: ` and why."""
-    shards: tuple[ShardEntry, ...] = ()
-    rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that belongs to this rank alone, as the states of its random number generators."""
     layout: str = ""
     """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON that belongs to this rank alone, as the states of its random number generators."""
+    shards: tuple[ShardEntry, ...] = ()
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        document = {
-            "format": MANIFEST_FORMAT,
-            "version": FORMAT_VERSION,
-            "id": self.id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "outcome": self.outcome,
-            "layout": self.layout,
+        head = {"format": MANIFEST_FORMAT, "version": FORMAT_VERSION, **vars(self)}
+        document = head | {
             "rank_state": encode_state(self.rank_state, "rank_state"),
             "shards": [
                 {
@@ -141,7 +135,7 @@ def _decode_entry(entry: object, path: str) -> ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The commit record, `zstore.json`: a folder without a valid one is no checkpoint."""
+    """The commit record, `zstore.json`, in the order of the file: a folder without a valid one is no checkpoint."""
 
     id: str
     """Id of the save that wrote the checkpoint."""
@@ -176,20 +170,8 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the file's bytes. Raises UsageError that names the key of a state that is not JSON."""
-        document = {
-            "format": RECORD_FORMAT,
-            "version": FORMAT_VERSION,
-            "id": self.id,
-            "tag": self.tag,
-            "step": self.step,
-            "world_size": self.world_size,
-            "training_world_size": self.training_world_size,
-            "run": self.run,
-            "committed_ns": self.committed_ns,
-            "metadata_sha256": self.metadata_sha256,
-            "manifest_sha256": list(self.manifest_sha256),
-            "state": encode_state(self.state, "state"),
-        }
+        head = {"format": RECORD_FORMAT, "version": FORMAT_VERSION, **vars(self)}
+        document = head | {"state": encode_state(self.state, "state")}
         data = _dump(document | {"digest": _digest(document)}, indent=1)
         if len(data) > MAX_RECORD_BYTES or _num_values(data) > MAX_RECORD_VALUES:
             raise UsageError(

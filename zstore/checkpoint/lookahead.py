@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, itemgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -148,7 +149,7 @@ class ReadAhead:
         """Give the next span a buffer, with the lock held."""
         self._num_free -= 1
         span.slab = self._slabs.acquire()
-        insort(self._live.setdefault(span.name, []), span, key=_first)
+        insort(self._live.setdefault(span.name, []), span, key=attrgetter("first"))
         self._to_take.append(span)
         self._next = next(self._coming, None)
         self._changed.notify_all()
@@ -193,7 +194,7 @@ class ReadAhead:
         place = self._place_of(name, position)
         while True:
             spans = self._live.get(name, [])
-            number = bisect_right(spans, position, key=_first) - 1
+            number = bisect_right(spans, position, key=attrgetter("first")) - 1
             if number >= 0 and position < spans[number].stop:
                 span = spans[number]
                 self._wait_for(span)  # the list changes meanwhile
@@ -206,7 +207,7 @@ class ReadAhead:
 
     def _place_of(self, name: str, position: int) -> int:
         ranges = self._ranges.get(name, [])
-        number = bisect_right(ranges, position, key=_first_of_range) - 1
+        number = bisect_right(ranges, position, key=itemgetter(0)) - 1
         if number < 0 or position >= ranges[number][1]:
             raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
         return ranges[number][2]
@@ -245,14 +246,6 @@ class ReadAhead:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _first(span: Span) -> int:
-    return span.first
-
-
-def _first_of_range(one: tuple[int, int, int]) -> int:
-    return one[0]
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:

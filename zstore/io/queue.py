@@ -43,13 +43,6 @@ class Ticket(Generic[T]):
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
-    @classmethod
-    def finished(cls, value: T) -> Ticket[T]:
-        """Return a ticket that is already done."""
-        future: Future[T] = Future()
-        future.set_result(value)
-        return cls(future)
-
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
         return self._future.result(timeout_s)

@@ -238,7 +238,9 @@ class _RemoteFiles(Files):
         return url[len(self._folder.location) + 1 :]
 
     @contextlib.contextmanager
-    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
+    def opened(
+        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
+    ) -> Iterator[OpenFile]:
         """Yield what `read_into` takes."""
         if write or create:
             raise UsageError(f"{path} is behind a URL: it is written by an upload, and not in place")
