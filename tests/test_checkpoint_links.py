@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.request import SaveSummary
@@ -20,7 +21,6 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError
 from zstore.io.files import Files, Kind
 from zstore.store.store import TierName
-from zstore.testing.checkpoints import World, open_world
 from zstore.testing.faults import unlinkable_files
 
 Array = npt.NDArray[Any]

@@ -21,11 +21,11 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
-from zstore.testing.checkpoints import save_arrays
 
 Array = npt.NDArray[Any]
 

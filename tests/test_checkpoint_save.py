@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
@@ -28,7 +29,6 @@ from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError,
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files, OpenFile
-from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.testing.faults import CallingFiles, FaultyFiles, short_files, unlinkable_files
 
 Array = npt.NDArray[Any]
@@ -467,7 +467,7 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
 def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> None:
     code = (
         "import pathlib, numpy as np\n"
-        "from zstore.testing.checkpoints import open_world\n"
+        "from tests.checkpoints import open_world\n"
         "opened = open_world({'model/w': np.arange(300000, dtype=np.float32)})\n"
         f"handle = opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))\n"
     )
@@ -479,7 +479,7 @@ def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> Non
 def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
     code = (
         "import os, pathlib, signal, sys, numpy as np\n"
-        "from zstore.testing.checkpoints import open_world\n"
+        "from tests.checkpoints import open_world\n"
         "from zstore.testing.faults import CallingFiles\n"
         "interrupt = lambda kind, path: os.kill(os.getpid(), signal.SIGINT) if path.name == 'zstore.json' else None\n"
         "opened = open_world({'model/w': np.ones(300000, np.float32)}, files=[CallingFiles(interrupt)])\n"

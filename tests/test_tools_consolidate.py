@@ -23,11 +23,11 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
 from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
-from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, short_files
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import cast_into

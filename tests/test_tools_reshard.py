@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import save_arrays
 from tests.deepspeed_data import DATA
 from zstore.checkpoint import lookahead as ahead_module
 from zstore.checkpoint.lookahead import ReadAhead, Span
@@ -24,7 +25,6 @@ from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError,
 from zstore.format.partition import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.reshard import reshard_command
 

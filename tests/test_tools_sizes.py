@@ -12,10 +12,10 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.source import ReadStatistics
 from zstore.sizes import format_bytes
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from tests.forging import Forge, record_digest, tree_of
 from tests.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint.catalog import scan
@@ -21,7 +22,6 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, ZstoreError
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 
