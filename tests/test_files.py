@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from zstore.errors import DiskFullError, StorageError
-from zstore.io.buffers import Bytes, make_slab
+from zstore.format.arrays import Bytes
+from zstore.io.buffers import make_slab
 from zstore.io.files import Files, OpenFile, UnsyncedFiles
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
-from zstore.io.buffers import Bytes
 from zstore.io.queue import Priority
 from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files

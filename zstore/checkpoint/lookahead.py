@@ -24,11 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
+from ..format.arrays import Bytes
 from ..io.buffers import Slabs
 from ..io.pool import Crew
 from .source import ArraySource, StoredArray
-
-Bytes = npt.NDArray[np.uint8]
 
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""

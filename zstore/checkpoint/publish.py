@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CorruptionError, StorageError
+from ..format.arrays import Bytes
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import ShardSummary, checksum_shard, write_shard
@@ -20,8 +20,6 @@ from .build import READ_ONLY, CheckpointBuilder, sync_file
 from .names import tag_folder
 from .request import SaveRequest
 from .reuse import KnownFile
-
-Bytes = npt.NDArray[np.uint8]
 
 _ANY_VERSION = -1
 """Of a file whose content is compared, whatever versions the ranks' shards have."""

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
+from .arrays import Bytes
 from .codecs import most_stored_bytes
 from .partition import round_up
 from .shardfile import BLOCK_BYTES, CRC_BYTES, MISSING, ShardLayout
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def encode_packed_index(layout: ShardLayout, sizes: Sequence[int]) -> bytes:

@@ -19,11 +19,10 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from .arrays import numpy_dtype
+from .arrays import Bytes, numpy_dtype
 from .partition import Grid, round_up
 
 BLOCK_BYTES = 4096
@@ -31,8 +30,6 @@ _KEEP_INTERPRETER = 0
 """A chunk's checksum takes microseconds: a GIL hand-off takes longer where threads want it."""
 CRC_BYTES = 4
 MISSING = 2**64 - 1
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from crc32c import crc32c
 
 from ..errors import CorruptionError
 from ..format.archive import decode_packed_index, encode_packed_index, packed_file_bytes
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.codecs import Codec, CodecError
 from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
@@ -22,8 +22,6 @@ from .buffers import Buffer
 from .queue import Priority, Ticket, in_order, settle
 from .shards import Fill, IoResources, ShardReader, ShardSummary, fill_chunk
 from .sink import FileSink
-
-Bytes = npt.NDArray[np.uint8]
 
 _MOST_IN_FLIGHT = 8
 

@@ -11,11 +11,9 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import BudgetError, UsageError
-
-Bytes = npt.NDArray[np.uint8]
+from ..format.arrays import Bytes
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import DiskFullError, StorageError, storage_error
+from ..format.arrays import Bytes
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
-
-Bytes = npt.NDArray[np.uint8]
 
 Kind = Literal[
     "open",

@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CorruptionError, StorageError, UsageError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import Grid
 from ..format.shardfile import (
     BLOCK_BYTES,
@@ -32,8 +31,6 @@ from ..format.shardfile import (
 from .buffers import Buffer, Pool
 from .files import Files
 from .queue import IoQueue, Priority, Ticket, settle
-
-Bytes = npt.NDArray[np.uint8]
 
 Fill = Callable[[int, int, Bytes], None]
 """`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .buffers import Bytes
+from ..format.arrays import Bytes
 from .files import Files, OpenFile
 
 

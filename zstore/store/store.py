@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
 from ..io.buffers import Budget, Pool, make_slab
 from ..io.files import Files
@@ -37,8 +36,6 @@ __all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreSt
 T = TypeVar("T")
 TierName = Literal["device", "host", "disk"]
 ModeName = Literal["read", "update", "fill"]
-Array = npt.NDArray[Any]
-
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
 

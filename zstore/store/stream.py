@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import UsageError
+from ..format.arrays import Bytes
 from ..format.partition import BITS
-from ..io.buffers import Buffer, Bytes, Pool
+from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
 from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import View

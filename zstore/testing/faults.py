@@ -14,13 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ..errors import storage_error
+from ..format.arrays import Bytes
 from ..io.files import Files, Kind, OpenFile
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class WatchedFiles(Files):

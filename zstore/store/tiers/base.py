@@ -25,11 +25,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ...errors import UsageError
-from ...format.arrays import ArraySpec
+from ...format.arrays import ArraySpec, Bytes
 from ...format.partition import Grid
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
@@ -37,7 +34,6 @@ from ...io.shards import IoResources, ShardSummary
 if TYPE_CHECKING:
     import torch
 
-Bytes = npt.NDArray[np.uint8]
 View = Any
 """A 1-D numpy array (host, disk) or torch tensor (device) of the array's data type."""
 

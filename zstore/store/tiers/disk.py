@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ...errors import CorruptionError, UsageError
-from ...format.arrays import numpy_dtype
+from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, write_index
-from .base import Bytes, ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
     import torch

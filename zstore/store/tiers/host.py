@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ...format.arrays import numpy_dtype
+from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import round_up
 from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
-from .base import Bytes, LocalShard, View
+from .base import LocalShard, View
 from .memory import MemoryTier
 
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
+from ...format.arrays import Bytes
 from ...format.partition import Grid
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import Bytes, ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 from .views import copy_out
 
 if TYPE_CHECKING:
