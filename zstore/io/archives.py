@@ -17,7 +17,7 @@ from ..format.archive import decode_packed_index, encode_packed_index, packed_fi
 from ..format.arrays import ArraySpec, Bytes
 from ..format.codecs import Codec, CodecError
 from ..format.partition import Grid, round_up
-from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
+from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
 from .queue import Priority, Ticket, in_order, settle
 from .shards import Fill, IoResources, ShardReader, ShardSummary, fill_chunk
@@ -141,13 +141,15 @@ class PackedReader(ShardReader):
         offset, nbytes = self.place(chunk)
         data = stored[offset - base : offset - base + nbytes - CRC_BYTES]
         crc: int = struct.unpack_from("<I", stored.data, offset - base + data.size)[0]
-        where = f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes)"
         if crc32c(data.data) != crc:
-            raise CorruptionError(f"{where} fails its crc32c: the file is damaged; restore it from another copy")
+            raise checksum_error(self.spec.name, f"chunk {chunk}", self.path, offset, nbytes)
         try:
             self._codec.decode(data, room)
         except CodecError as error:
-            raise CorruptionError(f"{where}: {error}: the file is damaged; restore it from another copy") from error
+            raise CorruptionError(
+                f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes): {error}: the file "
+                "is damaged; restore it from another copy"
+            ) from error
         if take is not None:
             take(chunk, room[np.newaxis])
         return crc
