@@ -107,9 +107,8 @@ class _Save:
         """Check what can be checked at once."""
         if self._request.rank == 0:
             request = self._request
-            self._metadata_sha256 = (
-                self._builder.metadata_sha256
-            )  # raises for arrays that cannot stand beside each other
+            # Asked for now: it raises where two arrays would share a folder.
+            self._metadata_sha256 = self._builder.metadata_sha256
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
