@@ -15,7 +15,7 @@ from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.queue import Priority
-from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
+from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, make_shard_file, open_resources, write_shard
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 from zstore.testing.oracle import (
     random_values,
@@ -298,7 +298,7 @@ def test_indexes_are_written_and_read_by_one_who_holds_every_buffer(
     folder, spec, _ = sample
     grid = make_grid(spec.stored_shape, 3)
     with res.pool.acquire(res.pool.nbytes):
-        write_index(res, tmp_path / "s", layout_of(grid, 1, spec.dtype), create=True)
+        make_shard_file(res, tmp_path / "s", layout_of(grid, 1, spec.dtype))
         ShardReader(res, folder / "c.1.0", spec, grid, 1)
         ShardReader(res, tmp_path / "s", spec, grid, 1)
 
@@ -335,7 +335,7 @@ def test_a_full_disk_shows_when_the_file_is_made(tmp_path: Path) -> None:
         # Nothing is left that takes space or stands in the way of another try.
         assert list(tmp_path.iterdir()) == []
         layout = layout_of(GRID, 0, SPEC.dtype)
-        write_index(res, tmp_path / "s", layout, create=True)
+        make_shard_file(res, tmp_path / "s", layout)
         assert (tmp_path / "s").stat().st_size == layout.file_bytes
 
 

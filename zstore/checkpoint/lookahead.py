@@ -91,10 +91,9 @@ class ReadAhead:
         *,
         memory_bytes: int | None = None,
         depth: int | None = None,
-        num_threads: int | None = None,
     ) -> None:
         self._reader = reader
-        num_threads = num_threads or reader.num_readers
+        num_threads = reader.num_readers
         if memory_bytes is None:
             memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
         # A span is a chunk at least, of up to 1 MiB: in little memory there are few.

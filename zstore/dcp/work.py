@@ -21,7 +21,7 @@ from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
-from zstore.io.shards import IoResources, ShardWriter, write_index
+from zstore.io.shards import IoResources, ShardWriter, make_shard_file
 from zstore.ranks.rendezvous import Rendezvous
 
 from .layout import ArrayLayout
@@ -118,7 +118,7 @@ class Workplace:
             return
         self.resources.files.make_folder(path.parent)
         try:
-            write_index(self.resources, path, layout_of(grid, shard, dtype), create=True)
+            make_shard_file(self.resources, path, layout_of(grid, shard, dtype))
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise

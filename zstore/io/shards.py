@@ -98,26 +98,21 @@ class ShardSummary:
     """True where the file is a hard link to one that was there: no bytes were written."""
 
 
-def write_index(
-    res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool, reserve_only: bool = False
-) -> None:
-    """Write the index of a shard file; `create` makes the file first and reserves all its bytes.
+def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
+    """Make a shard file, reserve all its bytes, and write its index; without `index` whoever writes chunk 0 writes that.
 
-    With `reserve_only` no index is written: whoever writes the first chunks writes it. A file that could not be made whole
-    is removed again. Takes no buffer of the pool, so it may be called while holding one.
+    A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
     """
-    index = _aligned(layout.data_offset)
-    index[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
-    with res.files.opened(path, write=True, create=create) as file:
+    with res.files.opened(path, write=True, create=True) as file:
         try:
-            if create:
-                res.files.allocate(file, layout.file_bytes)
-            if not reserve_only:
-                res.files.write_from(file, index, 0)
+            res.files.allocate(file, layout.file_bytes)
+            if index:
+                data = _aligned(layout.data_offset)
+                data[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
+                res.files.write_from(file, data, 0)
         except BaseException:
-            if create:
-                with contextlib.suppress(OSError):
-                    res.files.unlink(path)
+            with contextlib.suppress(OSError):
+                res.files.unlink(path)
             raise
 
 
@@ -149,7 +144,7 @@ def write_shard(
     together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
     small = together and layout.num_present <= step
     if not small:
-        write_index(res, path, layout, create=True, reserve_only=together)
+        make_shard_file(res, path, layout, index=not together)
     writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
     crcs = writer.write(0, layout.num_present, fill)
     if res.sync and not small:

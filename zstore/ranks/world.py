@@ -334,11 +334,15 @@ class World:
             out.copy_(mine)
         if self.world_size == 1 or not mine.numel():
             return Done()
-        self.links.begin(kind, (self.world_size - 1) * mine.nbytes)
+        gather = partial(
+            _all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
+        )
+        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
+
+    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
+        self.links.begin(kind, sent_bytes)
         with self._within(kind):
-            work: Work = _all_gather_single(
-                out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
-            )
+            work = collective()
         return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
@@ -348,23 +352,19 @@ class World:
         """
         if not send.numel():
             return Done()
-        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
-        with self._within(kind):
-            work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+        exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
+        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, exchange)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
         if not send.numel():
             return Done()
-        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
-        with self._within(kind):
-            work: Work = _reduce_scatter_single(
-                out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
-            )
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+        reduce = partial(
+            _reduce_scatter_single, out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+        )
+        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, reduce)
 
 
 def _backend(cuda: bool) -> str:

@@ -29,7 +29,7 @@ from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ...io.queue import Priority, Ticket, settle
-from ...io.shards import IoResources, ShardSummary, write_index
+from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class DiskTier(Tier):
         first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
         shard = DiskShard(local, layout, folder, first)
         if layout.num_present:
-            write_index(self._res, first.path, layout, create=True)
+            make_shard_file(self._res, first.path, layout)
         self._shards[local.spec.name] = shard
 
     def folders(self) -> dict[str, Path]:
@@ -188,7 +188,7 @@ class DiskTier(Tier):
             self._res.files.rename(shard.spare.path, path)
             shard.spare = None
         else:
-            write_index(self._res, path, shard.layout, create=True)
+            make_shard_file(self._res, path, shard.layout)
         return DiskFile(path, [None] * shard.layout.num_present)
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
@@ -384,7 +384,7 @@ class DiskPin:
 
     def _copy(self, res: IoResources, path: str | Path, priority: Priority) -> ShardSummary:
         shard, file, layout = self._shard, self._file, self._shard.layout
-        write_index(res, path, layout, create=True)
+        make_shard_file(res, path, layout)
         step = res.span_chunks(layout)
         tickets: list[Ticket[list[int]]] = []
         for first in range(0, layout.num_present, step):
