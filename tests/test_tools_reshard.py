@@ -194,6 +194,16 @@ def test_reading_ahead_gives_an_element_once_and_says_so(saved: Path) -> None:
                 ahead.read("model/w", position, position + 1, np.empty(1, np.float32))
 
 
+def test_reading_ahead_without_memory_for_a_buffer_is_an_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(nbytes: int) -> np.ndarray:
+        raise MemoryError(nbytes)
+
+    with open_checkpoint(saved) as reader:
+        monkeypatch.setattr("zstore.io.buffers.make_slab", no_memory)
+        with ReadAhead(reader, [("model/w", 0, 1003 * 301)]) as ahead, pytest.raises(MemoryError):
+            ahead.take()
+
+
 def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Span] = []
 

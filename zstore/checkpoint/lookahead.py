@@ -57,6 +57,11 @@ class Span:
         return (self.stop - self.first) * self.itemsize
 
     @property
+    def is_used_up(self) -> bool:
+        """Whether every element was used."""
+        return self.used_numel >= self.stop - self.first
+
+    @property
     def data(self) -> Bytes:
         """The elements' bytes, while the span has memory."""
         if self.slab is None:
@@ -136,6 +141,7 @@ class ReadAhead:
                     return
                 span = self._begin(self._next[1])
             try:
+                span.slab = self._slabs.acquire()
                 self._reader.read(span.name, span.first, span.stop, span.data)
             except BaseException as error:
                 span.error = error
@@ -144,9 +150,8 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _begin(self, span: Span) -> Span:
-        """Give the next span a buffer, with the lock held."""
+        """Count a buffer for the next span, with the lock held."""
         self._num_free -= 1
-        span.slab = self._slabs.acquire()
         insort(self._live.setdefault(span.name, []), span, key=attrgetter("first"))
         self._to_take.append(span)
         self._next = next(self._coming, None)
@@ -219,12 +224,12 @@ class ReadAhead:
 
     def _use(self, span: Span, numel: int) -> None:
         span.used_numel += numel
-        if span.used_numel >= span.stop - span.first and span.slab is not None:
+        if span.is_used_up and span.slab is not None:
             self._slabs.release(span.slab)
             self._num_free += 1
             span.slab = None
             self._live[span.name].remove(span)
-            while self._to_take and self._to_take[0].slab is None:  # used up by `read`
+            while self._to_take and self._to_take[0].is_used_up:  # by `read`
                 self._to_take.popleft()
             self._changed.notify_all()
 
