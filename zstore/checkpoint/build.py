@@ -117,7 +117,7 @@ class CheckpointBuilder:
 
     def metadata_syncs(self) -> list[Callable[[], None]]:
         """Return a task for each `zarr.json` that makes it durable, once all are written."""
-        return [partial(sync_file, self._files, self.folder / folder / METADATA_FILE) for folder in self._documents]
+        return [partial(self._files.sync_file, self.folder / folder / METADATA_FILE) for folder in self._documents]
 
     def collect(self) -> bool:
         """Look at the manifests that came since the last call; return whether those of all ranks are there.
@@ -190,9 +190,3 @@ class CheckpointBuilder:
             self.check_complete()
             self.sync_folders(crew)
         return self.record(state, training_world_size=training_world_size)
-
-
-def sync_file(files: Files, path: Path) -> None:
-    """Make the data of a file durable, which may be read-only by now."""
-    with files.opened(path) as file:
-        files.sync_data(file)

@@ -16,7 +16,7 @@ from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import ShardSummary, checksum_shard, write_shard
 from ..store.tiers import PinnedShard
-from .build import READ_ONLY, CheckpointBuilder, sync_file
+from .build import READ_ONLY, CheckpointBuilder
 from .names import tag_folder
 from .request import SaveRequest
 from .reuse import KnownFile
@@ -55,7 +55,7 @@ class Publisher:
     def syncs(self) -> list[Callable[[], None]]:
         """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
-        return [partial(sync_file, self._files, path) for path in written]
+        return [partial(self._files.sync_file, path) for path in written]
 
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request

@@ -97,7 +97,7 @@ class Workplace:
                 chunks = part.first_chunk, part.stop_chunk
                 wrote.append(self._write_chunks(spec, grid, part.shard, chunks, fill))
         for shard in {each.shard for each in wrote}:
-            self._sync(self._shard_path(spec, shard))
+            self.resources.files.sync_file(self._shard_path(spec, shard))
         return wrote
 
     def _shard_path(self, spec: ArraySpec, shard: int) -> Path:
@@ -122,11 +122,6 @@ class Workplace:
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-
-    def _sync(self, path: Path) -> None:
-        files = self.resources.files
-        with files.opened(path, write=True) as file:
-            files.sync_data(file)
 
     # -- pieces for others -------------------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class Workplace:
                     )
 
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
-        self._sync(self._shard_path(spec, shard))
+        self.resources.files.sync_file(self._shard_path(spec, shard))
         return [wrote]
 
     def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:

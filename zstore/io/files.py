@@ -174,6 +174,11 @@ class Files:
         """Make the file's data durable."""
         self._reported("fsync", "cannot make the file durable", file.path, partial(_sync_data, file.fd))
 
+    def sync_file(self, path: str | Path) -> None:
+        """Make the data of a closed file durable, which may be read-only by now."""
+        with self.opened(path) as file:
+            self.sync_data(file)
+
     # -- names ------------------------------------------------------------------------------------------------------
 
     def size(self, path: str | Path) -> int:

@@ -148,8 +148,7 @@ def write_shard(
     writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
     crcs = writer.write(0, layout.num_present, fill)
     if res.sync and not small:
-        with res.files.opened(path, write=True) as file:
-            res.files.sync_data(file)
+        res.files.sync_file(path)
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
 
 

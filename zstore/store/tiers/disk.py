@@ -354,10 +354,8 @@ class DiskPin:
         crcs = [crc for crc in file.crcs if crc is not None]
         if not crcs or len(crcs) < len(file.crcs):
             return self._copy(res, path, priority)
-        # Opened for reading: a file that was published before may be read-only by now.
         if res.sync:
-            with res.files.opened(file.path) as opened:
-                res.files.sync_data(opened)
+            res.files.sync_file(file.path)
         if not self._link(res, path):
             return self._copy(res, path, priority)
         return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
@@ -403,8 +401,7 @@ class DiskPin:
             tickets.append(ticket)
         crcs = [crc for part in settle(tickets) for crc in part]
         if res.sync:
-            with res.files.opened(path, write=True) as opened:
-                res.files.sync_data(opened)
+            res.files.sync_file(path)
         return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
 
     def release(self) -> None:
