@@ -47,17 +47,11 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": _fill_value(spec.dtype),
+        # A lost file must never read as zeros, where the type has another value for it.
+        "fill_value": "NaN" if spec.dtype in FLOATING else False if spec.dtype == "bool" else 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
     }
-
-
-def _fill_value(dtype: str) -> str | bool | int:
-    # A lost file must never read as zeros.
-    if dtype in FLOATING:
-        return "NaN"
-    return False if dtype == "bool" else 0
 
 
 def make_documents(

@@ -28,8 +28,8 @@ from ..format.partition import make_grid
 from ..format.shardfile import layout_of, slot_views
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources
-from ..store.stream import Pass, Stream, StreamCounters, Tile
-from ..store.tiers import LocalShard, Mode, PinnedShard, Tier
+from ..store.stream import Pass, Stream, StreamCounters
+from ..store.tiers import LocalShard, Mode, PinnedShard, Tier, Tile
 from .faults import Fault, FaultyFiles
 from .oracle import random_values, read_with_zarr, same_bits, shard_name, write_zarr_json
 
