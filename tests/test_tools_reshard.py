@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import save_arrays
 from tests.deepspeed_data import DATA
 from zstore.checkpoint import lookahead as ahead_module
-from zstore.checkpoint.lookahead import ReadAhead, Span
+from zstore.checkpoint.lookahead import ReadAhead, Span, use_spans
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -202,6 +202,22 @@ def test_reading_ahead_without_memory_for_a_buffer_is_an_error(saved: Path, monk
         monkeypatch.setattr("zstore.io.buffers.make_slab", no_memory)
         with ReadAhead(reader, [("model/w", 0, 1003 * 301)]) as ahead, pytest.raises(MemoryError):
             ahead.take()
+
+
+@pytest.mark.parametrize("last", [1, 2, 5])
+def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
+    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
+    with open_checkpoint(saved) as reader:
+        for _ in range(10):
+            used: list[Span] = []
+
+            def use(span: Span, used: list[Span] = used) -> None:
+                used.append(span)
+                if len(used) == last:
+                    raise ArithmeticError
+
+            with pytest.raises(ArithmeticError):
+                use_spans(reader, ranges, use, "test-use")
 
 
 def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,14 +234,17 @@ class ReadAhead:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Load no further spans, and let whoever waits for one raise UsageError."""
+        """Begin no further spans: `take` returns None from now on."""
         with self._changed:
-            self._closed = True
+            self._next = None
+            self._to_take.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
         """Stop loading and end the threads; a second call does nothing."""
-        self.stop()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._crew.close()
 
     def __enter__(self) -> Self:
