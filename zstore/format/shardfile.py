@@ -89,7 +89,7 @@ def encode_index(layout: ShardLayout) -> bytes:
     return encode_entries(layout, layout.data_offset + present * np.uint64(layout.slot_bytes), layout.chunk_bytes)
 
 
-def encode_entries(layout: ShardLayout, offsets: npt.NDArray[np.uint64], sizes: npt.ArrayLike) -> bytes:
+def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
     """Return an index whose present chunks lie at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
     entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
     entries[: layout.num_present, 0] = offsets
