@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ..format.arrays import ArraySpec, model_array
 from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
+from ..io.pool import Crew
 from ..io.shards import IoResources, ShardSummary, open_resources, write_shard
 from .build import READ_ONLY, CheckpointBuilder
 from .commit import Committer
@@ -58,7 +60,7 @@ class _Reshard:
         self, reader: ArraySource, resources: IoResources, folder: Path, world_size: int, codec: Codec | None
     ) -> None:
         self._reader = reader
-        self._resources = resources
+        self._resources = replace(resources, sync=False)
         self._folder = folder
         # Another program's checkpoint has neither our grids nor our ranks' states.
         self._keeps_layout = world_size == reader.record.world_size and reader.record.id != ""
@@ -105,9 +107,13 @@ class _Reshard:
                 plan.require_room(files, self._folder)
             # One order for reading and writing, and one shard at a time: see [Note: spans].
             ranges = [self._range(rank, name) for rank in range(plan.world_size) for name in self._arrays_of(rank)]
-            with ReadAhead(self._reader, ranges) as ahead:
+            with ReadAhead(self._reader, ranges) as ahead, Crew(4, "zstore-reshard") as crew:
                 for rank in range(plan.world_size):
-                    summaries = [self._write(rank, name, builder, ahead, advance) for name in self._arrays_of(rank)]
+                    names = self._arrays_of(rank)
+                    summaries = [self._write(rank, name, builder, ahead, advance) for name in names]
+                    # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
+                    written = [committer.temporary / plan.shard_path(name, rank) for name in names]
+                    crew.run([partial(files.sync_file, path) for path in written])
                     rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
                     builder.write_manifest(rank, COMPLETE, summaries, rank_state)
             committer.commit(builder.finish(record.state, training_world_size=record.training_world_size))
@@ -129,7 +135,7 @@ class _Reshard:
     def _write(
         self, rank: int, name: str, builder: CheckpointBuilder, ahead: ReadAhead, advance: Callable[[int], None]
     ) -> ShardSummary:
-        """Write a shard file of the new layout, with values from the old one, durably."""
+        """Write a shard file of the new layout, with values from the old one."""
         path, fill = builder.place(name, rank), partial(ahead.read, name)
         spec, grid, codec = self._plan.specs[name], self._plan.grids[name], self._plan.codec
         if codec is None:
