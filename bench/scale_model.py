@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid, plan_reads
+from zstore.format.partition import ChunkRange, Grid, grid_in_checkpoint, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 
 GROUPS = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
@@ -60,35 +61,46 @@ class Trillion:
         return {**ends, **layers}
 
 
-def grids_of(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, Grid]:
-    """Return how each array is cut for so many ranks."""
+def owned_grids(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, Grid]:
+    """Return how so many ranks own the rows of each array."""
     return {name: make_grid(spec.stored_shape, num_ranks) for name, spec in specs.items()}
+
+
+def stored_grids(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, Grid]:
+    """Return how each array is cut in their checkpoint: small ones are one shard."""
+    owned = owned_grids(specs, num_ranks)
+    return {name: grid_in_checkpoint(specs[name].stored_shape, specs[name].itemsize, owned[name]) for name in specs}
 
 
 def checkpoint_bytes(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, float]:
     """Return the shard files of a checkpoint, their bytes over those of the state, and what rank 0, which has most, owns
     over the mean."""
-    files = file_bytes = largest = 0
-    for name, grid in grids_of(specs, num_ranks).items():
+    files = file_bytes = 0
+    for name, grid in stored_grids(specs, num_ranks).items():
         last = grid.num_shards - 1
         sizes = [layout_of(grid, shard, specs[name].dtype).file_bytes for shard in (0, last)]
         files += grid.num_shards
         file_bytes += last * sizes[0] + sizes[1]
-        largest += grid.shard_valid_numel(0) * specs[name].itemsize
+    owned = owned_grids(specs, num_ranks)
+    largest = sum(grid.shard_valid_numel(0) * specs[name].itemsize for name, grid in owned.items())
     state = sum(spec.nbytes for spec in specs.values())
     over = {"over_size": file_bytes / state, "largest_share": largest * num_ranks / state}
     return {"files": files, "file_bytes": file_bytes, **over}
 
 
+def needed_of(stored: Grid, owned: Grid, rank: int) -> Iterator[ChunkRange]:
+    """Yield what a load reads of an array, cut as `stored`, for the rows that `rank` owns."""
+    first = rank * owned.shard_numel
+    return plan_reads(stored, first, first + owned.shard_valid_numel(rank))
+
+
 def over_read(specs: Mapping[str, ArraySpec], saved_by: int, loaded_by: int, ranks: Iterable[int] = ()) -> float:
     """Return what ranks (all by default) read of a checkpoint of other ranks, over what they need; no checksums counted."""
     needed = read = 0
-    for shape in {spec.stored_shape for spec in specs.values()}:
-        count = sum(spec.stored_shape == shape for spec in specs.values())
-        old, new = make_grid(shape, saved_by), make_grid(shape, loaded_by)
+    stored, owned = stored_grids(specs, saved_by), owned_grids(specs, loaded_by)
+    for (old, new), count in Counter((stored[name], owned[name]) for name in specs).items():
         for rank in ranks or range(new.num_shards):
-            first, stop = new.shard_range(rank)
-            chunks = sum(each.stop_chunk - each.first_chunk for each in plan_reads(old, first, stop))
-            needed += count * (stop - first) * new.row_numel
+            chunks = sum(each.stop_chunk - each.first_chunk for each in needed_of(old, new, rank))
+            needed += count * new.shard_valid_numel(rank)
             read += count * chunks * old.chunk_numel
     return read / needed

@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 from bench.process import Spec, Tell, measured, serve
-from bench.scale_model import Trillion, grids_of
+from bench.scale_model import Trillion, needed_of, owned_grids, stored_grids
+from zstore.checkpoint.build import CheckpointBuilder
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import COMPLETE, Record, dump_metadata, sha256
-from zstore.checkpoint.gather import Gatherer
 from zstore.checkpoint.lookahead import cut_spans
 from zstore.checkpoint.metadata import make_documents
 from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
-from zstore.checkpoint.publish import Publisher
+from zstore.checkpoint.plan import CheckpointPlan
 from zstore.checkpoint.reader import CheckpointReader
-from zstore.checkpoint.request import SaveRequest
-from zstore.format.partition import make_grid, plan_reads
+from zstore.format.partition import make_grid
 from zstore.format.shardfile import layout_of
-from zstore.io.shards import IoResources, ShardSummary, open_resources
+from zstore.io.files import Files
+from zstore.io.shards import ShardSummary, open_resources
 
 _SAVE_ID = "0" * 32
 _SPAN_BYTES = 8 * 2**20
@@ -30,86 +30,81 @@ def run() -> None:
     serve(CONTENDERS)
 
 
-def _request(spec: Spec, resources: IoResources, rank: int) -> SaveRequest:
+def _plan_of(spec: Spec) -> CheckpointPlan:
     specs = Trillion(**spec["model"]).specs()
-    return SaveRequest(
-        resources=resources,
-        folder=Path(spec["folder"]),
+    owned, stored = owned_grids(specs, spec["save_ranks"]), stored_grids(specs, spec["save_ranks"])
+    return CheckpointPlan(
         tag="step",
         step=1,
-        rank=rank,
         world_size=spec["save_ranks"],
         save_id=_SAVE_ID,
         specs=specs,
-        grids=grids_of(specs, spec["save_ranks"]),
-        pins={},
+        grids=stored,
+        pieces={name: grid for name, grid in owned.items() if grid != stored[name]},
     )
 
 
-def _summaries(request: SaveRequest) -> list[ShardSummary]:
+def _summaries(plan: CheckpointPlan, rank: int) -> list[ShardSummary]:
     """Return what the rank would have written, with checksums made up."""
     found: list[ShardSummary] = []
-    for name, spec in request.specs.items():
-        nbytes = request.file_bytes(name, request.rank)
+    for name, spec in plan.specs.items():
+        nbytes = plan.file_bytes(name, rank)
         if nbytes:
-            chunks = layout_of(request.grid(name), request.rank, spec.dtype).num_present
+            chunks = layout_of(plan.grid(name), rank, spec.dtype).num_present
             crcs = tuple(range(2**31, 2**31 + chunks))
-            found.append(ShardSummary(name, request.rank, nbytes, crcs, linked=True))
+            found.append(ShardSummary(name, rank, nbytes, crcs, linked=True))
     return found
 
 
 def _save(spec: Spec, tell: Tell) -> None:
     """Plan a rank's part of a save and write its manifest."""
-    with open_resources(pool_bytes=2**20) as resources:
 
-        def plan() -> tuple[SaveRequest, list[ShardSummary]]:
-            request = _request(spec, resources, spec["rank"])
-            request.check()
-            return request, _summaries(request)
+    def prepare() -> tuple[CheckpointPlan, list[ShardSummary]]:
+        plan = _plan_of(spec)
+        return plan, _summaries(plan, spec["rank"])
 
-        (request, summaries), figures = measured(plan)
-        tell("plan", **figures, shards=len(summaries))
-        size, figures = measured(lambda: _write_manifest(request, summaries, Path(spec["folder"])))
-        tell("manifest", **figures, manifest_bytes=size)
+    (plan, summaries), figures = measured(prepare)
+    tell("plan", **figures, shards=len(summaries))
+    size, figures = measured(lambda: _write_manifest(plan, spec["rank"], summaries, Path(spec["folder"])))
+    tell("manifest", **figures, manifest_bytes=size)
 
 
-def _write_manifest(request: SaveRequest, summaries: list[ShardSummary], folder: Path) -> int:
+def _write_manifest(plan: CheckpointPlan, rank: int, summaries: list[ShardSummary], folder: Path) -> int:
     (folder / MANIFEST_FOLDER).mkdir(exist_ok=True)
-    Publisher(request, folder, lambda: None).write_manifest(COMPLETE, summaries, {})
-    return os.path.getsize(folder / manifest_file(request.rank))
+    CheckpointBuilder(plan, folder, Files()).write_manifest(rank, COMPLETE, summaries, {})
+    return os.path.getsize(folder / manifest_file(rank))
 
 
 def _lead(spec: Spec, tell: Tell) -> None:
     """Do what rank 0 does besides; leave a checkpoint without shards for `_load`."""
     folder, world_size = Path(spec["folder"]), spec["save_ranks"]
-    with open_resources(pool_bytes=2**20) as resources:
-        ranks = _sampled(spec)
-        for rank in ranks:
-            request = _request(spec, resources, rank)
-            _write_manifest(request, _summaries(request), folder)
-        request = _request(spec, resources, 0)
-        gatherer, figures = measured(lambda: Gatherer(request, folder))
-        tell("metadata", **figures, metadata_bytes=len(dump_metadata(make_documents(request.specs, request.grids)[""])))
-        documents = make_documents(request.specs, request.grids)
-        (folder / METADATA_FILE).write_bytes(dump_metadata(documents[""]))
-        _, figures = measured(gatherer.collect)
-        for name in ("seconds", "cpu_s"):
-            figures[name] *= world_size / len(ranks)
-        tell(f"look at {world_size} manifests, from {len(ranks)}", **figures)
-        _, figures = measured(gatherer.check_complete)
-        tell("check", **figures)
-        record, figures = measured(lambda: _record(spec, folder))
-        (folder / RECORD_FILE).write_bytes(record)
-        tell("record", **figures, record_bytes=len(record))
+    ranks, plan = _sampled(spec), _plan_of(spec)
+    for rank in ranks:
+        _write_manifest(plan, rank, _summaries(plan, rank), folder)
+    builder = CheckpointBuilder(plan, folder, Files())
+    _, figures = measured(lambda: builder.metadata_sha256)
+    documents = make_documents(plan.specs, plan.grids)
+    (folder / METADATA_FILE).write_bytes(dump_metadata(documents[""]))
+    tell("metadata", **figures, metadata_bytes=len(dump_metadata(documents[""])))
+    _, figures = measured(builder.collect)
+    for name in ("seconds", "cpu_s"):
+        figures[name] *= world_size / len(ranks)
+    tell(f"look at {world_size} manifests, from {len(ranks)}", **figures)
+    _, figures = measured(builder.check_complete)
+    tell("check", **figures)
+    record, figures = measured(lambda: _record(spec, folder))
+    (folder / RECORD_FILE).write_bytes(record)
+    tell("record", **figures, record_bytes=len(record))
 
 
 def _sampled(spec: Spec) -> list[int]:
     """Return ranks whose manifests are written: some, and those that the ranks which load will ask for."""
     wanted = set(range(min(spec["manifests"], spec["save_ranks"])))
-    for shape in {each.stored_shape for each in Trillion(**spec["model"]).specs().values()}:
-        old, new = make_grid(shape, spec["save_ranks"]), make_grid(shape, spec["load_ranks"])
+    specs = Trillion(**spec["model"]).specs()
+    stored, owned = stored_grids(specs, spec["save_ranks"]), owned_grids(specs, spec["load_ranks"])
+    for old, new in {(stored[name], owned[name]) for name in specs}:
         for rank in spec["loading"]:
-            wanted |= {each.shard for each in plan_reads(old, *new.shard_range(rank))}
+            wanted |= {each.shard for each in needed_of(old, new, rank)}
     return sorted(wanted)
 
 

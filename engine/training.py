@@ -311,7 +311,7 @@ class Training:
             if self.in_backward is not None and self.in_backward.under_way:
                 self._change(partial(self.in_backward.finish, self._settings(1.0)))
             elif overflow:
-                self.world.raise_together(None)  # brings a signal that one rank got to all, as every update does
+                self.world.raise_together(None)  # brings what a rank requests to all, as every update does
             else:
                 self._update(scale_factor(self.norm, self._clip_norm, self.scaler.scale))
         finally:

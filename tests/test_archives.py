@@ -26,6 +26,7 @@ from numcodecs import blosc, zstd
 from safetensors.numpy import load_file
 
 import zstore
+from tests.checkpoints import save_arrays
 from tests.forging import Forge, data_start, index_of
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
@@ -41,7 +42,6 @@ from zstore.format.partition import make_grid
 from zstore.format.shardfile import ShardLayout
 from zstore.io.archives import PackedReader, write_packed
 from zstore.io.shards import open_resources
-from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.diff import diff_command

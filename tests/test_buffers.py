@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from zstore.errors import BudgetError, UsageError
 from zstore.io import buffers
-from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Buffer, Pool, make_slab
+from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -154,7 +155,7 @@ def test_a_request_larger_than_the_pool_has_its_own_memory_one_at_a_time() -> No
 
 
 def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
-    pool = Pool(64 * KIB, limit_bytes=256 * KIB)
+    pool = Pool(64 * KIB, budget=Budget(256 * KIB))
     with pool.acquire(192 * KIB):
         pass
     for ask in (pool.acquire, pool.try_acquire):
@@ -163,7 +164,7 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
         ):
             ask(192 * KIB + 1)
     # What the pool itself can hold is never over the limit.
-    small = Pool(64 * KIB, limit_bytes=PAGE_BYTES)
+    small = Pool(64 * KIB, budget=Budget(PAGE_BYTES))
     with small.acquire(64 * KIB):
         pass
 
@@ -202,24 +203,23 @@ class Asker(threading.Thread):
             self.give_back.wait(30)
 
 
-def waits(pool: Pool) -> threading.Semaphore:
-    """A semaphore that counts the requests that had to wait."""
-    semaphore = threading.Semaphore(0)
-    pool.on_shortage = semaphore.release
-    return semaphore
+def wait_for_waiting(pool: Pool, count: int) -> None:
+    """Return once `count` requests wait."""
+    deadline = time.monotonic() + 30
+    while pool.num_waiting < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_requests_are_served_in_the_order_they_came() -> None:
     pool = Pool(4 * PAGE_BYTES)
-    waiting = waits(pool)
     order: list[int] = []
     held = pool.acquire(3 * PAGE_BYTES)
     # A large request first: the small ones behind it would fit, but must not overtake it.
     askers = []
     for number, pages in enumerate([4, 1, 1]):
         askers.append(Asker(pool, pages * PAGE_BYTES, order, number))
-        assert waiting.acquire(timeout=30)
-    assert pool.has_waiters
+        wait_for_waiting(pool, number + 1)
     assert pool.try_acquire(PAGE_BYTES) is None
     held.release()
     assert askers[0].got.wait(30)
@@ -228,36 +228,28 @@ def test_requests_are_served_in_the_order_they_came() -> None:
     for asker in askers[1:]:
         assert asker.got.wait(30)
     assert order == [0, 1, 2]
-    assert not pool.has_waiters
+    assert pool.num_waiting == 0
     for asker in askers:
         asker.give_back.set()
         asker.join(30)
     assert pool.held_bytes == 0
 
 
-def test_a_shortage_can_be_relieved_by_whoever_holds_a_convenience() -> None:
-    pool = Pool(4 * PAGE_BYTES)
-    convenience = pool.acquire(2 * PAGE_BYTES)
-    pool.on_shortage = convenience.release
-    with pool.acquire(4 * PAGE_BYTES) as buffer:
-        assert buffer.bytes.size == 4 * PAGE_BYTES
-    assert pool.held_bytes == 0
-
-
-def test_a_request_that_is_interrupted_leaves_the_queue() -> None:
+def test_a_request_that_is_interrupted_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(PAGE_BYTES)
 
     class Interrupted(BaseException):
         pass
 
-    def interrupt() -> None:
+    def interrupt(condition: threading.Condition) -> None:
         raise Interrupted
 
     held = pool.acquire(PAGE_BYTES)
-    pool.on_shortage = interrupt
-    with pytest.raises(Interrupted):
-        pool.acquire(PAGE_BYTES)
-    assert not pool.has_waiters
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", interrupt)
+        with pytest.raises(Interrupted):
+            pool.acquire(PAGE_BYTES)
+    assert pool.num_waiting == 0
     held.release()
     with pool.acquire(PAGE_BYTES):
         pass

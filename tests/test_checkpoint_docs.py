@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.names import METADATA_FILE, encode_name
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world, save_arrays
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
 from zstore.io.files import OpenFile
 from zstore.store.store import TierName
-from zstore.testing.checkpoints import World, open_world, save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, Kind
 
 Array = npt.NDArray[Any]
@@ -240,7 +240,7 @@ _KILLED = """
 import os, pathlib, sys, traceback
 sys.path.insert(0, {here!r})
 from test_checkpoint_faults import make_arrays
-from zstore.testing.checkpoints import open_world
+from tests.checkpoints import open_world
 from zstore.testing.faults import DeadlyFiles
 
 def save(folder, point):
@@ -311,7 +311,7 @@ _RANK = """
 import pathlib
 import numpy as np
 from zstore.checkpoint.save import save_checkpoint
-from zstore.testing.checkpoints import open_world
+from tests.checkpoints import open_world
 from zstore.testing.faults import DeadlyFiles
 files = DeadlyFiles({fail_at}, only=frozenset({{"rename"}}))
 with open_world({{"model/w": np.ones((300, 100), np.float32)}}, world_size=2, files=[files, files]) as world:

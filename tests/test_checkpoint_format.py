@@ -167,7 +167,7 @@ def test_json_that_would_exhaust_the_reader_is_refused(tmp_path: Path) -> None:
     huge = tmp_path / "zstore.json"
     with huge.open("wb") as file:
         file.truncate(MAX_JSON_BYTES + 1)
-    with pytest.raises(CorruptionError, match="no file of a checkpoint"):
+    with pytest.raises(CorruptionError, match="not a checkpoint file"):
         read_json(huge)
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.request import SaveSummary
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError
-from zstore.io.files import Files
+from zstore.io.files import Files, Kind
 from zstore.store.store import TierName
-from zstore.testing.checkpoints import World, open_world
-from zstore.testing.faults import UnlinkableFiles
+from zstore.testing.faults import unlinkable_files
 
 Array = npt.NDArray[Any]
 FROZEN, TRAINED = "model/frozen", "model/trained"
@@ -138,7 +138,7 @@ def test_a_file_that_is_not_what_was_written_is_written_anew(
 
 
 def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
-    with open_world(make_arrays(), files=[UnlinkableFiles(95)]) as world:
+    with open_world(make_arrays(), files=[unlinkable_files(95)]) as world:
         second = save(world, folder, 2, save(world, folder, 1))
         assert check(world, folder, 2) == []
         assert second.num_linked == 0
@@ -146,9 +146,10 @@ def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
 
 def test_a_file_that_changes_hands_between_look_and_link_is_not_taken(folder: Path, tmp_path: Path) -> None:
     class Swapping(Files):
-        def _link(self, source: str, target: str) -> None:
-            _rewrite(Path(source))
-            super()._link(source, target)
+        def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+            if kind == "link":
+                _rewrite(Path(path))
+            super()._do(kind, path, operation)
 
     with open_world(make_arrays(), files=[Swapping()]) as world:
         save(world, folder, 2, save(world, folder, 1))

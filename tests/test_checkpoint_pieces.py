@@ -13,6 +13,7 @@ import pytest
 import tensorstore
 import zarr
 
+from tests.checkpoints import open_world, save_arrays, wait_all
 from zstore.checkpoint import pieces as pieces_module
 from zstore.checkpoint import publish
 from zstore.checkpoint.reader import open_checkpoint, tags
@@ -21,7 +22,6 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError
 from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import OpenFile
-from zstore.testing.checkpoints import open_world, save_arrays, wait_all
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.inspect import inspect_command
 

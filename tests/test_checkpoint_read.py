@@ -21,11 +21,11 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
-from zstore.testing.checkpoints import save_arrays
 
 Array = npt.NDArray[Any]
 
@@ -264,7 +264,7 @@ def test_missing_truncated_and_extra_files_are_named(copied: Path) -> None:
         "buffer/flags/zarr.json: is missing",
         "model/experts/c.0.0: is missing (array model/experts)",
         "model/h.0.bias/c.0, offset 5000: has 5000 bytes, expected 8192 (array model/h.0.bias)",
-        "model/h.0.bias/c.9: is no part of the checkpoint",
+        "model/h.0.bias/c.9: is not part of the checkpoint",
     ]
     with open_checkpoint(copied) as opened:
         with pytest.raises(CorruptionError, match=r"'model/experts'.*c\.0\.0 is missing"):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
@@ -28,8 +29,7 @@ from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError,
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files, OpenFile
-from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
-from zstore.testing.faults import CallingFiles, FaultyFiles, ShortFiles, UnlinkableFiles
+from zstore.testing.faults import CallingFiles, FaultyFiles, short_files, unlinkable_files
 
 Array = npt.NDArray[Any]
 
@@ -109,7 +109,7 @@ def test_where_links_are_not_to_be_had_the_version_is_copied_and_said_so(
     number: int, folder: Path, run_path: Path
 ) -> None:
     arrays = make_arrays()
-    files = [UnlinkableFiles(number)]
+    files = [unlinkable_files(number)]
     with open_world(arrays, tier="disk", run_path=run_path, files=files) as world:
         summary = world.save(folder, disk_folder=run_path)[0]
     assert values(folder) == as_bytes(arrays)
@@ -133,7 +133,7 @@ def test_another_file_system_gets_copies(run_path: Path) -> None:
 
 def test_short_transfers_are_resumed(folder: Path) -> None:
     arrays = make_arrays()
-    with open_world(arrays, files=[ShortFiles()]) as world:
+    with open_world(arrays, files=[short_files()]) as world:
         world.save(folder)
     assert values(folder) == as_bytes(arrays)
 
@@ -467,7 +467,7 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
 def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> None:
     code = (
         "import pathlib, numpy as np\n"
-        "from zstore.testing.checkpoints import open_world\n"
+        "from tests.checkpoints import open_world\n"
         "opened = open_world({'model/w': np.arange(300000, dtype=np.float32)})\n"
         f"handle = opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))\n"
     )
@@ -479,7 +479,7 @@ def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> Non
 def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
     code = (
         "import os, pathlib, signal, sys, numpy as np\n"
-        "from zstore.testing.checkpoints import open_world\n"
+        "from tests.checkpoints import open_world\n"
         "from zstore.testing.faults import CallingFiles\n"
         "interrupt = lambda kind, path: os.kill(os.getpid(), signal.SIGINT) if path.name == 'zstore.json' else None\n"
         "opened = open_world({'model/w': np.ones(300000, np.float32)}, files=[CallingFiles(interrupt)])\n"

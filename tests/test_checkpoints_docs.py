@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.testing.checkpoints import save_arrays
+from tests.checkpoints import save_arrays
 from zstore.tools import cli_checkpoints
 
 PAGE = Path(__file__).parent.parent / "docs/checkpoints.md"

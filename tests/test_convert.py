@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zstore.dcp
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.split import LOW, TIE
 from zstore.checkpoint.verify import verify_checkpoint
@@ -35,7 +36,6 @@ from zstore.errors import (
 )
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.cli import app
 from zstore.tools.convert import ConvertOptions, convert_command
 

@@ -17,7 +17,7 @@ def _exchange(rank: int) -> dict[str, Any]:
     world = World.current()
     values = world.all_gather_object({"rank": rank, "text": "é" * rank})
     first = world.broadcast_object(["from", rank], source=1)
-    world.barrier()
+    world.all_gather_object(None)
     second = world.second()
     send = torch.arange(world.world_size * 3, dtype=torch.bfloat16).view(world.world_size, 3) + 10 * rank
     out = torch.empty_like(send)
@@ -135,7 +135,7 @@ def test_alone() -> None:
     world.all_gather(out, torch.ones(2))
     assert out.tolist() == [1, 1]
     assert not world.sent_bytes
-    world.barrier()
+    world.all_gather_object(None)
     world.raise_together(None)
     with pytest.raises(KeyError):
         world.raise_together(KeyError("mine"))
@@ -144,7 +144,7 @@ def test_alone() -> None:
 def _dies(rank: int) -> None:
     if rank == 1:
         os._exit(7)
-    World.current().barrier()
+    World.current().all_gather_object(None)
 
 
 def _raises(rank: int) -> None:

@@ -123,7 +123,7 @@ def _growth(rank: int, folder: str, tier: str, budget_mib: int) -> Growth | None
         engine.load_checkpoint(folder)
         load = peak_bytes() - before
         sizes = [array.spec.nbytes for array in open_checkpoint(folder).arrays.values()]
-        unused = store.unused_budget_bytes or 0
+        unused = store.budget.free_bytes or 0
         return Growth(save=save, load=load, pool=pool, unused=unused, state=sum(sizes), largest=max(sizes))
 
 
@@ -162,11 +162,11 @@ def test_a_load_reads_ahead_in_what_the_budget_leaves(
         engine.load_checkpoint(str(tmp_path))
         assert state_of(engine) == expected
         store = engine.training_state.state.store
-        unused = store.unused_budget_bytes
+        unused = store.budget.free_bytes
         assert (unused is None) == (budget_mib is None)
         if unused is not None:
             held = engine.statistics().store
-            assert unused == budget_mib * 2**20 - held.pool_bytes - store._host.used_bytes  # type: ignore[operator]
+            assert 0 <= budget_mib * 2**20 - held.pool_bytes - held.host_bytes - unused < 64 * len(store.names())  # type: ignore[operator]
             assert taken == [max(6 * 2**20, min(unused, held.pool_bytes // 2))]
     assert 0 < taken[0] <= most_mib * 2**20
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.engine_models import batch
 from tests.engine_runs import make_config, start, step
+from tests.fake_device import FakeDevice
 from zstore.engine import Engine
 from zstore.engine.device import Transfers
 from zstore.engine.report.progress import state_text
 from zstore.io.links import LinkCounters, LinkStatistics
-from zstore.testing.fake_device import FakeDevice
 from zstore.testing.ranks import run_ranks
 
 

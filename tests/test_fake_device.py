@@ -14,12 +14,12 @@ import torch
 from tests import test_engine_bits
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start, state_of, step
+from tests.fake_device import FakeDevice, HandOverError
 from tests.test_engine_bits import Case, compare
 from zstore.engine import wiring
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
 from zstore.io import pinning
-from zstore.testing.fake_device import FakeDevice, HandOverError
 from zstore.testing.ranks import run_ranks
 
 # (stage, optimizer's tier, precision, accumulation, clip, parameters' tier, step mode)

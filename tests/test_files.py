@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from zstore.errors import DiskFullError, StorageError
-from zstore.io.buffers import Bytes, make_slab
+from zstore.format.arrays import Bytes
+from zstore.io.buffers import make_slab
 from zstore.io.files import Files, OpenFile, UnsyncedFiles
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 
 SHM = Path("/dev/shm")
 SIZE = 64 * 1024
@@ -55,7 +56,7 @@ def test_what_is_written_is_read(path: Path, direct: bool) -> None:
 
 @pytest.mark.parametrize("most_bytes", [512, 4096, 12288])
 def test_short_transfers_are_resumed(path: Path, most_bytes: int) -> None:
-    files, data = ShortFiles(most_bytes), pages(SIZE)
+    files, data = short_files(most_bytes), pages(SIZE)
     write_new(files, path, data)
     assert path.read_bytes() == data.tobytes()
     out = make_slab(SIZE)

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import save_arrays
 from tests.forging import Forge, data_start, index_of, record_digest
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
 from zstore.io.shards import IoResources, open_resources
-from zstore.testing.checkpoints import save_arrays
 
 LIMIT_S = 10.0
 """No example may take longer; one takes some milliseconds."""

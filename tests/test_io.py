@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from zstore.errors import UsageError
-from zstore.io.queue import IoQueue, Priority, Ticket, settle
+from zstore.io.queue import IoQueue, Priority, Ticket, promise, settle
 
 
 class Holder:
@@ -35,6 +35,12 @@ def queue() -> Iterator[IoQueue]:
     queue = IoQueue(1, depth=64)
     yield queue
     queue.close()
+
+
+def finished(value: int) -> Ticket[int]:
+    ticket, carry_out = promise(lambda: value)
+    carry_out()
+    return ticket
 
 
 def test_results_come_with_the_tickets(queue: IoQueue) -> None:
@@ -131,9 +137,9 @@ def test_when_done_is_called_after_good_and_bad_ends_and_at_once_when_it_ended(q
     holder.let_go()
     assert called.acquire(timeout=30)
     assert called.acquire(timeout=30)
-    Ticket.finished(7).when_done(called.release)
+    finished(7).when_done(called.release)
     assert called.acquire(blocking=False)
-    assert Ticket.finished(7).wait() == 7
+    assert finished(7).wait() == 7
 
 
 # -- await ----------------------------------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ def test_an_operation_that_ends_after_its_loop_closed_disturbs_nobody(
 
 def test_await_of_a_ticket_that_is_done() -> None:
     async def main() -> int:
-        return await Ticket.finished(5)
+        return await finished(5)
 
     assert asyncio.run(main()) == 5
     failed: Future[int] = Future()

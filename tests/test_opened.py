@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import zstore
+from tests import checkpoints
+from tests.checkpoints import save_arrays
 from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
-from zstore.testing import checkpoints
-from zstore.testing.checkpoints import save_arrays
 
 Array = npt.NDArray[Any]
 RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.engine_runs import ADAM, make_config, start, state_of, step
+from tests.object_store import ObjectFileSystem, RequestFault
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
 from zstore.remote.folder import open_folder
-from zstore.testing.object_store import ObjectFileSystem, RequestFault
 from zstore.testing.ranks import run_ranks
 from zstore.tools.train import run_train
 from zstore.tools.train_config import TrainOptions
@@ -134,7 +134,7 @@ def test_a_url_that_nothing_opens_is_refused_before_anything_is_pinned(tmp_path:
 
 
 def _train(rank: int, tmp_path: Path, steps: int, load: bool) -> dict[str, Any]:
-    import zstore.testing.object_store  # noqa: F401 - makes the protocol known
+    import tests.object_store  # noqa: F401 - makes the protocol known
 
     with start(remote_config(tmp_path, 3)) as engine:
         if load:
@@ -147,7 +147,7 @@ def _train(rank: int, tmp_path: Path, steps: int, load: bool) -> dict[str, Any]:
 
 
 def _fail_on_rank_1(rank: int, tmp_path: Path) -> str:
-    import zstore.testing.object_store  # noqa: F401
+    import tests.object_store  # noqa: F401
 
     config = remote_config(tmp_path)
     config["zstore"]["storage_options"]["deny_writes"] = "*/c.1*"
@@ -166,7 +166,7 @@ def _fail_on_rank_1(rank: int, tmp_path: Path) -> str:
 
 
 def _die_while_uploading(rank: int, tmp_path: Path) -> str:
-    import zstore.testing.object_store  # noqa: F401
+    import tests.object_store  # noqa: F401
 
     config = remote_config(tmp_path)
     if rank == 0:

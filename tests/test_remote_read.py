@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import save_arrays
+from tests.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -18,8 +20,6 @@ from zstore.open.sources import folder_of, open_source
 from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
 from zstore.remote.url import is_url, parse_options, shown
-from zstore.testing.checkpoints import save_arrays
-from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 
 Array = npt.NDArray[Any]
 

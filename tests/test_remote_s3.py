@@ -18,7 +18,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import zstore
+from tests.checkpoints import World, open_world, save_arrays, wait_all
 from tests.engine_runs import make_config, start, state_of, step
+from tests.s3_server import s3_server
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lookahead import ReadAhead
@@ -29,8 +31,6 @@ from zstore.remote.folder import open_folder
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES
 from zstore.remote.upload import upload_checkpoint
-from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
-from zstore.testing.s3_server import s3_server
 from zstore.tools.cli import app
 
 pytest.importorskip("s3fs", reason="extra s3")
@@ -183,7 +183,7 @@ import numpy as np
 from zstore.checkpoint.names import new_save_id
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.folder import open_folder
-from zstore.testing.checkpoints import open_world
+from tests.checkpoints import open_world
 
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 stack = ExitStack()

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.checkpoints import World, open_world, save_arrays, wait_all
+from tests.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.keep import Keep
@@ -40,8 +42,6 @@ from zstore.remote.retries import Retries
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
 from zstore.remote.upload import files_at_a_time, upload_checkpoint
-from zstore.testing.checkpoints import World, open_world, save_arrays, wait_all
-from zstore.testing.object_store import ObjectFileSystem, RequestFault, unavailable
 
 Array = npt.NDArray[Any]
 

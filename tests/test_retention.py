@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.checkpoints import open_world, save_arrays
 from tests.engine_runs import make_config, start, step
+from tests.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import Record
@@ -25,8 +27,6 @@ from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.io.files import Files
 from zstore.remote.folder import open_folder
 from zstore.remote.upload import upload_checkpoint
-from zstore.testing.checkpoints import open_world, save_arrays
-from zstore.testing.object_store import ObjectFileSystem, RequestFault, denied
 from zstore.tools import cli
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_command

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid
+from zstore.format.partition import Grid, make_grid, round_up
 from zstore.format.shardfile import (
     BLOCK_BYTES,
     MISSING,
@@ -19,7 +19,6 @@ from zstore.format.shardfile import (
     check_index,
     encode_index,
     layout_of,
-    round_up,
     seal_slots,
     slot_views,
     verify_slots,

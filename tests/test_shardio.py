@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
-from zstore.io.buffers import Bytes
 from zstore.io.queue import Priority
-from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, open_resources, write_index, write_shard
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, ShortFiles
+from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, make_shard_file, open_resources, write_shard
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 from zstore.testing.oracle import (
     random_values,
     read_with_tensorstore,
@@ -120,22 +119,20 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ArraySpec, n
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_rows_are_read_by_their_plan(sample: tuple[Path, ArraySpec, np.ndarray], data: st.DataObject) -> None:
+def test_any_elements_are_read_by_their_plan(sample: tuple[Path, ArraySpec, np.ndarray], data: st.DataObject) -> None:
     folder, spec, values = sample
     grid = make_grid(spec.stored_shape, 3)
-    first_row = data.draw(st.integers(0, grid.rows))
-    stop_row = data.draw(st.integers(first_row, grid.rows))
-    out = np.zeros((stop_row - first_row) * grid.row_numel, np.float32)
+    first = data.draw(st.integers(0, spec.numel))
+    stop = data.draw(st.integers(first, spec.numel))
+    out = np.zeros(stop - first, np.float32)
     read_bytes = planned = 0
     with open_resources(pool_bytes=1 << 20, num_threads=2) as res:
-        for part in plan_reads(grid, first_row, stop_row):
+        for part in plan_reads(grid, first, stop):
             reader = ShardReader(res, folder / shard_name(spec, part.shard), spec, grid, part.shard)
-            first, stop = part.first_row * grid.row_numel, part.stop_row * grid.row_numel
-            base = first_row * grid.row_numel
-            reader.read(first, stop, out[first - base : stop - base].view(np.uint8))
+            reader.read(part.first, part.stop, out[part.first - first : part.stop - first].view(np.uint8))
             read_bytes += reader.read_bytes
             planned += (part.stop_chunk - part.first_chunk) * reader.layout.slot_bytes
-    assert same_bits(out, values[first_row:stop_row].reshape(-1))
+    assert same_bits(out, values.reshape(-1)[first:stop])
     assert read_bytes == planned
 
 
@@ -158,7 +155,7 @@ def test_short_transfers_make_the_same_file(tmp_path: Path) -> None:
     values = random_values("float32", spec.numel)
     with open_resources(pool_bytes=1 << 20) as res:
         write_all(res, tmp_path / "a", values, spec, grid)
-    with open_resources(pool_bytes=1 << 20, files=ShortFiles(12288)) as res:
+    with open_resources(pool_bytes=1 << 20, files=short_files(12288)) as res:
         write_all(res, tmp_path / "b", values, spec, grid)
         assert same_bits(read_all(res, tmp_path / "b", spec, grid).reshape(-1), values)
     assert (tmp_path / "a" / "c.0.0").read_bytes() == (tmp_path / "b" / "c.0.0").read_bytes()
@@ -301,7 +298,7 @@ def test_indexes_are_written_and_read_by_one_who_holds_every_buffer(
     folder, spec, _ = sample
     grid = make_grid(spec.stored_shape, 3)
     with res.pool.acquire(res.pool.nbytes):
-        write_index(res, tmp_path / "s", layout_of(grid, 1, spec.dtype), create=True)
+        make_shard_file(res, tmp_path / "s", layout_of(grid, 1, spec.dtype))
         ShardReader(res, folder / "c.1.0", spec, grid, 1)
         ShardReader(res, tmp_path / "s", spec, grid, 1)
 
@@ -338,7 +335,7 @@ def test_a_full_disk_shows_when_the_file_is_made(tmp_path: Path) -> None:
         # Nothing is left that takes space or stands in the way of another try.
         assert list(tmp_path.iterdir()) == []
         layout = layout_of(GRID, 0, SPEC.dtype)
-        write_index(res, tmp_path / "s", layout, create=True)
+        make_shard_file(res, tmp_path / "s", layout)
         assert (tmp_path / "s").stat().st_size == layout.file_bytes
 
 

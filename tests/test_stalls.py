@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,14 @@ import pytest
 import torch
 
 from tests.engine_runs import make_config, start, step
+from tests.fake_device import FakeDevice, FakeEvent
+from tests.stores import create
 from zstore.engine.device import Transfers
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.tiers.memory import MemoryTier
-from zstore.testing.fake_device import FakeDevice, FakeEvent
 from zstore.testing.faults import GatedFiles
-from zstore.testing.stores import create
 
 PASSED_S = 5.0
 ON_DISK = ["model/embed.weight", "optimizer/exp_avg/embed.weight", "optimizer/exp_avg_sq/embed.weight"]
@@ -111,12 +112,16 @@ class Stalls:
         pool = self._store.resources.pool
         held = pool.acquire(pool.nbytes)
 
-        def short() -> None:
+        def relieve() -> None:
+            while not pool.num_waiting:
+                sleep(0.001)
             self._clock.now += PASSED_S
             held.release()
 
-        self._patch.setattr(pool, "on_shortage", short)
+        relief = threading.Thread(target=relieve, daemon=True)
+        relief.start()
         self._go_over(ON_DISK[:1], "read")
+        relief.join()
 
     def pinned(self) -> None:
         snapshot, wait = self._store.snapshot([IN_MEMORY]), MemoryTier._wait_for_unpinning

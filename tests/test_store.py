@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.errors import BudgetError, DiskFullError, StorageError, UsageError
+from tests.stores import create, other_than
+from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid
-from zstore.io.buffers import Buffer
+from zstore.format.partition import make_grid
 from zstore.io.queue import Priority
 from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
@@ -19,7 +19,6 @@ from zstore.store.store import SMALL_SHARD_BYTES
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import random_values, same_bits
-from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
@@ -73,7 +72,6 @@ def test_every_shape_on_every_tier(
         as_array(tile.views[0], "float32")[:] = 1
     assert (store.read("model/w").wait() == 1).all()
     snapshot = store.snapshot()
-    store.prefetch(["model/w"]).wait()
     assert (store.read("model/w").wait() == 1).all()
     snapshot.release()
 
@@ -240,7 +238,6 @@ def test_the_same_tickets_are_awaited(store: TensorStore) -> None:
 
     async def main() -> np.ndarray:
         await store.write("model/w", values)
-        assert await store.prefetch(["model/w"]) == 1
         one, two = await asyncio.gather(wait_for(0, 1000), wait_for(1000, 600_000))
         return np.concatenate([one, two])
 
@@ -283,7 +280,6 @@ def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
         for tile in store.stream([names]):
             for view in tile.views:
                 view[:] = view[::-1].copy()
-        store.prefetch(names).wait()
         for name, array in zip(names, values, strict=True):
             found = store.read(name).wait()
             assert np.array_equal(np.sort(found.view(np.uint32)), np.sort(array.view(np.uint32)))
@@ -311,7 +307,7 @@ def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> No
         # A chunk that no buffer holds would need memory beside them, and there is none left.
         spec = ArraySpec(name="model/long", shape=(20, 300_001), dtype="float32")
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
-        with pytest.raises(BudgetError, match="one piece needs a buffer of"):
+        with pytest.raises(BudgetError, match="one request needs a buffer of"):
             store.write("model/long", np.zeros(spec.numel, np.float32)).wait()
 
 
@@ -320,85 +316,6 @@ def test_small_shards_count_against_the_budget_too(tmp_path: Path) -> None:
         create(store, "disk", (8000,), name="model/a")
         with pytest.raises(BudgetError):
             create(store, "disk", (8000,), name="model/b")
-
-
-@pytest.mark.timeout(60)
-def test_what_was_read_ahead_gives_way_to_whoever_waits_for_memory(tmp_path: Path) -> None:
-    """Half of the pool is read ahead; an update needs more than the other half at once."""
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=4 * MIB, num_threads=2)) as store:
-        grid = Grid(800_000, 1, 800_000, 400_000, 1)
-        for name in ("model/wide", "model/ahead"):
-            spec = ArraySpec(name=name, shape=(800_000,), dtype="float32" if name == "model/wide" else "int8")
-            store.create(spec, grid=grid, shard=0, tier="disk")
-        ahead = random_values("int8", 800_000)
-        store.write("model/ahead", ahead).wait()
-        assert store.prefetch(["model/ahead"]).wait() == 1
-        store.write("model/wide", np.ones(800_000, np.float32)).wait(30)
-        assert same_bits(store.read("model/ahead").wait(30), ahead)
-
-
-# -- prefetch -------------------------------------------------------------------------------------------------------
-
-
-def test_a_prefetched_shard_is_read_without_the_disk(store: TensorStore) -> None:
-    values = create(store, "disk")
-    host = create(store, "host", name="model/host")
-    store.write("model/w", values).wait()
-    store.write("model/host", host).wait()
-    assert store.prefetch(["model/w", "model/host"]).wait() == 1
-    assert store.prefetch(["model/w"]).wait() == 0
-    before = store.statistics()
-    assert before.queue.bytes["prefetch"] >= values.nbytes
-    assert before.queue.operations["read"] == 0
-    assert same_bits(store.read("model/w", 1000, 500_000).wait(), values[1000:500_000])
-    assert count(store) == 0
-    # It was there once.
-    assert same_bits(store.read("model/w").wait(), values)
-    assert count(store) > 0
-
-
-@pytest.mark.parametrize("way", ["write", "part", "update", "fill", "begun before"])
-def test_what_was_prefetched_is_forgotten_when_the_array_changes(store: TensorStore, way: str) -> None:
-    values = create(store, "disk")
-    store.write("model/w", values).wait()
-    tiles = store.stream([["model/w"]])
-    assert store.prefetch(["model/w"]).wait() == 1
-    expected = np.zeros_like(values)
-    if way == "write":
-        store.write("model/w", expected)
-    elif way == "part":
-        expected = values.copy()
-        expected[3:5] = 1
-        store.write("model/w", expected[3:5], 3)
-    else:
-        for tile in (
-            tiles if way == "begun before" else store.stream([["model/w"]], "fill" if way == "fill" else "update")
-        ):
-            tile.views[0][:] = 0
-    assert same_bits(store.read("model/w").wait(), expected)
-
-
-def test_prefetch_takes_at_most_half_of_the_pool(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=12 * MIB)) as store:
-        for i in range(4):
-            create(store, "disk", (MIB // 4,), name=f"model/{i}")
-            store.write(f"model/{i}", np.ones(MIB // 4, np.float32)).wait()
-        names = store.names()
-        assert store.prefetch(names).wait() == 2
-        assert store.resources.pool.held_bytes <= store.resources.pool.nbytes // 2
-        for name in names:
-            assert (store.read(name).wait() == 1).all()
-
-
-def test_a_prefetch_that_fails_leaves_no_buffer(store: TensorStore, files: FaultyFiles) -> None:
-    values = create(store, "disk")
-    store.write("model/w", values).wait()
-    files.inject(Fault(kind="read", error_number=errno.EIO))
-    with pytest.raises(StorageError, match="EIO"):
-        store.prefetch(["model/w"]).wait()
-    assert same_bits(store.read("model/w").wait(), values)
-    with store.resources.pool.acquire(store.resources.pool.nbytes) as everything:
-        assert isinstance(everything, Buffer)
 
 
 # -- versions -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import create, other_than
 from zstore.errors import ConfigError, DiskFullError, RunFolderError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -20,7 +21,6 @@ from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
@@ -216,7 +216,6 @@ def test_unknown_names(store: TensorStore) -> None:
     for act in (
         lambda: store.write("model/x", np.zeros(1, np.float32)),
         lambda: store.read("model/x"),
-        lambda: store.prefetch(["model/x"]),
         lambda: store.stream([["model/x"]]),
         lambda: store.spec("model/x"),
         lambda: store.tier_of("model/x"),
@@ -251,7 +250,6 @@ def test_a_closed_store(tmp_path: Path) -> None:
     for act in (
         lambda: store.write("model/w", values),
         lambda: store.read("model/w"),
-        lambda: store.prefetch(["model/w"]),
         lambda: store.stream([["model/w"]]),
         lambda: create(store, "host", name="model/x"),
         store.snapshot,
@@ -279,7 +277,6 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
     with TensorStore(StoreOptions(run_path=tmp_path)) as store:
         values = create(store, "disk")
         store.write("model/w", values)
-        store.prefetch(["model/w"])
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.stores import create, other_than
 from zstore.errors import BudgetError, StorageError, UsageError
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.tiers.device import DEVICE_TILE_NUMEL
@@ -13,7 +14,6 @@ from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import create, other_than
 
 TIERS = ("device", "host", "disk")
 

@@ -6,12 +6,12 @@ from typing import cast
 
 import pytest
 
+from tests.stores import LARGE, create, other_than
 from zstore.errors import BudgetError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import TierName
 from zstore.testing.oracle import same_bits
-from zstore.testing.stores import LARGE, create, other_than
 
 TIERS = ["device", "host", "disk"]
 MIB = 1024 * 1024
@@ -29,7 +29,6 @@ def test_a_removed_array_is_gone_and_its_name_is_free(store: TensorStore, tier: 
     store.write("model/kept", kept).wait()
     values = create(store, tier)
     store.write("model/w", values)
-    store.prefetch(["model/w"])
     store.remove("model/w")
     assert store.names() == ["model/kept"]
     assert [path.name for path in tmp_path.rglob("*w.*.shard")] == []
@@ -88,7 +87,6 @@ def test_a_closed_store_has_nothing_to_remove(tmp_path: Path) -> None:
 def test_a_renamed_array_keeps_its_values(store: TensorStore, tier: TierName, shape: tuple[int, ...]) -> None:
     values = create(store, tier, shape=shape)
     store.write("model/w", values)
-    store.prefetch(["model/w"])
     assert store.rename("model/w", ArraySpec(name="other/v", shape=shape, dtype="float32"), tier=tier)
     assert store.names() == ["other/v"]
     assert same_bits(store.read("other/v").wait(), values)

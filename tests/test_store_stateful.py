@@ -142,10 +142,6 @@ class StoreMachine(RuleBasedStateMachine):
         for name, array in values.items():
             self.model.write(name, array)
 
-    @rule(some=st.lists(names, max_size=4))
-    def prefetch(self, some: list[str]) -> None:
-        self.store.prefetch(some).wait()
-
     @rule(name=names)
     def read(self, name: str) -> None:
         assert same_bits(self.store.read(name).wait(), self.model.read(name))

@@ -12,6 +12,7 @@ import torch
 from zstore.errors import BudgetError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
+from zstore.io.buffers import Budget
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
 from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
@@ -159,19 +160,20 @@ class TestHostTier(MemoryContract):
 
 
 def test_the_host_tier_keeps_to_its_budget() -> None:
-    tier = HostTier(limit_bytes=10_000)
+    budget = Budget(10_000)
+    tier = HostTier(budget)
 
     def add(name: str, numel: int) -> None:
         spec = ArraySpec(name=f"model/{name}", shape=(numel,), dtype="float32")
         tier.create(LocalShard(spec, make_grid((numel,), 1), 0))
 
     add("a", 2000)
-    assert tier.used_bytes == 8000
+    assert budget.used_bytes == 8000
     with pytest.raises(BudgetError, match=r"'model/b' needs 4032 bytes of host memory, but 8000 of the 10000 bytes"):
         add("b", 1000)
-    assert tier.used_bytes == 8000
+    assert budget.used_bytes == 8000
     add("c", 496)
-    assert tier.used_bytes == 8000 + 1984
+    assert budget.used_bytes == 8000 + 1984
 
 
 class TestDeviceTier(MemoryContract):

@@ -379,10 +379,10 @@ class TestDiskTier(TierContract):
 
     def test_a_span_is_saved_in_a_changing_pass_only(self, bench: TierBench) -> None:
         local = self.filled(bench)
-        from zstore.store.tiers import Span
+        from zstore.store.tiers import ChunkSpan
 
         with pytest.raises(UsageError, match="only be saved in a pass that changes"):
-            bench.tier.save(local.spec.name, Span(0, 1), np.empty(0, np.uint8))
+            bench.tier.save(local.spec.name, ChunkSpan(0, 1), np.empty(0, np.uint8))
 
     @pytest.mark.timeout(60)
     def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:

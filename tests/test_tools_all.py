@@ -12,9 +12,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.io.files import Files
 from zstore.remote.folder import RemoteFolder
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools import cli, cli_checkpoints, opening
 
 URL = "memory://bucket/run"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from tests.checkpoints import save_arrays
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError
 from zstore.sizes import format_count
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.opening import Common
 from zstore.weights.choose import choose, frozen_weights

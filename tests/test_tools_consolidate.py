@@ -23,14 +23,15 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
+from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
-from zstore.testing.checkpoints import save_arrays
-from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
+from zstore.testing.faults import Fault, FaultyFiles, short_files
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import cast_into
-from zstore.weights.file import BLOCK_BYTES, BlockFile, Slabs
+from zstore.weights.file import BLOCK_BYTES, BlockFile
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import Weight, plan_files
 
@@ -268,8 +269,8 @@ def test_a_file_filled_in_any_order_has_every_byte(
     cuts = sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=6))})
     content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
     path = tmp_path_factory.mktemp("blocks") / "file"
-    files = ShortFiles(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
-    file = BlockFile(files, path, nbytes, Slabs())
+    files = short_files(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
+    file = BlockFile(files, path, nbytes, Slabs(BLOCK_BYTES))
     for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
         assert not file.is_filled
         file.fill(first, stop - first, lambda s, view, at=first: np.copyto(view, content[at + s : at + s + view.size]))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.compare import difference_of, plan_comparison
 from zstore.tools.diff import diff_command
 from zstore.tools.opening import Common

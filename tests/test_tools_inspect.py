@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.keep import Keep
 from zstore.errors import CheckpointNotFoundError
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zstore.testing.checkpoints import save_arrays
+from tests.checkpoints import save_arrays
 
 INTERRUPT = """
 import os, signal, sys

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointNotFoundError
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.ls import list_entries, ls_command
 from zstore.tools.opening import Common
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.checkpoints import save_arrays
 from tests.deepspeed_data import states, write
+from tests.s3_server import s3_server
 from zstore.remote.folder import open_folder
-from zstore.testing.checkpoints import save_arrays
-from zstore.testing.s3_server import s3_server
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
 from zstore.tools.reshard import reshard_command
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MEASURE = """
 import contextlib, io, json, os, sys
 from zstore.tools import cli, consolidate, convert, diff, inspect, ls, prune, reshard, verify
-import zstore.testing.object_store  # makes its URLs known
+import tests.object_store  # makes its URLs known
 
 os.cpu_count = lambda: 8  # with as many threads as on any machine
 

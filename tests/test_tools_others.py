@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import zstore
+from tests.checkpoints import describe, save_arrays
 from zstore.checkpoint.format import Record
 from zstore.checkpoint.source import ArraySource, StoredArray
 from zstore.errors import BudgetError, CheckpointMismatchError, UsageError
 from zstore.format.partition import make_grid
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
-from zstore.testing.checkpoints import describe, save_arrays
 from zstore.tools import opening
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.diff import diff_command

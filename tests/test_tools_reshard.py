@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import save_arrays
 from tests.deepspeed_data import DATA
 from zstore.checkpoint import lookahead as ahead_module
-from zstore.checkpoint.lookahead import ReadAhead, Span
+from zstore.checkpoint.lookahead import ReadAhead, Span, use_spans
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -24,7 +25,6 @@ from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError,
 from zstore.format.partition import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.reshard import reshard_command
 
@@ -192,6 +192,32 @@ def test_reading_ahead_gives_an_element_once_and_says_so(saved: Path) -> None:
         for position in (0, 1000, out.size - 1):
             with pytest.raises(UsageError, match="not in memory"):
                 ahead.read("model/w", position, position + 1, np.empty(1, np.float32))
+
+
+def test_reading_ahead_without_memory_for_a_buffer_is_an_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(nbytes: int) -> np.ndarray:
+        raise MemoryError(nbytes)
+
+    with open_checkpoint(saved) as reader:
+        monkeypatch.setattr("zstore.io.buffers.make_slab", no_memory)
+        with ReadAhead(reader, [("model/w", 0, 1003 * 301)]) as ahead, pytest.raises(MemoryError):
+            ahead.take()
+
+
+@pytest.mark.parametrize("last", [1, 2, 5])
+def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
+    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
+    with open_checkpoint(saved) as reader:
+        for _ in range(10):
+            used: list[Span] = []
+
+            def use(span: Span, used: list[Span] = used) -> None:
+                used.append(span)
+                if len(used) == last:
+                    raise ArithmeticError
+
+            with pytest.raises(ArithmeticError):
+                use_spans(reader, ranges, use, "test-use")
 
 
 def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.keep import Keep
-from zstore.checkpoint.source import Reading
+from zstore.checkpoint.source import ReadStatistics
 from zstore.sizes import format_bytes
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
@@ -128,20 +128,23 @@ def test_reshard_says_the_size_that_inspect_says(run: Path, tmp_path: Path, caps
     ("reading", "text"),
     [
         (
-            Reading(read_bytes=1_050_000, asked_bytes=1_000_000, requests=0),
+            ReadStatistics(read_bytes=1_050_000, asked_bytes=1_000_000, requests=0),
             f"read 1.05 MB for 1.00 MB of array data: 5 % more than needed, since {WHY}",
         ),
         (
-            Reading(read_bytes=2_360_000, asked_bytes=1_000_000, requests=7),
+            ReadStatistics(read_bytes=2_360_000, asked_bytes=1_000_000, requests=7),
             f"read 2.36 MB for 1.00 MB of array data in 7 requests: 2.4 times what is needed, since {WHY}, and metadata",
         ),
         (
-            Reading(read_bytes=800_000, asked_bytes=1_000_000, requests=0),
+            ReadStatistics(read_bytes=800_000, asked_bytes=1_000_000, requests=0),
             "read 800.00 kB for 1.00 MB of array data: 20 % less, since chunks are compressed",
         ),
-        (Reading(read_bytes=1_001_000, asked_bytes=1_000_000, requests=0), "read 1.00 MB for 1.00 MB of array data"),
-        (Reading(read_bytes=4_000, asked_bytes=0, requests=1), "read 4.00 kB in 1 request"),
+        (
+            ReadStatistics(read_bytes=1_001_000, asked_bytes=1_000_000, requests=0),
+            "read 1.00 MB for 1.00 MB of array data",
+        ),
+        (ReadStatistics(read_bytes=4_000, asked_bytes=0, requests=1), "read 4.00 kB in 1 request"),
     ],
 )
-def test_what_is_read_beyond_the_data_is_said_in_plain_words(reading: Reading, text: str) -> None:
+def test_what_is_read_beyond_the_data_is_said_in_plain_words(reading: ReadStatistics, text: str) -> None:
     assert reading.text() == text

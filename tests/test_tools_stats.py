@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.checkpoints import save_arrays
 from zstore.errors import CorruptionError
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.array_stats import NUM_BINS, ArrayStats, Histogram, stats_of
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common

@@ -11,10 +11,10 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import UsageError
 from zstore.open.sources import split_location
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools import cli
 from zstore.tools.resume import resume_source
 

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import zstore
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.remote.folder import open_folder
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.diff import diff_command

@@ -13,15 +13,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_arrays
 from tests.forging import Forge, record_digest, tree_of
 from tests.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint.catalog import scan
-from zstore.checkpoint.inside import PlainFolder, leads_out
+from zstore.checkpoint.folder import PlainFolder, leads_out
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, ZstoreError
-from zstore.testing.checkpoints import save_arrays
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 
@@ -182,7 +182,7 @@ GROUPS = [
 def test_groups_that_no_array_is_in_are_refused(folder: str, forge: Forge, tmp_path: Path) -> None:
     group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     forge.edit("zarr.json", lambda root: root["consolidated_metadata"]["metadata"].update({folder: group}))
-    assert all("is no group of the arrays" in problem for problem in use(forge.path, tmp_path / "out")[:4])
+    assert all("is not a group of its arrays" in problem for problem in use(forge.path, tmp_path / "out")[:4])
 
 
 RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {

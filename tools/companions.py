@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 
-from zstore.checkpoint.folder import Folder, Place, folder_at
+from zstore.checkpoint.folder import Folder, FolderLike, folder_at
 from zstore.errors import CorruptionError
 
 _COMPANIONS = (
@@ -29,7 +29,7 @@ _COMPANIONS = (
 )
 
 
-def copy_companions(sources: Iterable[Place], target: Path) -> list[str]:
+def copy_companions(sources: Iterable[FolderLike], target: Path) -> list[str]:
     """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names.
 
     What is in `target` already stays as it is. Links are left alone: they may lead to anything that this user can read.

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master, rest_of_master
-from zstore.errors import DiskFullError
 from zstore.format.arrays import numpy_dtype
 from zstore.interop.torch_archive import Archive, Tensor
-from zstore.io.files import Files, OpenFile
+from zstore.io.files import Files
+from zstore.io.sink import FileSink
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights
 from zstore.weights.layout import Weight
@@ -23,29 +23,6 @@ from zstore.weights.writer import Lost
 
 Bytes = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
-
-
-class FileSink:
-    """A new file that is written from its beginning to its end. Durable once `finish` returned."""
-
-    def __init__(self, path: Path, opened: ExitStack) -> None:
-        self._files = Files(direct=False)
-        self._file: OpenFile = opened.enter_context(self._files.opened(path, write=True, create=True))
-        self.offset = 0
-
-    def write(self, data: bytes | Bytes) -> None:
-        """Write at the end."""
-        part = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
-        self._files.write_from(self._file, part, self.offset)
-        self.offset += part.size
-
-    def patch(self, offset: int, data: bytes) -> None:
-        """Replace bytes that were written."""
-        self._files.write_from(self._file, np.frombuffer(data, np.uint8), offset)
-
-    def finish(self) -> None:
-        """Make the file durable."""
-        self._files.sync_data(self._file)
 
 
 def stored_dtype(source: ArraySource, array: str) -> str:
@@ -62,13 +39,6 @@ def list_stored_weights(source: ArraySource, dtype: str | None) -> list[Weight]:
         Weight(name=each.name, array=each.array, shape=each.shape, dtype=stored_dtype(source, each.array))
         for each in weights
     ]
-
-
-def check_room(path: Path, nbytes: int) -> None:
-    """Raise DiskFullError where the folder `path` lacks room for so many bytes."""
-    free = Files().free_bytes(path)
-    if nbytes > free:
-        raise DiskFullError(f"{nbytes} bytes are needed, but only {free} are free", path=str(path), nbytes=nbytes)
 
 
 def values_of(
@@ -107,10 +77,11 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     for weight in weights:
         for alias in source.arrays[weight.array].spec.aliases:
             state.setdefault(alias, tensors[weight.name])
-    check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+    files, nbytes = Files(), sum(tensor.nbytes for tensor in tensors.values())
+    files.require_room(path.parent, nbytes, f"the weights need {nbytes} bytes")
     lost: dict[str, int] = {}
     with ExitStack() as opened:
-        sink = FileSink(path, opened)
+        sink = FileSink(files, path, opened)
         archive = Archive(sink)
         archive.begin(state, [tensor.nbytes for tensor in tensors.values()])
         ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel]

@@ -23,8 +23,9 @@ from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.interop.torch_archive import Archive, Tensor
 from zstore.io.files import Files
+from zstore.io.sink import FileSink
 
-from .export import Advance, FileSink, check_room, stored_dtype, values_of
+from .export import Advance, stored_dtype, values_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
@@ -35,10 +36,11 @@ _BLOCK_BYTES = 256 * 1024 * 1024
 
 def write_dcp(source: ArraySource, folder: Path, advance: Advance) -> list[str]:
     """Write all that the checkpoint has into `folder`, durably; return the files' names."""
-    check_room(folder, sum(array.spec.nbytes for array in source.arrays.values()))
+    files, nbytes = Files(), sum(array.spec.nbytes for array in source.arrays.values())
+    files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
     job = _Job(source, advance)
     with ExitStack() as opened:
-        sink = FileSink(folder / DATA_FILE, opened)
+        sink = FileSink(files, folder / DATA_FILE, opened)
         job.write_tensors(sink)
         job.write_values(sink)
         sink.finish()

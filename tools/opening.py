@@ -14,7 +14,7 @@ from zstore.errors import CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from zstore.checkpoint.reader import CheckpointReader
-    from zstore.checkpoint.source import ArraySource, Reading
+    from zstore.checkpoint.source import ArraySource, ReadStatistics
     from zstore.io.shards import IoResources
 
     from .progress import Progress
@@ -171,7 +171,7 @@ def reading(progress: Progress, *sources: ArraySource) -> dict[str, int]:
     return told(progress, found) if found else {}
 
 
-def told(progress: Progress, found: Sequence[Reading]) -> dict[str, int]:
+def told(progress: Progress, found: Sequence[ReadStatistics]) -> dict[str, int]:
     """Say what these come to, and return it for `--json`."""
     done = replace(
         found[0],

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.commit import discard
 from zstore.checkpoint.folder import Folder
 from zstore.checkpoint.keep import Keep
-from zstore.checkpoint.retention import Fate, prune, weigh
+from zstore.checkpoint.retention import Fate, remove_each, weigh
 from zstore.checkpoint.usage import bytes_freed
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.io.files import Files
@@ -89,7 +90,8 @@ def _remove(place: Folder, doomed: Sequence[Fate], gone: Callable[[TagInfo], Non
     """Remove what goes, and return a message for each that could not be removed."""
     if isinstance(place, RemoteFolder):
         return remove_checkpoints(place, [fate.info for fate in doomed], gone)
-    return prune(Files(), doomed, lambda fate: gone(fate.info))
+    files = Files()
+    return remove_each([fate.info for fate in doomed], lambda info: discard(files, info.path), gone)
 
 
 def _describe(fate: Fate) -> dict[str, Any]:

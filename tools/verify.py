@@ -23,7 +23,7 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, t
 
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
     too.
-    With `json`, one object: `path`, `faults`, what was read for what (see `Reading`), and `Progress.summary`.
+    With `json`, one object: `path`, `faults`, what was read for what (see `ReadStatistics`), and `Progress.summary`.
     """
     faults: list[Fault] = []
     place, named = split_location(ckpt, tag)

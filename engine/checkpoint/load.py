@@ -183,7 +183,7 @@ class Restore:
     def _load_ahead(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
         """Read ahead, convert, and hand on."""
         state = self._training.state
-        spare_bytes = state.store.unused_budget_bytes
+        spare_bytes = state.store.budget.free_bytes
         most_bytes = MEMORY_BYTES if spare_bytes is None else max(_LEAST_AHEAD_BYTES, min(MEMORY_BYTES, spare_bytes))
         most_bytes = min(most_bytes, reader.resources.pool.nbytes // 2)
         with (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from zstore.checkpoint.format import ABSENT_KEY
-from zstore.checkpoint.source import ArraySource, Reading
+from zstore.checkpoint.source import ArraySource, ReadStatistics
 from zstore.errors import UsageError
 from zstore.format.arrays import buffer_array, model_array
 from zstore.io.queue import Priority
@@ -71,7 +71,7 @@ class Renamed(ArraySource):
         """See `ArraySource`."""
         return self._source.read_bytes
 
-    def reading(self) -> Reading | None:
+    def reading(self) -> ReadStatistics | None:
         """See `ArraySource.reading`."""
         return self._source.reading()
 

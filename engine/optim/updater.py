@@ -24,12 +24,12 @@ from enum import Enum
 from pathlib import Path
 
 from zstore.errors import UsageError
+from zstore.format.arrays import Bytes
 from zstore.format.partition import Grid
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources, ShardSummary
 from zstore.store import TensorStore
 from zstore.store.tiers import PinnedShard
-from zstore.store.tiers.base import Bytes
 
 from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import make_grid
-from zstore.format.shardfile import round_up
+from zstore.format.partition import make_grid, round_up
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store import StoreOptions
 

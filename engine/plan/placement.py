@@ -26,7 +26,8 @@ from fractions import Fraction
 
 from zstore.errors import ConfigError
 from zstore.format.arrays import numpy_dtype
-from zstore.format.shardfile import ShardLayout, round_up
+from zstore.format.partition import round_up
+from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
 
 from .plan import FP32, Field, Held, Need, Placement, PlacementSettings, Plan, Rest, Traffic, cached_layout

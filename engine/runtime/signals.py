@@ -1,7 +1,7 @@
 """Signals that ask a run to save and stop: what a scheduler sends before it takes the machine away.
 
 [Note: stopping by a signal]
-A handler only notes the signal, in this rank's `World.wish`. The wish travels with what the ranks tell each other in each
+A handler only notes the signal, in this rank's `World.requested`. It travels with what the ranks tell each other in each
 step anyway, so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the
 process ends with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
 """
@@ -42,11 +42,11 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A forked child, as a data loader's worker, has the handler and none of the run.
-        if os.getpid() != self._pid or self._world.wish:
+        if os.getpid() != self._pid or self._world.requested:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._world.wish = number
+        self._world.requested = number
         name = signal.Signals(number).name
         text = f"zstore: rank {self._world.rank}: {name}: will stop after this step; a second signal stops at once\n"
         # Not print: this may come in the middle of one.
@@ -56,7 +56,7 @@ class StopSignals:
     def requested(self) -> signal.Signals | None:
         """The signal that some rank got, once all ranks know of it."""
         world = self._world
-        number = world.granted or (world.wish if world.world_size == 1 else 0)
+        number = world.granted or (world.requested if world.world_size == 1 else 0)
         return signal.Signals(number) if number else None
 
     def close(self) -> None:

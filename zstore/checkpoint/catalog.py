@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
-from .folder import Entries, Folder, Place, folder_at
+from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
 from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
@@ -69,7 +69,7 @@ class Catalog:
     refusals: tuple[Refusal, ...]
 
 
-def read_record(place: Place) -> Record:
+def read_record(place: FolderLike) -> Record:
     """Return the record in a tag's folder.
 
     Raises FileNotFoundError where there is none, CorruptionError or CheckpointMismatchError where it is not valid.
@@ -78,7 +78,7 @@ def read_record(place: Place) -> Record:
     return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.place_of(RECORD_FILE))
 
 
-def scan(place: Place) -> Catalog:
+def scan(place: FolderLike) -> Catalog:
     """Return all checkpoints right below a folder; the set-aside ones count where nothing else has their name.
 
     Raises CheckpointNotFoundError where it is no folder.
@@ -136,7 +136,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def find_tag(place: Place, tag: str) -> TagInfo | None:
+def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
     """Return the committed checkpoint `tag` in a folder, also where it is set aside; None where there is none.
 
     Raises CorruptionError or CheckpointMismatchError where it is there, but its record is not valid.
@@ -166,7 +166,7 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
     return max(aside, key=lambda info: info.record.committed_ns, default=None)
 
 
-def resolve(place: Place, tag: str | None = None) -> TagInfo:
+def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
     Without a tag it is the newest committed one, by the records, whatever `latest` says; one that is to be loaded by its tag
@@ -199,7 +199,7 @@ def resolve(place: Place, tag: str | None = None) -> TagInfo:
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
 
 
-def list_tags(place: Place) -> Catalog:
+def list_tags(place: FolderLike) -> Catalog:
     """Return what a folder of checkpoints holds; of a tag's own folder, that one alone."""
     folder = folder_at(place)
     info = _tag_at(folder)
@@ -235,7 +235,7 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
 
-def check_tag_is_free(place: Place, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
+def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
     """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, else one of the run `run`.
 
     Raises CheckpointExistsError where the save would replace something that it may not.

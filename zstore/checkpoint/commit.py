@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ..errors import CheckpointExistsError, StorageError, ZstoreError
 from ..io.files import Files
+from .build import READ_ONLY
 from .catalog import TagInfo, check_tag_is_free, read_record, scan
 from .format import Record
 from .lock import SaveLock, owner_is_dead
@@ -44,8 +45,6 @@ from .names import (
     parse_own_name,
     tag_folder,
 )
-
-READ_ONLY = 0o444
 
 
 class Committer:

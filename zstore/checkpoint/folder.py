@@ -6,14 +6,13 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CorruptionError, UsageError
+from ..errors import CorruptionError, UsageError, storage_error
 from ..io.shards import IoResources
 from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
-from .inside import PlainFolder, leads_out
 from .names import RECORD_FILE
 
 
@@ -25,7 +24,7 @@ class Entries:
     files: tuple[str, ...]
 
 
-class Traffic:
+class NetworkTraffic:
     """Counts what goes over a network. Usable from any thread."""
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class Folder(ABC):
     is_local: bool
     """Whether it is on a file system here: then an operation costs microseconds, and not a request over a network."""
 
-    traffic: Traffic | None = None
+    traffic: NetworkTraffic | None = None
     """What was read and written behind a URL, by this folder and those made from it; None: not counted."""
 
     def __init__(self, location: str, name: str) -> None:
@@ -133,6 +132,51 @@ class Folder(ABC):
 
     def __str__(self) -> str:
         return self.location
+
+
+class PlainFolder:
+    """The folder `path`, below which only folders and regular files count.
+
+    `path` itself may be a link: its user named it. Usable from several threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folders: set[str] = set()
+        """Those below it that are known to be no links."""
+
+    def file(self, inside: str) -> Path:
+        """Return the path of the file `inside`, its parts apart by `/`.
+
+        Raises FileNotFoundError where it is missing, CorruptionError where it, or a folder on the way, is a symbolic link
+        or of another kind.
+        """
+        parent, _, _ = inside.rpartition("/")
+        if parent and parent not in self._folders:
+            parts = parent.split("/")
+            for depth in range(1, len(parts) + 1):
+                self._check("/".join(parts[:depth]), stat.S_ISDIR, "a folder")
+            self._folders.add(parent)
+        self._check(inside, stat.S_ISREG, "a file")
+        return self.path / inside
+
+    def _check(self, inside: str, is_kind: Callable[[int], bool], expected: str) -> None:
+        path = self.path / inside
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"{path} is missing") from error
+        except OSError as error:
+            raise storage_error(error, "cannot look at the file", path=str(path)) from error
+        if stat.S_ISLNK(mode):
+            raise CorruptionError(f"{path} is a symbolic link, expected {expected}: it may lead out of the checkpoint")
+        if not is_kind(mode):
+            raise CorruptionError(f"{path} is not {expected}: the checkpoint was changed; restore it from another copy")
+
+
+def leads_out(entry: Path) -> bool:
+    """Tell whether `entry` is a symbolic link to something that is not in the same folder as itself."""
+    return entry.is_symlink() and os.path.dirname(os.path.realpath(entry)) != os.path.realpath(entry.parent)
 
 
 class LocalFolder(Folder):
@@ -223,11 +267,11 @@ class LocalFolder(Folder):
         return res
 
 
-Place = str | os.PathLike[str] | Folder
+FolderLike = str | os.PathLike[str] | Folder
 """A folder, or the path of a local one."""
 
 
-def folder_at(place: Place) -> Folder:
+def folder_at(place: FolderLike) -> Folder:
     """Return the folder that `place` is, or the local one of that path."""
     return place if isinstance(place, Folder) else LocalFolder(Path(place))
 

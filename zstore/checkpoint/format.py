@@ -60,29 +60,23 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one rank put into a checkpoint. The rank writes it last."""
+    """What one rank put into a checkpoint, in the order of the file. The rank writes it last."""
 
     id: str
     rank: int
     world_size: int
     outcome: str
     """`complete`, or `failed: ` and why."""
-    shards: tuple[ShardEntry, ...] = ()
-    rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that belongs to this rank alone, as the states of its random number generators."""
     layout: str = ""
     """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON that belongs to this rank alone, as the states of its random number generators."""
+    shards: tuple[ShardEntry, ...] = ()
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        document = {
-            "format": MANIFEST_FORMAT,
-            "version": FORMAT_VERSION,
-            "id": self.id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "outcome": self.outcome,
-            "layout": self.layout,
+        head = {"format": MANIFEST_FORMAT, "version": FORMAT_VERSION, **vars(self)}
+        document = head | {
             "rank_state": encode_state(self.rank_state, "rank_state"),
             "shards": [
                 {
@@ -127,9 +121,9 @@ def _decode_entry(entry: object, path: str) -> ShardEntry:
     try:
         raw = bytes.fromhex(text)
     except ValueError as error:
-        raise CorruptionError(f"{path}: crc32c is not a row of hexadecimal digits") from error
+        raise CorruptionError(f"{path}: crc32c is not a string of hexadecimal digits") from error
     if len(raw) % 4 or len(raw) * 2 != len(text):
-        raise CorruptionError(f"{path}: crc32c is not a row of 8-digit checksums")
+        raise CorruptionError(f"{path}: crc32c is not a string of 8-digit checksums")
     return ShardEntry(
         array=_get(entry, "array", str, path),
         shard=_count(entry, "shard", MAX_RANKS, path),
@@ -141,7 +135,7 @@ def _decode_entry(entry: object, path: str) -> ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The commit record, `zstore.json`: a folder without a valid one is no checkpoint."""
+    """The commit record, `zstore.json`, in the order of the file: a folder without a valid one is no checkpoint."""
 
     id: str
     """Id of the save that wrote the checkpoint."""
@@ -176,20 +170,8 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the file's bytes. Raises UsageError that names the key of a state that is not JSON."""
-        document = {
-            "format": RECORD_FORMAT,
-            "version": FORMAT_VERSION,
-            "id": self.id,
-            "tag": self.tag,
-            "step": self.step,
-            "world_size": self.world_size,
-            "training_world_size": self.training_world_size,
-            "run": self.run,
-            "committed_ns": self.committed_ns,
-            "metadata_sha256": self.metadata_sha256,
-            "manifest_sha256": list(self.manifest_sha256),
-            "state": encode_state(self.state, "state"),
-        }
+        head = {"format": RECORD_FORMAT, "version": FORMAT_VERSION, **vars(self)}
+        document = head | {"state": encode_state(self.state, "state")}
         data = _dump(document | {"digest": _digest(document)}, indent=1)
         if len(data) > MAX_RECORD_BYTES or _num_values(data) > MAX_RECORD_VALUES:
             raise UsageError(
@@ -290,25 +272,25 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():
-            raise CorruptionError(f"{path} is a symbolic link, expected a file: it is no part of a checkpoint")
+            raise CorruptionError(f"{path} is a symbolic link, expected a file: it is not part of a checkpoint")
         with os.fdopen(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptionError(f"{path} is no regular file: it is no part of a checkpoint")
+                raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
             data = file.read(most_bytes + 1) if status.st_size <= most_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise storage_error(error, "cannot read the file", path=str(path)) from error
     if data is None or len(data) > most_bytes:
-        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is no file of a checkpoint")
+        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is not a checkpoint file")
     return data
 
 
 def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """Return the JSON object in `data`, which was read from `path`; raises CorruptionError for anything else."""
     if _num_values(data) > most_values:
-        raise CorruptionError(f"{path} has more than {most_values} values: it is no file of a checkpoint")
+        raise CorruptionError(f"{path} has more than {most_values} values: it is not a checkpoint file")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -343,7 +325,7 @@ def _digest(document: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError("the record is nested too deeply to be one") from error
+        raise CorruptionError("the record is nested too deeply") from error
     return f"sha256:{sha256(text.encode())}"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
 
-from ..errors import CheckpointError
+from ..io.pool import run_in_thread
 from .request import SaveSummary
 
 
@@ -28,38 +27,25 @@ class SaveHandle:
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
-        self._summary: SaveSummary | None = None
-        self._error: BaseException | None = None
         # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
-        self._ended = threading.Event()
-        # Not a daemon: the interpreter waits for it at its end.
-        threading.Thread(target=self._run, name="zstore-save", daemon=False).start()
+        self._ticket = run_in_thread(self._run, "zstore-save")
 
-    def _run(self) -> None:
-        try:
-            self._summary = self._job.run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
+    def _run(self) -> SaveSummary:
+        return self._job.run()  # the thread holds the handle, for those that know it weakly
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
         if not self.wait_for_end(timeout_s):
             raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        if self._summary is None:
-            raise CheckpointError(f"{self._job.title} ended without a result")
-        return self._summary
+        return self._ticket.wait()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the save ended, well or badly; return whether it did."""
-        return self._ended.wait(timeout_s)
+        return self._ticket.wait_for_end(timeout_s)
 
     def done(self) -> bool:
         """Tell whether the save ended, well or badly."""
-        return self._ended.is_set()
+        return self._ticket.done()
 
     def cancel(self) -> None:
         """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""

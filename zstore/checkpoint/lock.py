@@ -20,7 +20,7 @@ except ImportError:  # Windows: nothing saves there
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 _FOREIGN_LIFE_S = 24 * 3600
-"""Where locks are not to be had, a save of another machine counts as alive for so long."""
+"""Where there are no locks, a save of another machine counts as alive for so long."""
 
 
 class SaveLock:

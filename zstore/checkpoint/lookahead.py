@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, itemgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,11 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..io.buffers import make_slab
+from ..format.arrays import Bytes
+from ..io.buffers import Slabs
 from ..io.pool import Crew
 from .source import ArraySource, StoredArray
-
-Bytes = npt.NDArray[np.uint8]
 
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
@@ -57,10 +57,15 @@ class Span:
         return (self.stop - self.first) * self.itemsize
 
     @property
+    def is_used_up(self) -> bool:
+        """Whether every element was used."""
+        return self.used_numel >= self.stop - self.first
+
+    @property
     def data(self) -> Bytes:
         """The elements' bytes, while the span has memory."""
         if self.slab is None:
-            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory (any more)")
+            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory, or no longer")
         return self.slab[: self.nbytes]
 
 
@@ -91,10 +96,9 @@ class ReadAhead:
         *,
         memory_bytes: int | None = None,
         depth: int | None = None,
-        num_threads: int | None = None,
     ) -> None:
         self._reader = reader
-        num_threads = num_threads or reader.num_readers
+        num_threads = reader.num_readers
         if memory_bytes is None:
             memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
         # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
@@ -109,22 +113,18 @@ class ReadAhead:
                 array = reader.array(name)
                 chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
                 most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
-        self._slab_bytes, self._slabs_left = most, depth
+        self._slabs, self._num_free = Slabs(most), depth
         self._coming = self._cut(ranges, span_bytes)
         self._next = next(self._coming, None)
         self._live: dict[str, list[Span]] = {}
         """Spans that are begun and not used up, by array and first element."""
         self._to_take: deque[Span] = deque()
         """Spans that are begun and were not taken, in order."""
-        self._free: list[Bytes] = []
         self._closed = False
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._load, name=f"zstore-ahead-{i}", daemon=True)
-            for i in range(num_threads if self._next is not None else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew(num_threads, "zstore-ahead")
+        for _ in range(num_threads):
+            self._crew.submit(self._load)
 
     def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
         """Yield all spans, each with the place of its range."""
@@ -136,11 +136,12 @@ class ReadAhead:
         while True:
             with self._changed:
                 # Number and buffer are taken together: the earliest span without a buffer gets the next one.
-                self._changed.wait_for(lambda: self._closed or self._next is None or self._free or self._slabs_left)
+                self._changed.wait_for(lambda: self._closed or self._next is None or self._num_free)
                 if self._closed or self._next is None:
                     return
                 span = self._begin(self._next[1])
             try:
+                span.slab = self._slabs.acquire()
                 self._reader.read(span.name, span.first, span.stop, span.data)
             except BaseException as error:
                 span.error = error
@@ -149,13 +150,9 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _begin(self, span: Span) -> Span:
-        """Give the next span a buffer, with the lock held."""
-        if self._free:
-            span.slab = self._free.pop()
-        else:
-            self._slabs_left -= 1
-            span.slab = make_slab(self._slab_bytes)
-        insort(self._live.setdefault(span.name, []), span, key=_first)
+        """Count a buffer for the next span, with the lock held."""
+        self._num_free -= 1
+        insort(self._live.setdefault(span.name, []), span, key=attrgetter("first"))
         self._to_take.append(span)
         self._next = next(self._coming, None)
         self._changed.notify_all()
@@ -165,10 +162,10 @@ class ReadAhead:
         """Return the next span, loaded, or None after the last; the caller releases it."""
         with self._changed:
             self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
-            if not self._to_take and self._next is None:
-                return None
+            if self._closed:
+                raise UsageError("the read-ahead was closed")
             if not self._to_take:
-                raise UsageError("the reading ahead was closed")
+                return None
             span = self._to_take.popleft()
             self._wait_for(span)
             return span
@@ -200,20 +197,20 @@ class ReadAhead:
         place = self._place_of(name, position)
         while True:
             spans = self._live.get(name, [])
-            number = bisect_right(spans, position, key=_first) - 1
+            number = bisect_right(spans, position, key=attrgetter("first")) - 1
             if number >= 0 and position < spans[number].stop:
                 span = spans[number]
                 self._wait_for(span)  # the list changes meanwhile
                 return span
             if self._next is None or (place, position) < (self._next[0], self._next[1].first):
-                raise UsageError(f"array {name!r}: elements from {position} on are not in memory (any more)")
+                raise UsageError(f"array {name!r}: elements from {position} on are not in memory, or no longer")
             if self._closed:
-                raise UsageError("the reading ahead was closed")
+                raise UsageError("the read-ahead was closed")
             self._changed.wait()
 
     def _place_of(self, name: str, position: int) -> int:
         ranges = self._ranges.get(name, [])
-        number = bisect_right(ranges, position, key=_first_of_range) - 1
+        number = bisect_right(ranges, position, key=itemgetter(0)) - 1
         if number < 0 or position >= ranges[number][1]:
             raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
         return ranges[number][2]
@@ -223,40 +220,38 @@ class ReadAhead:
         if span.error is not None:
             raise span.error
         if not span.loaded:
-            raise UsageError("the reading ahead was closed")
+            raise UsageError("the read-ahead was closed")
 
     def _use(self, span: Span, numel: int) -> None:
         span.used_numel += numel
-        if span.used_numel >= span.stop - span.first and span.slab is not None:
-            self._free.append(span.slab)
+        if span.is_used_up and span.slab is not None:
+            self._slabs.release(span.slab)
+            self._num_free += 1
             span.slab = None
             self._live[span.name].remove(span)
-            while self._to_take and self._to_take[0].slab is None:  # used up by `read`
+            while self._to_take and self._to_take[0].is_used_up:  # by `read`
                 self._to_take.popleft()
             self._changed.notify_all()
 
+    def stop(self) -> None:
+        """Begin no further spans: `take` returns None from now on."""
+        with self._changed:
+            self._next = None
+            self._to_take.clear()
+            self._changed.notify_all()
+
     def close(self) -> None:
-        """Stop loading and give the buffers back; a second call does nothing."""
+        """Stop loading and end the threads; a second call does nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._free.clear()
+        self._crew.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _first(span: Span) -> int:
-    return span.first
-
-
-def _first_of_range(one: tuple[int, int, int]) -> int:
-    return one[0]
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
@@ -266,24 +261,20 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     """
     # More than cores: some wait for the drive while others compute.
     num_threads = max(4, min(8, os.cpu_count() or 4))
-    stopped = threading.Event()
 
-    def work(ahead: ReadAhead) -> None:
+    def work() -> None:
         try:
-            while not stopped.is_set() and (span := ahead.take()) is not None:
+            while (span := ahead.take()) is not None:
                 use(span)
                 ahead.release(span)
         except BaseException:
-            stopped.set()
+            ahead.stop()
             raise
 
     if not ranges:
         return
     with Crew(num_threads, name) as crew, ReadAhead(reader, ranges) as ahead:
-        try:
-            crew.run([partial(work, ahead)] * num_threads)
-        finally:
-            stopped.set()
+        crew.run([work] * num_threads)
 
 
 def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:

@@ -47,23 +47,17 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": _fill_value(spec.dtype),
+        # A lost file must never read as zeros, where the type has another value for it.
+        "fill_value": "NaN" if spec.dtype in FLOATING else False if spec.dtype == "bool" else 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
     }
 
 
-def _fill_value(dtype: str) -> str | bool | int:
-    # A lost file must never read as zeros.
-    if dtype in FLOATING:
-        return "NaN"
-    return False if dtype == "bool" else 0
-
-
 def make_documents(
     specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid], codec: Codec | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return every `zarr.json` of a checkpoint by its folder inside it; the root's folder is the empty text.
+    """Return every `zarr.json` of a checkpoint by its folder inside it; the root's folder is an empty string.
 
     `codec` compresses the chunks of all arrays.
 
@@ -133,9 +127,9 @@ def _folder_of(name: str, where: str) -> str:
 def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any], path: str) -> None:
     """Raise CorruptionError for groups that no array is in: their names would lead anywhere."""
     parents = {folder[:at] for folder in folders for at, letter in enumerate(folder) if letter == "/"}
-    strange = sorted(groups - parents) or sorted(parents & folders)
-    if strange:
-        raise CorruptionError(f"{path}: {brief(strange[0])} is no group of the arrays: the metadata was changed")
+    unexpected = sorted(groups - parents) or sorted(parents & folders)
+    if unexpected:
+        raise CorruptionError(f"{path}: {brief(unexpected[0])} is not a group of its arrays: the metadata was changed")
     for folder in groups:
         if inner[folder] != _GROUP:
             raise CorruptionError(

@@ -19,15 +19,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
+from ..format.arrays import Bytes
 from ..io.shards import ShardSummary
 from .names import manifest_file
 from .request import SaveRequest
 
-Bytes = npt.NDArray[np.uint8]
 StoreWhole = Callable[[str, Bytes], ShardSummary]
 
 _GROUP_BYTES = 8 * 1024 * 1024

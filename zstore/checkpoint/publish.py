@@ -1,41 +1,37 @@
-"""One rank's part of a checkpoint: its shard files and its manifest, in the save's temporary folder."""
+"""The shard files of one rank's part of a save: links, or copies, of what it has pinned."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import CheckpointError, CorruptionError, StorageError
+from ..errors import CorruptionError, StorageError
+from ..format.arrays import Bytes
 from ..io.archives import open_shard_file
-from ..io.files import Files
 from ..io.queue import Priority
 from ..io.shards import ShardSummary, checksum_shard, write_shard
 from ..store.tiers import PinnedShard
-from .commit import READ_ONLY
-from .format import COMPLETE, Manifest, ShardEntry
-from .names import manifest_file, tag_folder
+from .build import READ_ONLY, CheckpointBuilder
+from .names import tag_folder
 from .request import SaveRequest
 from .reuse import KnownFile
-
-Bytes = npt.NDArray[np.uint8]
 
 _ANY_VERSION = -1
 """Of a file whose content is compared, whatever versions the ranks' shards have."""
 
 
 class Publisher:
-    """Puts the shards of `request` into `folder`; `check_alive` is called before each and stops the save by raising."""
+    """Puts the shards of `request` where `builder` has them; `check_alive` is called before each and stops the save by
+    raising."""
 
-    def __init__(self, request: SaveRequest, folder: Path, check_alive: Callable[[], None]) -> None:
+    def __init__(self, request: SaveRequest, builder: CheckpointBuilder, check_alive: Callable[[], None]) -> None:
         self._request = request
-        self._folder = folder
+        self._builder = builder
         self._check_alive = check_alive
         self._files = request.resources.files
         self._resources = replace(request.resources, sync=False)
@@ -57,21 +53,20 @@ class Publisher:
         return tasks
 
     def syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each shard file that makes it durable: many at once, for drives take such wishes together."""
+        """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
-        return [partial(sync_file, self._files, path) for path in written]
+        return [partial(self._files.sync_file, path) for path in written]
 
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
-        path = self._make_room_for(name, request.rank)
+        path = self._place(name, request.rank)
         version = pin.version
         summary = self._link_known(name, pin, path)
         if summary is None:
             summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
-        self._written.append(path)
         # Released at once: whoever updates this shard may be waiting.
         pin.release()
-        os.chmod(path, READ_ONLY)
+        self._written_at(path)
         later = self._target / request.shard_path(name, request.rank)
         if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
             self.known[name] = known
@@ -93,10 +88,9 @@ class Publisher:
 
     def _write_small(self, name: str) -> ShardSummary:
         data = np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8)
-        path = self._make_room_for(name, 0)
+        path = self._place(name, 0)
         summary = self._write_whole(name, data, path)
-        self._written.append(path)
-        os.chmod(path, READ_ONLY)
+        self._written_at(path)
         return summary
 
     def _write_whole(self, name: str, data: Bytes, path: Path) -> ShardSummary:
@@ -106,10 +100,9 @@ class Publisher:
     def store_whole(self, name: str, data: Bytes) -> ShardSummary:
         """Store an array that was put together from the ranks' pieces: link the last checkpoint's file where that holds the
         same, else write it (rank 0)."""
-        path = self._make_room_for(name, 0)
+        path = self._place(name, 0)
         summary = self._link_equal(name, data, path) or self._write_whole(name, data, path)
-        self._written.append(path)
-        os.chmod(path, READ_ONLY)
+        self._written_at(path)
         later = self._target / self._request.shard_path(name, 0)
         if known := KnownFile.of(later, version=_ANY_VERSION, crcs=summary.crcs, written_as=path):
             self.known[name] = known
@@ -138,56 +131,13 @@ class Publisher:
             return None
         return ShardSummary(name, 0, request.file_bytes(name, 0), known.crcs, linked=True)
 
-    def _make_room_for(self, name: str, shard: int) -> Path:
+    def _place(self, name: str, shard: int) -> Path:
         self._check_alive()
-        path = self._folder / self._request.shard_path(name, shard)
-        self._files.make_folder(path.parent)
-        return path
+        return self._builder.place(name, shard)
 
-    def _check_complete(self, summaries: Sequence[ShardSummary]) -> None:
-        """Each rank looks at its own shards: of thousands of ranks, rank 0 alone could not look at all."""
-        request = self._request
-        stored = {(each.array, each.shard): each.file_bytes for each in summaries}
-        for name in request.specs:
-            expected = request.file_bytes(name, request.rank)
-            found = stored.pop((name, request.rank), 0)
-            # A compressed file has what it takes.
-            if found != expected and (request.codec is None or not found or not expected):
-                raise CheckpointError(
-                    f"array {name!r}: no rank stored shard {request.rank} with the expected {expected} bytes; every rank "
-                    "must pin its shard of every array"
-                )
-        if stored:
-            raise CheckpointError(f"shards that belong to no array were stored: {sorted(stored)[:5]}")
-
-    def write_manifest(self, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]) -> None:
-        """Write this rank's manifest, durably: the last thing that it does.
-
-        Raises CheckpointError where the outcome is to be "complete" and a shard of this rank is not in `summaries`.
-        """
-        request = self._request
-        if outcome == COMPLETE:
-            self._check_complete(summaries)
-            for sync in self.syncs():
-                sync()
-        manifest = Manifest(
-            id=request.save_id,
-            rank=request.rank,
-            world_size=request.world_size,
-            outcome=outcome,
-            shards=tuple(
-                ShardEntry(array=s.array, shard=s.shard, file_bytes=s.file_bytes, crcs=s.crcs, linked=s.linked)
-                for s in summaries
-            ),
-            rank_state=rank_state,
-            layout=request.layout_digest() if outcome == COMPLETE else "",
-        )
-        # Whole or not there: rank 0 reads it as soon as it has its name.
-        path = self._folder / manifest_file(request.rank)
-        part = path.with_suffix(".part")
-        self._files.write_small(part, manifest.encode())
-        os.chmod(part, READ_ONLY)
-        self._files.rename(part, path)
+    def _written_at(self, path: Path) -> None:
+        self._written.append(path)
+        os.chmod(path, READ_ONLY)
 
 
 def _filler(data: Bytes, itemsize: int) -> Callable[[int, int, Bytes], None]:
@@ -197,9 +147,3 @@ def _filler(data: Bytes, itemsize: int) -> Callable[[int, int, Bytes], None]:
         out[:] = data[first * itemsize : stop * itemsize]
 
     return fill
-
-
-def sync_file(files: Files, path: Path) -> None:
-    """Make the data of a file durable, which may be read-only by now."""
-    with files.opened(path) as file:
-        files.sync_data(file)

@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptionError
+from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader
 from .catalog import Refusal, TagInfo, list_tags, resolve, scan
-from .folder import Folder, Place, folder_at
+from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
-from .source import NUM_THREADS, ArraySource, Reading, StoredArray
+from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
 
 _MOST_OPEN_SHARDS = 4096
 _NUM_REMOTE_REQUESTS = 12
@@ -99,10 +100,10 @@ class CheckpointReader(ArraySource):
         with self._lock:
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
-    def reading(self) -> Reading:
+    def reading(self) -> ReadStatistics:
         """See `ArraySource.reading`; here it is always counted."""
         traffic = self.folder.traffic
-        return Reading(
+        return ReadStatistics(
             read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
             asked_bytes=self.asked_bytes,
             requests=0 if traffic is None else traffic.requests,
@@ -128,17 +129,13 @@ class CheckpointReader(ArraySource):
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         """See `ArraySource.read`."""
         array = self.array(name)
-        spec, grid = array.spec, array.grid
+        itemsize = array.spec.itemsize
         target = self.room_for(name, first, stop, out)
         with self._lock:
             self.asked_bytes += out.nbytes
-        low = first
-        while low < stop:
-            shard = low // grid.shard_numel
-            high = min(stop, (shard + 1) * grid.shard_numel)
-            piece = target[(low - first) * spec.itemsize : (high - first) * spec.itemsize]
-            self.open_shard(name, shard).read(low, high, piece, priority)
-            low = high
+        for part in plan_reads(array.grid, first, stop):
+            piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
+            self.open_shard(name, part.shard).read(part.first, part.stop, piece, priority)
 
     def read_array(self, name: str) -> npt.NDArray[Any]:
         """See `ArraySource.read_array`."""
@@ -240,7 +237,7 @@ def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray
 
 
 def open_checkpoint(
-    place: Place, tag: str | float | None = None, *, resources: IoResources | None = None
+    place: FolderLike, tag: str | float | None = None, *, resources: IoResources | None = None
 ) -> CheckpointReader:
     """Open the checkpoint `tag` in the folder `place` (the newest committed one by default), or the tag's folder `place`.
 
@@ -250,12 +247,12 @@ def open_checkpoint(
     return CheckpointReader(resolve(place, None if tag is None else tag_text(tag)), resources)
 
 
-def tags(place: Place) -> list[TagInfo]:
+def tags(place: FolderLike) -> list[TagInfo]:
     """Return the committed checkpoints in the folder `place`, the oldest first; of a tag's folder, that one."""
     return list(list_tags(place).tags)
 
 
-def refused(place: Place) -> list[Refusal]:
+def refused(place: FolderLike) -> list[Refusal]:
     """Return the folders in `place` that look like checkpoints and are none, with the reason; none of a tag's folder."""
     folder = folder_at(place)
     return [] if folder.has(RECORD_FILE) else list(scan(folder).refusals)

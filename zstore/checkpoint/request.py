@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
-from ..errors import DiskFullError, UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
-from ..format.codecs import Codec
-from ..format.partition import Grid, make_grid
-from ..format.shardfile import layout_of
+from ..errors import UsageError
+from ..format.arrays import numpy_dtype
 from ..io.files import Files
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
-from .format import sha256
 from .keep import Keep
 from .lock import SaveLock
-from .names import array_path, check_save_id, shard_file, tag_text
+from .names import check_save_id, tag_text
+from .plan import CheckpointPlan
 from .reuse import KnownFile
 
 if TYPE_CHECKING:
@@ -30,36 +24,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRequest:
+class SaveRequest(CheckpointPlan):
     """One save, as one rank sees it. The arrays in `small` must not change until the handle is done."""
 
     resources: IoResources
     folder: Path
     """Where checkpoints are kept; made where it is missing. The same folder for every rank."""
-    tag: str
-    step: int
     rank: int
-    world_size: int
-    save_id: str
-    """From `new_save_id()` of rank 0, the same on every rank."""
-    specs: Mapping[str, ArraySpec]
-    """All arrays of the checkpoint, on every rank alike."""
-    grids: Mapping[str, Grid]
-    """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
     pins: Mapping[str, PinnedShard]
-    """This rank's pinned shards by array name. Rank r stores shard r of the array's grid."""
-    pieces: Mapping[str, Grid] = field(default_factory=dict)
-    """How `pins` cut those arrays that `grids` has in one shard: each rank gives rank 0 its rows, which stores them whole."""
-    codec: Codec | None = None
-    """What the pins' publishing compresses chunks with, for the metadata: an archive, with no arrays in `small`."""
-    small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Arrays that rank 0 stores whole: module buffers, the client's tensors. Every rank names them, rank 0's count."""
+    """This rank's pinned shards by array name."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """JSON of this rank alone, as its RNG states."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run; rank 0's counts."""
-    run_id: str = ""
-    """The training run, kept across resumes: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
     keep: Keep | None = None
     """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
@@ -111,38 +88,10 @@ class SaveRequest:
                     f"array {name!r}: expected {spec.dtype} of shape {spec.shape}, got {data.dtype} of {data.shape}"
                 )
 
-    def grid(self, name: str) -> Grid:
-        """Return how the array is cut in the checkpoint."""
-        return self.grids[name] if name in self.grids else make_grid(self.specs[name].stored_shape, 1)
-
-    def file_bytes(self, name: str, shard: int) -> int:
-        """Return the bytes of a shard's file, not compressed; 0 where the shard has no rows and so no file."""
-        grid = self.grid(name)
-        if grid.shard_valid_numel(shard) == 0:
-            return 0
-        return layout_of(grid, shard, self.specs[name].dtype).file_bytes
-
-    def layout_digest(self) -> str:
-        """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.
-
-        What rank 0 stores whole is no concern of the others.
-        """
-        described = []
-        for name in sorted(self.specs.keys() - self.small.keys()):
-            spec, grid = self.specs[name], self.grid(name)
-            described.append([name, spec.shape, spec.dtype, grid.shard_rows, grid.chunk_rows, grid.chunk_cols])
-            if name in self.pieces:
-                described[-1].append(self.pieces[name].shard_rows)
-        return sha256(json.dumps(described, separators=(",", ":")).encode())
-
     def unchanged(self, name: str) -> KnownFile | None:
         """Return the file of an earlier checkpoint that no pass made old, None where there is none."""
         known, version = self.known.get(name), self.pins[name].version
         return known if known is not None and version is not None and known.version == version else None
-
-    def shard_path(self, name: str, shard: int) -> str:
-        """Return the path of a shard's file inside the checkpoint."""
-        return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
 
     def check_room(self, path: Path) -> None:
         """Raise DiskFullError where the file system of `path` lacks room for what all ranks together will write."""
@@ -160,14 +109,13 @@ class SaveRequest:
         needed += sum(self.file_bytes(name, 0) for name in self.small)
         needed += sum(self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces)
         reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
-        free = self.resources.files.free_bytes(path)
-        if needed + reserved > free:
-            beside = f", and the next step {reserved} beside it," if reserved else ","
-            raise DiskFullError(
-                f"the checkpoint writes about {needed} bytes{beside} but only {free} are free: make room, or save elsewhere",
-                path=str(self.folder),
-                nbytes=needed,
-            )
+        beside = f", and the next step {reserved} beside it" if reserved else ""
+        self.resources.files.require_room(
+            path,
+            needed + reserved,
+            f"the checkpoint writes about {needed} bytes{beside}",
+            "make room, or save elsewhere",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

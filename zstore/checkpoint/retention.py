@@ -10,7 +10,7 @@ from ..errors import CheckpointNotFoundError
 from ..io.files import Files
 from .catalog import TagInfo, scan
 from .commit import discard
-from .folder import Place
+from .folder import FolderLike
 from .keep import Keep, metric_of
 from .usage import size_bytes, stored_files
 
@@ -26,7 +26,7 @@ class Fate:
     """Its size on disk: the bytes of all its files, those that other checkpoints share too. See [Note: sizes]."""
 
 
-def weigh(folder: Place, keep: Keep) -> list[Fate]:
+def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
     """Return what becomes of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
 
     Raises CheckpointNotFoundError where there is none, or where none has the metric that the rules go by.
@@ -45,19 +45,20 @@ def weigh(folder: Place, keep: Keep) -> list[Fate]:
     ]
 
 
-def prune(files: Files, fates: Sequence[Fate], removed: Callable[[Fate], None] = lambda fate: None) -> list[str]:
-    """Remove the checkpoints that have no reason to stay, the oldest first; `removed` is told of each.
+def remove_each(
+    infos: Sequence[TagInfo], remove: Callable[[TagInfo], None], removed: Callable[[TagInfo], None] = lambda info: None
+) -> list[str]:
+    """Remove checkpoints in this order; `removed` is told of each. Returns a message for each that could not be removed.
 
-    Frees only what no other checkpoint links. Returns a message for each that could not be removed.
+    Frees only what no other checkpoint links.
     """
     messages: list[str] = []
-    for fate in fates:
-        if not fate.reasons:
-            try:
-                discard(files, fate.info.path)
-                removed(fate)
-            except OSError as error:
-                messages.append(f"checkpoint {fate.info.tag!r} could not be removed: {error}")
+    for info in infos:
+        try:
+            remove(info)
+            removed(info)
+        except OSError as error:
+            messages.append(f"checkpoint {info.tag!r} could not be removed: {error}")
     return messages
 
 
@@ -68,6 +69,6 @@ def superfluous(infos: Sequence[TagInfo], *, keep: Keep, run: str) -> list[TagIn
 
 
 def retire(files: Files, folder: Path, *, keep: Keep, run: str) -> list[str]:
-    """Remove the checkpoints in `folder` that run `run` saved and that the rules do not keep, as `prune` does."""
+    """Remove the checkpoints in `folder` that run `run` saved and that the rules do not keep; see `remove_each`."""
     doomed = superfluous(scan(folder).tags, keep=keep, run=run)
-    return prune(files, [Fate(info=info, reasons=(), size_bytes=0) for info in doomed])
+    return remove_each(doomed, lambda info: discard(files, info.path))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,12 @@ from typing import TypeVar
 from ..errors import CheckpointError
 from ..io.pool import Crew
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import wait_until
+from ..ranks.rendezvous import Rendezvous
+from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
-from .gather import Gatherer
 from .handle import SaveHandle
 from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
@@ -54,9 +53,9 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
-    job: _Job | None = None
+    job: _Save | None = None
     try:
-        job = _Job(request)
+        job = _Save(request)
         job.check()
         return SaveHandle(job)
     except BaseException as error:
@@ -67,7 +66,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
         raise
 
 
-class _Job:
+class _Save:
     """The save of one rank."""
 
     def __init__(self, request: SaveRequest) -> None:
@@ -81,7 +80,15 @@ class _Job:
         self._folder = self._committer.temporary
         self.target = self._committer.target
         self.cancelled = threading.Event()
-        self._publisher = Publisher(request, self._folder, self._check_alive)
+        self._meeting = Rendezvous(
+            self._folder,
+            self._files,
+            self._check_alive,
+            pause=self.cancelled.wait,
+            most_pause_s=request.most_pause_s,
+        )
+        self._builder = CheckpointBuilder(request, self._folder, self._files)
+        self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
         self._spare: Spare | None = None
@@ -99,8 +106,9 @@ class _Job:
     def check(self) -> None:
         """Check what can be checked at once."""
         if self._request.rank == 0:
-            self._gatherer = Gatherer(self._request, self._folder)
             request = self._request
+            # Asked for now: it raises where two arrays would share a folder.
+            self._metadata_sha256 = self._builder.metadata_sha256
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
@@ -116,15 +124,15 @@ class _Job:
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
-                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                    self._meeting.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 summaries = self._publish(crew)
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(crew)
-                self._publisher.write_manifest(COMPLETE, summaries, self._rank_state)
+                self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
                     self._commit(crew)
                 else:
-                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
+                    self._meeting.wait_until(self._is_over, request.timeout_s, self._not_committed)
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
@@ -138,7 +146,7 @@ class _Job:
 
     def _begin(self) -> None:
         spare, files = self._request.spare, self._files
-        if spare is not None and spare.metadata_sha256 != self._gatherer.metadata_sha256:
+        if spare is not None and spare.metadata_sha256 != self._metadata_sha256:
             spare.remove(files)
             spare = None
         self._committer.begin(None if spare is None else partial(spare.take, files))
@@ -147,12 +155,12 @@ class _Job:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         if self._request.rank == 0:
             # In between, so that the drive writes shards meanwhile.
-            tasks = _in_turn(tasks, self._gatherer.metadata_tasks())
+            tasks = _in_turn(tasks, self._builder.metadata_tasks())
         try:
             found = crew.run(tasks)
             syncs = self._publisher.syncs()
             if self._request.rank == 0:
-                syncs += self._gatherer.metadata_syncs()
+                syncs += self._builder.metadata_syncs()
             crew.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
@@ -162,28 +170,28 @@ class _Job:
 
     def _assemble(self, crew: Crew) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
-        gatherer = self._gatherer
-        self._wait_until(
-            lambda: gatherer.collect() or gatherer.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
+        builder = self._builder
+        self._meeting.wait_until(
+            lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
         found = crew.run(self._pieces.assembling(self._publisher.store_whole))
         crew.run(self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 
     def _commit(self, crew: Crew) -> None:
-        request, gatherer = self._request, self._gatherer
+        request, builder = self._request, self._builder
         self._messages += sweep(self._files, request.folder)
-        self._wait_until(gatherer.collect, request.timeout_s, self._ranks_missing)
-        gatherer.check_complete()
-        record = gatherer.record(self._state)
+        self._meeting.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
+        builder.check_complete()
+        record = builder.record(self._state)
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        gatherer.sync_folders(crew)
+        builder.sync_folders(crew)
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.spares:
-            self._spare, messages = lay_aside(request, gatherer.metadata_sha256)
+            self._spare, messages = lay_aside(request, self._metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
             self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
@@ -213,24 +221,12 @@ class _Job:
 
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
-    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
-        wait_until(
-            ready,
-            timeout_s=timeout_s,
-            check=self._check_alive,
-            failure=failure,
-            pause=self.cancelled.wait,
-            most_pause_s=self._request.most_pause_s,
-        )
-
     def _check_alive(self) -> None:
         """Raise CheckpointError where the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
-        if self._request.rank > 0:
-            with contextlib.suppress(OSError, LookupError, ValueError):
-                reason = json.loads((self._folder / ABORT_FILE).read_bytes())["reason"]
-                raise CheckpointError(f"rank 0 gave up the save of {self.target}: {reason}")
+        if self._request.rank > 0 and (told := self._meeting.told(ABORT_FILE)) is not None:
+            raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
@@ -252,20 +248,18 @@ class _Job:
         except (OSError, ValueError):
             return False
 
-    def _not_seen(self) -> Exception:
-        return CheckpointError(
+    def _not_seen(self) -> str:
+        return (
             f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
             "says why), or the checkpoint folder is local to a machine; give one that all ranks share"
         )
 
-    def _not_committed(self) -> Exception:
-        return CheckpointError(f"rank 0 did not commit {self.target} within {self._request.timeout_s} s")
+    def _not_committed(self) -> str:
+        return f"rank 0 did not commit {self.target} within {self._request.timeout_s} s"
 
-    def _ranks_missing(self) -> Exception:
-        missing = [rank for rank in self._gatherer.missing_ranks() if rank]  # its own manifest is the last
-        return CheckpointError(
-            f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
-        )
+    def _ranks_missing(self) -> str:
+        missing = [rank for rank in self._builder.missing_ranks() if rank]  # its own manifest is the last
+        return f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
 
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, and why."""
@@ -274,7 +268,7 @@ class _Job:
             self._committer.abort(reason, alone=self._request.world_size == 1)
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
-                self._publisher.write_manifest(f"failed: {reason}", [], self._rank_state)
+                self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
 
 
 def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:

@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BudgetError, CheckpointMismatchError, UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..errors import CheckpointMismatchError, UsageError
+from ..format.arrays import ArraySpec, empty_array, numpy_dtype
 from ..format.codecs import Codec
 from ..format.partition import Grid
 from ..format.shardfile import layout_of
@@ -116,7 +116,7 @@ class ArraySource(ABC):
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the JSON that belongs to rank `rank` of the saving run alone; empty where there is none."""
 
-    def reading(self) -> Reading | None:
+    def reading(self) -> ReadStatistics | None:
         """Return what was read so far, and how much of it was asked for; None where that is not counted."""
         return None
 
@@ -151,12 +151,7 @@ class ArraySource(ABC):
     def read_array(self, name: str) -> npt.NDArray[Any]:
         """Return the whole array in its true shape; bfloat16 as `ml_dtypes.bfloat16`."""
         spec = self.array(name).spec
-        try:
-            out = np.empty(spec.shape, numpy_dtype(spec.dtype))
-        except MemoryError as error:
-            raise BudgetError(
-                f"array {name!r} has {spec.nbytes} bytes, which are not to be had: read it in parts"
-            ) from error
+        out = empty_array(name, spec.shape, numpy_dtype(spec.dtype))
         self.read(name, 0, spec.numel, out)
         return out
 
@@ -172,7 +167,7 @@ class ArraySource(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadStatistics:
     """What was read of a checkpoint so far, and why."""
 
     read_bytes: int

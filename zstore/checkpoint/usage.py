@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .folder import Place, folder_at
+from .folder import FolderLike, folder_at
 
 FileKey = tuple[int, int] | str
 """Device and inode of a file; behind a URL, where files have one name each, the checkpoint's location for all of them."""
@@ -35,7 +35,7 @@ class StoredFile:
         return self.names_seen >= self.num_names
 
 
-def stored_files(place: Place) -> dict[FileKey, StoredFile]:
+def stored_files(place: FolderLike) -> dict[FileKey, StoredFile]:
     """Return the files of the checkpoint in the tag's folder `place`."""
     folder = folder_at(place)
     if not folder.is_local:
@@ -58,7 +58,7 @@ def size_bytes(files: Mapping[FileKey, StoredFile]) -> int:
     return sum(file.num_bytes for file in files.values())
 
 
-def count_files(place: Place) -> tuple[int, int]:
+def count_files(place: FolderLike) -> tuple[int, int]:
     """Return how many files the checkpoint in the tag's folder `place` has, and its size on disk in bytes."""
     folder = folder_at(place)
     if folder.is_local:
@@ -68,7 +68,7 @@ def count_files(place: Place) -> tuple[int, int]:
     return len(sizes), sum(size or 0 for size in sizes.values())
 
 
-def bytes_freed(places: Iterable[Place]) -> int:
+def bytes_freed(places: Iterable[FolderLike]) -> int:
     """Return the bytes that removing all the checkpoints `places` frees: a file that has another name elsewhere stays."""
     found: dict[FileKey, StoredFile] = {}
     for place in places:

@@ -186,4 +186,4 @@ def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None])
     known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
     for array in reader.arrays.values():
         known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
-    return [Fault(file=file, problem="is no part of the checkpoint") for file in sizes if file not in known]
+    return [Fault(file=file, problem="is not part of the checkpoint") for file in sizes if file not in known]

@@ -6,30 +6,26 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
-from zstore.checkpoint.commit import READ_ONLY, Committer, sweep
+from zstore.checkpoint.build import READ_ONLY, CheckpointBuilder
+from zstore.checkpoint.commit import Committer, sweep
 from zstore.checkpoint.format import COMPLETE
-from zstore.checkpoint.gather import Gatherer
-from zstore.checkpoint.names import array_path, new_save_id, shard_file
-from zstore.checkpoint.publish import Publisher
-from zstore.checkpoint.request import SaveRequest
-from zstore.errors import CheckpointError, DiskFullError, UsageError
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.plan import CheckpointPlan
+from zstore.errors import CheckpointError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, tiles
-from zstore.format.partition import Grid, make_grid
-from zstore.format.shardfile import layout_of
+from zstore.format.partition import make_grid
 from zstore.interop.dcp_names import STATE, Names, name_arrays
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
 from zstore.io.files import Files
-from zstore.io.pool import Crew
-from zstore.io.shards import ShardSummary, open_resources
+from zstore.io.shards import ShardSummary
 
 from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
@@ -101,7 +97,8 @@ class Save:
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
         """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError, DiskFullError."""
         self._committer.check(overwrite=overwrite)
-        self._check_room()
+        on_the_way = sum(layout.spec.nbytes for layout in self._layouts.values() if layout.passes_through_files)
+        self._plan().require_room(self._files, self._committer.folder, on_the_way)
         self._committer.begin()
         sweep(self._files, self._committer.folder)
         return [
@@ -124,58 +121,31 @@ class Save:
             timeout_s=self._timeout_s,
         )
 
-    def _check_room(self) -> None:
-        needed = 0
-        for layout in self._layouts.values():
-            grid, dtype = layout.grid, layout.spec.dtype
-            needed += sum(layout_of(grid, shard, dtype).file_bytes for shard in range(grid.num_shards))
-            needed += layout.spec.nbytes if layout.passes_through_files else 0
-        free = self._files.free_bytes(self._committer.folder)
-        if needed > free:
-            raise DiskFullError(
-                f"the checkpoint needs {needed} bytes, but only {free} are free: make room, or save elsewhere",
-                path=str(self._committer.folder),
-                nbytes=needed,
-            )
-
     # -- committing --------------------------------------------------------------------------------------------------
 
     def commit(self, stored: Iterable[Stored]) -> None:
         """Complete the checkpoint from what all ranks wrote, and commit it. Raises CheckpointError where a part lacks."""
         entries = list(stored)
         state = {STATE: self._document(entries)}
+        plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
+        self._files.remove_tree(self._committer.temporary / PIECES_FOLDER)
+        builder = CheckpointBuilder(plan, self._committer.temporary, self._files)
+        for rank, summaries in enumerate(self._summaries(plan, entries)):
+            builder.write_manifest(rank, COMPLETE, summaries, {})
+        self._committer.commit(builder.finish(state))
+
+    def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
+        """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
         specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
         grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
-        for entry in entries:
-            if entry.opaque is not None:
-                specs[entry.opaque.name] = entry.opaque
-                grids[entry.opaque.name] = make_grid(entry.opaque.stored_shape, 1)
-        self._files.remove_tree(self._committer.temporary / PIECES_FOLDER)
-        summaries = self._summaries(specs, grids, entries)
-        with ExitStack() as opened:
-            resources = opened.enter_context(open_resources(num_threads=1, pool_bytes=4096, files=self._files))
-            base = SaveRequest(
-                resources=resources,
-                folder=self._committer.folder,
-                tag=self._tag,
-                step=self._step,
-                rank=0,
-                world_size=len(self._plans),
-                save_id=self._id,
-                specs=specs,
-                grids=grids,
-                pins={},
-            )
-            crew = opened.enter_context(Crew(4, "zstore-dcp-commit"))
-            for rank in range(len(self._plans)):
-                publisher = Publisher(dataclasses.replace(base, rank=rank), self._committer.temporary, lambda: None)
-                publisher.write_manifest(COMPLETE, summaries[rank], {})
-            gatherer = Gatherer(base, self._committer.temporary)
-            gatherer.write_metadata(crew)
-            gatherer.collect()
-            gatherer.check_complete()
-            gatherer.sync_folders(crew)
-            self._committer.commit(gatherer.record(state))
+        return CheckpointPlan(
+            tag=self._tag,
+            step=self._step,
+            world_size=len(self._plans),
+            save_id=self._id,
+            specs=specs | {spec.name: spec for spec in opaque},
+            grids=grids | {spec.name: make_grid(spec.stored_shape, 1) for spec in opaque},
+        )
 
     def _document(self, entries: Sequence[Stored]) -> dict[str, Any]:
         values: list[tuple[KeyPath, Any]] = []
@@ -189,35 +159,32 @@ class Save:
                 self._names.paths[entry.opaque.name] = path
         return make_document(self._names, values, opaque)
 
-    def _summaries(
-        self, specs: dict[str, ArraySpec], grids: dict[str, Grid], entries: Sequence[Stored]
-    ) -> list[list[ShardSummary]]:
+    def _summaries(self, plan: CheckpointPlan, entries: Sequence[Stored]) -> list[list[ShardSummary]]:
         """Return by rank, whose manifest names them, the shards of that number."""
         parts: dict[tuple[str, int], list[Wrote]] = defaultdict(list)
         for entry in entries:
             for wrote in entry.wrote:
                 parts[wrote.array, wrote.shard].append(wrote)
         summaries: list[list[ShardSummary]] = [[] for _ in self._plans]
-        for name, grid in grids.items():
+        for name, grid in plan.grids.items():
             for shard in range(grid.num_shards):
                 crcs = assemble(grid, shard, name, parts.get((name, shard), ()))
-                file_bytes = layout_of(grid, shard, specs[name].dtype).file_bytes
-                self._check_file(specs[name], shard, file_bytes)
+                file_bytes = plan.file_bytes(name, shard)
+                self._check_file(name, self._committer.temporary / plan.shard_path(name, shard), file_bytes)
                 summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
         for root, _, names in os.walk(self._committer.temporary):
             for file in names:
                 os.chmod(os.path.join(root, file), READ_ONLY)
         return summaries
 
-    def _check_file(self, spec: ArraySpec, shard: int, file_bytes: int) -> None:
-        path = self._committer.temporary / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
+    def _check_file(self, name: str, path: Path, file_bytes: int) -> None:
         try:
             found = self._files.size(path)
         except FileNotFoundError:
             found = -1
         if found != file_bytes:
             raise CheckpointError(
-                f"array {spec.name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
+                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
                 + (f"{found}" if found >= 0 else "no such file")
                 + f" in {path.parent}: the folder is not the same one for all ranks"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, gather
-from zstore.format.partition import Grid
+from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
-from zstore.io.shards import IoResources, ShardWriter, write_index
-from zstore.ranks.rendezvous import wait_until
+from zstore.io.shards import IoResources, ShardWriter, make_shard_file
+from zstore.ranks.rendezvous import Rendezvous
 
 from .layout import ArrayLayout
 
@@ -67,6 +66,9 @@ class Workplace:
     resources: IoResources
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
 
+    def __post_init__(self) -> None:
+        self._meeting = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
+
     @property
     def folder(self) -> Path:
         """The save's temporary folder."""
@@ -86,21 +88,16 @@ class Workplace:
         """Write the chunks of which `box` is made; `data` are its elements' bytes, durable when this returns."""
         wrote: list[Wrote] = []
         for run in box.overlap(0, spec.numel):
-            first, stop = run.at, run.at + run.numel
-            while first < stop:
-                shard = first // grid.shard_numel
-                end = min(stop, (shard + 1) * grid.shard_numel)
-                moved = run.in_box - run.at
+            moved = run.in_box - run.at
 
-                def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
-                    out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
+            def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
+                out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
 
-                base = shard * grid.shard_numel
-                chunks = (first - base) // grid.chunk_numel, -(-(end - base) // grid.chunk_numel)
-                wrote.append(self._write_chunks(spec, grid, shard, chunks, fill))
-                first = end
+            for part in plan_reads(grid, run.at, run.at + run.numel):
+                chunks = part.first_chunk, part.stop_chunk
+                wrote.append(self._write_chunks(spec, grid, part.shard, chunks, fill))
         for shard in {each.shard for each in wrote}:
-            self._sync(self._shard_path(spec, shard))
+            self.resources.files.sync_file(self._shard_path(spec, shard))
         return wrote
 
     def _shard_path(self, spec: ArraySpec, shard: int) -> Path:
@@ -121,15 +118,10 @@ class Workplace:
             return
         self.resources.files.make_folder(path.parent)
         try:
-            write_index(self.resources, path, layout_of(grid, shard, dtype), create=True)
+            make_shard_file(self.resources, path, layout_of(grid, shard, dtype))
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-
-    def _sync(self, path: Path) -> None:
-        files = self.resources.files
-        with files.opened(path, write=True) as file:
-            files.sync_data(file)
 
     # -- pieces for others -------------------------------------------------------------------------------------------
 
@@ -167,24 +159,24 @@ class Workplace:
                     )
 
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
-        self._sync(self._shard_path(spec, shard))
+        self.resources.files.sync_file(self._shard_path(spec, shard))
         return [wrote]
 
     def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:
         self._buffered.read_into(file, out, start * itemsize)
 
     def _wait_for(self, path: Path) -> None:
-        def missing() -> CheckpointError:
-            return CheckpointError(
-                f"rank {self.share.rank}: no rank wrote {path} within {self.share.timeout_s} s; the save is given up"
-            )
-
-        wait_until(path.exists, timeout_s=self.share.timeout_s, check=self._check_others, failure=missing)
+        share = self.share
+        self._meeting.wait_until(
+            path.exists,
+            share.timeout_s,
+            lambda: f"rank {share.rank}: no rank wrote {path} within {share.timeout_s} s; the save is given up",
+        )
 
     def _check_others(self) -> None:
-        for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):
-            with contextlib.suppress(OSError, ValueError, LookupError):
-                raise CheckpointError(f"another rank gave up the save: {json.loads(path.read_bytes())['reason']}")
+        for path in self._meeting.folder.glob("failed-*.json"):
+            if (told := self._meeting.told(path.name)) is not None:
+                raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} is gone: the save was given up, or the folder is not shared by all ranks"
@@ -193,12 +185,9 @@ class Workplace:
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one's pieces that none come. Never raises."""
         with contextlib.suppress(OSError):
-            folder = self.folder / PIECES_FOLDER
-            folder.mkdir(exist_ok=True)
-            path = folder / f"failed-{self.share.rank}.json"
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({"reason": f"rank {self.share.rank}: {type(error).__name__}: {error}"}))
-            part.rename(path)
+            self._meeting.folder.mkdir(exist_ok=True)
+            reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
+            self._meeting.tell(f"failed-{self.share.rank}.json", {"reason": reason})
 
     def owned(self) -> list[ArrayLayout]:
         """Return the arrays of which this rank puts a shard together."""

@@ -16,20 +16,16 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
+from .arrays import Bytes
 from .codecs import most_stored_bytes
-from .shardfile import BLOCK_BYTES, CRC_BYTES, MISSING, ShardLayout, round_up
-
-Bytes = npt.NDArray[np.uint8]
+from .partition import round_up
+from .shardfile import BLOCK_BYTES, CRC_BYTES, ShardLayout, checksum_error, encode_entries
 
 
 def encode_packed_index(layout: ShardLayout, sizes: Sequence[int]) -> bytes:
     """Return the first `layout.data_offset` bytes of the file, for present chunks of `sizes` bytes, crc32c included."""
-    entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
-    ends = layout.data_offset + np.cumsum(np.asarray(sizes, np.uint64), dtype=np.uint64)
-    entries[: len(sizes), 0] = ends - np.asarray(sizes, np.uint64)
-    entries[: len(sizes), 1] = sizes
-    body = entries.tobytes()
-    return (body + struct.pack("<I", crc32c(body))).ljust(layout.data_offset, b"\0")
+    lengths = np.asarray(sizes, np.uint64)
+    return encode_entries(layout, layout.data_offset + np.cumsum(lengths, dtype=np.uint64) - lengths, lengths)
 
 
 def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: str) -> npt.NDArray[np.int64]:
@@ -40,10 +36,7 @@ def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: s
     """
     body = bytes(data[: layout.index_bytes - CRC_BYTES])
     if crc32c(body) != struct.unpack_from("<I", data.data, layout.index_bytes - CRC_BYTES)[0]:
-        raise CorruptionError(
-            f"array {array!r}: the index of {path} fails its crc32c (offset 0, {layout.index_bytes} bytes): "
-            "the file is damaged; restore it from another copy"
-        )
+        raise checksum_error(array, "the index", path, 0, layout.index_bytes)
     sizes = np.frombuffer(body, "<u8").reshape(-1, 2)[: layout.num_present, 1]
     most = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
     if ((sizes <= CRC_BYTES) | (sizes > most)).any() or not encode_packed_index(layout, sizes.tolist()).startswith(

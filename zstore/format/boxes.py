@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from .arrays import Bytes
 
 _PRIME = 2**61 - 1
 _BATCH_RUNS = 4096

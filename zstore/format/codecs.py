@@ -14,10 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-Bytes = npt.NDArray[np.uint8]
+from .arrays import Bytes
 
 MAX_BLOSC_BYTES = 2**31 - 17
 """A chunk that blosc compresses has no more bytes."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 16
@@ -105,16 +106,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """Chunks `[first_chunk, stop_chunk)` of shard `shard`; they hold at least global rows `[first_row, stop_row)`.
-
-    Where rows are cut into fractions, the range covers whole rows.
-    """
+    """Global flat elements `[first, stop)`, all of shard `shard`, and its chunks `[first_chunk, stop_chunk)` that hold them."""
 
     shard: int
+    first: int
+    stop: int
     first_chunk: int
     stop_chunk: int
-    first_row: int
-    stop_row: int
 
 
 @functools.lru_cache(maxsize=8192)
@@ -130,7 +128,7 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
         return Grid(rows, row_numel, 1, 1, max(row_numel, 1))
     cols = _chunk_cols(row_numel)
     align = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, cols)
-    min_rows = _round_up(-(-rows // world_size), align)
+    min_rows = round_up(-(-rows // world_size), align)
     if cols < row_numel:
         return Grid(rows, row_numel, min_rows, align, cols)
     shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
@@ -164,39 +162,32 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     # A shard of few chunks has few sizes that divide it: look further there.
     largest = 2 * target if shard_numel <= 4 * target else target * 5 // 4
     limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
-    least = min(_round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
+    least = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
     most = min(max(largest // row_numel // align * align, least), limit)
-    step = _round_up(-(-(most - least + 1) // _CANDIDATES), align)
+    step = round_up(-(-(most - least + 1) // _CANDIDATES), align)
 
     def cost(chunk_rows: int) -> tuple[int, int]:
         count = -(-min_rows // chunk_rows)
         padding = (count * chunk_rows - min_rows) * row_numel * _FP32_BYTES
         used = chunk_rows * row_numel * _FP32_BYTES + _CRC_BYTES
-        unused = count * (_round_up(used, _BLOCK_BYTES) - used)
+        unused = count * (round_up(used, _BLOCK_BYTES) - used)
         return 10 * padding + unused, abs(chunk_rows * row_numel - target)
 
     chunk_rows = min((min(rows, min_rows) for rows in range(least, most + 1, step)), key=cost)
-    return _round_up(min_rows, chunk_rows), chunk_rows
+    return round_up(min_rows, chunk_rows), chunk_rows
 
 
-def plan_reads(grid: Grid, first_row: int, stop_row: int) -> list[ChunkRange]:
-    """Return the chunk ranges that hold global rows `[first_row, stop_row)`, in row order, one entry a shard.
-
-    Raises ValueError where the rows are not in the array.
-    """
-    if not 0 <= first_row <= stop_row <= grid.rows:
-        raise ValueError(f"rows [{first_row}, {stop_row}) are not in an array of {grid.rows} rows")
-    ranges: list[ChunkRange] = []
-    row = first_row
-    while row < stop_row and grid.row_numel:
-        shard, local = divmod(row, grid.shard_rows)
-        stop = min(stop_row, grid.shard_range(shard)[1])
-        first_chunk = local // grid.chunk_rows * grid.chunks_per_row
-        stop_chunk = -(-(stop - shard * grid.shard_rows) // grid.chunk_rows) * grid.chunks_per_row
-        ranges.append(ChunkRange(shard, first_chunk, stop_chunk, row, stop))
-        row = stop
-    return ranges
+def plan_reads(grid: Grid, first: int, stop: int) -> Iterator[ChunkRange]:
+    """Yield which chunks hold the global flat elements `[first, stop)` of an array: one range a shard, in order."""
+    shard_numel, chunk_numel = grid.shard_numel, grid.chunk_numel
+    while first < stop:
+        shard = first // shard_numel
+        base = shard * shard_numel
+        end = min(stop, base + shard_numel)
+        yield ChunkRange(shard, first, end, (first - base) // chunk_numel, -(-(end - base) // chunk_numel))
+        first = end
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple

@@ -23,16 +23,14 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from .arrays import numpy_dtype
-from .partition import Grid
+from .arrays import Bytes, numpy_dtype
+from .partition import Grid, round_up
 
 BLOCK_BYTES = 4096
 _KEEP_INTERPRETER = 0
-"""A chunk's checksum takes microseconds: handing the interpreter over and back takes longer where threads want it."""
+"""A chunk's checksum takes microseconds: a GIL hand-off takes longer where threads want it."""
 CRC_BYTES = 4
 MISSING = 2**64 - 1
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +89,25 @@ def layout_of(grid: Grid, shard: int, dtype: str) -> ShardLayout:
 
 def encode_index(layout: ShardLayout) -> bytes:
     """Return the first `layout.data_offset` bytes of the file: index, crc32c and zeros."""
-    entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
     present = np.arange(layout.num_present, dtype=np.uint64)
-    entries[: layout.num_present, 0] = layout.data_offset + present * np.uint64(layout.slot_bytes)
-    entries[: layout.num_present, 1] = layout.chunk_bytes
+    return encode_entries(layout, layout.data_offset + present * np.uint64(layout.slot_bytes), layout.chunk_bytes)
+
+
+def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
+    """Return an index whose present chunks lie at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
+    entries = np.full((layout.num_chunks, 2), MISSING, dtype="<u8")
+    entries[: layout.num_present, 0] = offsets
+    entries[: layout.num_present, 1] = sizes
     body = entries.tobytes()
     return (body + struct.pack("<I", crc32c(body))).ljust(layout.data_offset, b"\0")
+
+
+def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -> CorruptionError:
+    """Return the error of stored bytes whose crc32c is not that of what they are."""
+    return CorruptionError(
+        f"array {array!r}: {what} of {path} fails its crc32c (offset {offset}, {nbytes} bytes): the file is damaged; restore "
+        "it from another copy"
+    )
 
 
 def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: str, array: str) -> None:
@@ -113,10 +124,7 @@ def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: 
             f"array {array!r}: the index of {path} belongs to another layout (expected {layout.num_present} chunks of "
             f"{layout.chunk_bytes} bytes); the file was replaced or the metadata changed: restore it from another copy"
         )
-    raise CorruptionError(
-        f"array {array!r}: the index of {path} fails its crc32c (offset 0, {layout.index_bytes} bytes): "
-        "the file is damaged; restore it from another copy"
-    )
+    raise checksum_error(array, "the index", path, 0, layout.index_bytes)
 
 
 def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
@@ -147,14 +155,6 @@ def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: s
     for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
         stored: int = struct.unpack_from("<I", slot, layout.payload_bytes)[0]
         if crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER) != stored:
-            raise CorruptionError(
-                f"array {array!r}: chunk {number} of {path} fails its crc32c (offset {layout.slot_offset(number)}, "
-                f"{layout.chunk_bytes} bytes): the file is damaged; restore it from another copy"
-            )
+            raise checksum_error(array, f"chunk {number}", path, layout.slot_offset(number), layout.chunk_bytes)
         crcs.append(stored)
     return crcs
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,54 +14,16 @@ from crc32c import crc32c
 
 from ..errors import CorruptionError
 from ..format.archive import decode_packed_index, encode_packed_index, packed_file_bytes
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.codecs import Codec, CodecError
-from ..format.partition import Grid
-from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of, round_up
-from .buffers import Buffer, make_slab
-from .files import OpenFile
-from .queue import Priority, Ticket, settle
+from ..format.partition import Grid, round_up
+from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
+from .buffers import Buffer
+from .queue import Priority, Ticket, in_order, settle
 from .shards import Fill, IoResources, ShardReader, ShardSummary, fill_chunk
+from .sink import FileSink
 
-Bytes = npt.NDArray[np.uint8]
-
-_STAGING_BYTES = 1024 * 1024
 _MOST_IN_FLIGHT = 8
-
-
-class _Appender:
-    """Writes pieces of any size one behind the other, in whole blocks, from `offset` on."""
-
-    def __init__(self, res: IoResources, file: OpenFile, offset: int) -> None:
-        self._files = res.files
-        self._file = file
-        self._offset = offset
-        self._staging = make_slab(_STAGING_BYTES)
-        self._used = 0
-
-    def append(self, piece: bytes) -> None:
-        data = np.frombuffer(piece, np.uint8)
-        while data.size:
-            count = min(data.size, self._staging.size - self._used)
-            self._staging[self._used : self._used + count] = data[:count]
-            self._used += count
-            data = data[count:]
-            if self._used == self._staging.size:
-                self._flush()
-
-    def finish(self) -> int:
-        """Write the rest, with zeros up to a whole block; return where the file ends."""
-        whole = round_up(self._used, BLOCK_BYTES)
-        self._staging[self._used : whole] = 0
-        self._used = whole
-        self._flush()
-        return self._offset
-
-    def _flush(self) -> None:
-        if self._used:
-            self._files.write_from(self._file, self._staging[: self._used], self._offset)
-        self._offset += self._used
-        self._used = 0
 
 
 def write_packed(
@@ -80,41 +42,24 @@ def write_packed(
             stored = codec.encode(buffer.bytes, spec.itemsize)
         return stored, crc32c(stored)
 
+    def chunks() -> Iterator[Ticket[tuple[bytes, int]]]:
+        for chunk in range(layout.num_present):
+            buffer = res.pool.acquire(layout.payload_bytes)
+            yield res.queue.submit(partial(encode, chunk, buffer), Priority.CHECKPOINT, buffer.bytes.size)
+
     sizes: list[int] = []
     crcs: list[int] = []
-    pending: deque[Ticket[tuple[bytes, int]]] = deque()
-    with res.files.opened(path, write=True, create=True) as file:
-        out = _Appender(res, file, layout.data_offset)
-
-        def take_one() -> None:
-            stored, crc = pending.popleft().wait()
-            out.append(stored + struct.pack("<I", crc))
+    with contextlib.ExitStack() as opened:
+        out = FileSink(res.files, path, opened)
+        out.write(bytes(layout.data_offset))  # of the index, which comes last
+        for stored, crc in opened.enter_context(contextlib.closing(in_order(chunks(), in_flight))):
+            out.write(stored + struct.pack("<I", crc))
             sizes.append(len(stored) + CRC_BYTES)
             crcs.append(crc)
-
-        try:
-            for chunk in range(layout.num_present):
-                if len(pending) == in_flight:
-                    take_one()
-                buffer = res.pool.acquire(layout.payload_bytes)
-                pending.append(res.queue.submit(partial(encode, chunk, buffer), Priority.CHECKPOINT, buffer.bytes.size))
-            while pending:
-                take_one()
-        finally:
-            _settle_all(pending)
-        file_bytes = out.finish()
-        index = make_slab(layout.data_offset)
-        index[:] = np.frombuffer(encode_packed_index(layout, sizes), np.uint8)
-        res.files.write_from(file, index, 0)
-        res.files.sync_data(file)
-    return ShardSummary(spec.name, shard, file_bytes, tuple(crcs))
-
-
-def _settle_all(pending: deque[Ticket[tuple[bytes, int]]]) -> None:
-    """Wait until nothing is in flight any more, whatever came of it."""
-    for ticket in pending:
-        ticket.error()
-    pending.clear()
+        out.write(bytes(-out.offset % BLOCK_BYTES))
+        out.patch(0, encode_packed_index(layout, sizes))
+        out.finish()
+    return ShardSummary(spec.name, shard, out.offset, tuple(crcs))
 
 
 class PackedReader(ShardReader):
@@ -196,13 +141,15 @@ class PackedReader(ShardReader):
         offset, nbytes = self.place(chunk)
         data = stored[offset - base : offset - base + nbytes - CRC_BYTES]
         crc: int = struct.unpack_from("<I", stored.data, offset - base + data.size)[0]
-        where = f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes)"
         if crc32c(data.data) != crc:
-            raise CorruptionError(f"{where} fails its crc32c: the file is damaged; restore it from another copy")
+            raise checksum_error(self.spec.name, f"chunk {chunk}", self.path, offset, nbytes)
         try:
             self._codec.decode(data, room)
         except CodecError as error:
-            raise CorruptionError(f"{where}: {error}: the file is damaged; restore it from another copy") from error
+            raise CorruptionError(
+                f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes): {error}: the file "
+                "is damaged; restore it from another copy"
+            ) from error
         if take is not None:
             take(chunk, room[np.newaxis])
         return crc

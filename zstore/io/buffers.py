@@ -11,11 +11,9 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import BudgetError, UsageError
-
-Bytes = npt.NDArray[np.uint8]
+from ..format.arrays import Bytes
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -41,6 +39,62 @@ def make_slab(nbytes: int) -> Bytes:
     return whole[start : start + nbytes]
 
 
+class Budget:
+    """Bytes of host memory, `limit_bytes` of them (None: no limit), and how many are taken. Usable from any thread."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that are not taken; None without a limit."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.used_bytes
+
+    def require(self, nbytes: int, what: str, advice: str = "") -> None:
+        """Raise BudgetError where `nbytes`, which `what` needs, are not free."""
+        if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+            raise BudgetError(
+                f"{what} needs {nbytes} bytes of host memory, but {self.used_bytes} of the {self.limit_bytes} bytes of "
+                f"`host_budget_bytes` are taken: raise the budget{advice}"
+            )
+
+    def take(self, nbytes: int) -> None:
+        """Count `nbytes` as taken."""
+        with self._lock:
+            self.used_bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Count `nbytes` as free again."""
+        with self._lock:
+            self.used_bytes -= nbytes
+
+
+class Slabs:
+    """Slabs of `nbytes` each that are used again and again; as many are made as are in use at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+        self.made_bytes = 0
+        """Bytes of all slabs."""
+
+    def acquire(self) -> Bytes:
+        """Return a slab; what is in it is left from its last use."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            self.made_bytes += self._nbytes
+        return make_slab(self._nbytes)
+
+    def release(self, slab: Bytes) -> None:
+        """Take a slab back."""
+        with self._lock:
+            self._free.append(slab)
+
+
 class Buffer:
     """A part of a pool: `bytes` is uint8, 1-D, page aligned. Give it back with `release()` or by a `with` block."""
 
@@ -53,7 +107,7 @@ class Buffer:
         """Give the memory back; a second call does nothing. Views of it must not be used afterwards."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._give_back(self._start, self.bytes.size)
+            pool._release(self._start, self.bytes.size)
 
     def __enter__(self) -> Self:
         return self
@@ -66,22 +120,20 @@ class Pool:
     """Lends page-aligned parts of one slab of `nbytes`; requests are served in the order they came.
 
     What an update needs is one request, so it is taken together or not at all, and a caller that holds nothing never
-    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, as long as slab
-    and request together stay within `limit_bytes` (None: no limit), which may be lowered later. `make` makes the slab;
-    by default `make_slab`.
+    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, where `budget`,
+    of which the slab is taken, has that much left. `make` makes the slab; by default `make_slab`.
     """
 
     def __init__(
-        self, nbytes: int, *, limit_bytes: int | None = None, make: Callable[[int], Bytes] | None = None
+        self, nbytes: int, *, budget: Budget | None = None, make: Callable[[int], Bytes] | None = None
     ) -> None:
         self.nbytes = max(_pages(nbytes), PAGE_BYTES)
-        self.limit_bytes = limit_bytes
-        self.on_shortage: Callable[[], None] = _do_nothing
-        """Called by a request that would have to wait; may give back buffers that are only a convenience."""
+        self._budget = budget or Budget()
+        self._budget.take(self.nbytes)
         self._slab = (make or make_slab)(self.nbytes)
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (start, bytes), sorted, never adjacent
         self._oversized_bytes = 0
-        self._lock = threading.RLock()  # `on_shortage` gives back while a request holds it
+        self._lock = threading.Lock()
         self._waiting: deque[threading.Condition] = deque()
         """Those that wait, in order: the first alone is woken."""
         self.peak_bytes = 0
@@ -96,14 +148,9 @@ class Pool:
         me = threading.Condition(self._lock)
         with self._lock:
             self._waiting.append(me)
-            asked = False
             try:
                 while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
-                    if asked:
-                        me.wait()
-                    else:
-                        asked = True
-                        self.on_shortage()
+                    me.wait()
             finally:
                 self._waiting.remove(me)
                 self._wake_first()
@@ -122,11 +169,11 @@ class Pool:
     def _check(self, nbytes: int) -> None:
         if nbytes <= 0:
             raise UsageError(f"a buffer has at least one byte, got {nbytes}")
-        wanted = _pages(nbytes)
-        if wanted > self.nbytes and self.limit_bytes is not None and self.nbytes + wanted > self.limit_bytes:
+        wanted, left = _pages(nbytes), self._budget.free_bytes
+        if wanted > self.nbytes and left is not None and wanted > left:
             raise BudgetError(
-                f"one piece needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
-                f"{self.limit_bytes} for both: raise `host_budget_bytes`"
+                f"one request needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
+                f"{self.nbytes + left} for both: raise `host_budget_bytes`"
             )
 
     def _take(self, nbytes: int) -> Buffer | None:
@@ -149,7 +196,7 @@ class Pool:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
-    def _give_back(self, start: int, nbytes: int) -> None:
+    def _release(self, start: int, nbytes: int) -> None:
         size = _pages(nbytes)
         with self._lock:
             self._held_bytes -= size
@@ -165,13 +212,9 @@ class Pool:
         return self._held_bytes
 
     @property
-    def has_waiters(self) -> bool:
-        """Tell whether a request is waiting for room."""
-        return bool(self._waiting)
-
-
-def _do_nothing() -> None:
-    pass
+    def num_waiting(self) -> int:
+        """Requests that wait for room now."""
+        return len(self._waiting)
 
 
 def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,19 +12,35 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import StorageError, storage_error
+from ..errors import DiskFullError, StorageError, storage_error
+from ..format.arrays import Bytes
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
 
-Bytes = npt.NDArray[np.uint8]
+Kind = Literal[
+    "open",
+    "read",
+    "write",
+    "allocate",
+    "fsync",
+    "link",
+    "rename",
+    "unlink",
+    "make_folder",
+    "remove_tree",
+    "sync_folder",
+    "write_small",
+]
+"""Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _LARGE_BYTES = 1024 * 1024
@@ -59,8 +75,11 @@ class Files:
     # -- bulk transfers ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
-        """Open `path`, past the page cache where the file system allows it, and close it at the end.
+    def opened(
+        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
+    ) -> Iterator[OpenFile]:
+        """Open `path`, past the page cache where the file system allows it (unless `direct` is false), and close it at the
+        end.
 
         `create` makes a new file and fails where one exists.
         """
@@ -68,19 +87,19 @@ class Files:
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         name = os.fspath(path)
-        fd, direct = self._open_probed(name, flags)
+        fd, direct = self._open_probed(name, flags, direct)
         try:
             yield OpenFile(fd, name, direct)
         finally:
             os.close(fd)
 
-    def _open_probed(self, name: str, flags: int) -> tuple[int, bool]:
+    def _open_probed(self, name: str, flags: int, direct: bool) -> tuple[int, bool]:
         try:
             fd = self._open(name, flags)
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         try:
-            return fd, self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
+            return fd, direct and self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
         except BaseException:
             os.close(fd)
             raise
@@ -145,7 +164,7 @@ class Files:
         if nbytes == 0:
             return
         try:
-            self._fallocate(file, nbytes)
+            self._do("allocate", file.path, partial(_reserve, file.fd, nbytes))
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise storage_error(error, "cannot reserve space", path=file.path, nbytes=nbytes) from error
@@ -153,10 +172,12 @@ class Files:
 
     def sync_data(self, file: OpenFile) -> None:
         """Make the file's data durable."""
-        try:
-            self._fsync(file)
-        except OSError as error:
-            raise storage_error(error, "cannot make the file durable", path=file.path) from error
+        self._reported("fsync", "cannot make the file durable", file.path, partial(_sync_data, file.fd))
+
+    def sync_file(self, path: str | Path) -> None:
+        """Make the data of a closed file durable, which may be read-only by now."""
+        with self.opened(path) as file:
+            self.sync_data(file)
 
     # -- names ------------------------------------------------------------------------------------------------------
 
@@ -166,48 +187,38 @@ class Files:
 
     def link(self, source: str | Path, target: str | Path) -> None:
         """Make the hard link `target`. Raises the operating system's OSError: callers fall back to a copy."""
-        self._link(os.fspath(source), os.fspath(target))
+        self._do("link", os.fspath(source), partial(os.link, source, target))
 
     def rename(self, source: str | Path, target: str | Path) -> None:
         """Rename; `target` must not exist, or be a file (which is then replaced)."""
-        try:
-            self._rename(os.fspath(source), os.fspath(target))
-        except OSError as error:
-            raise storage_error(error, f"cannot rename to {os.fspath(target)}", path=os.fspath(source)) from error
+        self._reported("rename", f"cannot rename to {os.fspath(target)}", source, partial(os.rename, source, target))
 
     def unlink(self, path: str | Path) -> None:
         """Remove the file's name; a missing one is no error."""
-        try:
-            self._unlink(os.fspath(path))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error(error, "cannot remove the file", path=os.fspath(path)) from error
+        self._reported("unlink", "cannot remove the file", path, partial(os.unlink, path), missing_ok=True)
 
     def make_folder(self, path: str | Path) -> None:
         """Make the folder and those above it; an existing one is no error."""
-        try:
-            self._make_folder(os.fspath(path))
-        except OSError as error:
-            raise storage_error(error, "cannot make the folder", path=os.fspath(path)) from error
+        self._reported("make_folder", "cannot make the folder", path, partial(os.makedirs, path, exist_ok=True))
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and all in it; a missing one is no error."""
-        try:
-            self._remove_tree(os.fspath(path))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error(error, "cannot remove the folder", path=os.fspath(path)) from error
+        self._reported("remove_tree", "cannot remove the folder", path, partial(shutil.rmtree, path), missing_ok=True)
 
     def sync_folder(self, path: str | Path) -> None:
         """Make the names in the folder durable (a no-op where folders cannot be opened)."""
-        if not hasattr(os, "O_DIRECTORY"):
-            return
+        if hasattr(os, "O_DIRECTORY"):
+            self._reported("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
+
+    def _reported(
+        self, kind: Kind, problem: str, path: str | Path, operation: Callable[[], object], *, missing_ok: bool = False
+    ) -> None:
+        """Carry out an operation on `path`; where it fails, raise a StorageError that says so."""
         try:
-            self._fsync_folder(os.fspath(path))
+            self._do(kind, os.fspath(path), operation)
         except OSError as error:
-            raise storage_error(error, "cannot make the folder durable", path=os.fspath(path)) from error
+            if not (missing_ok and isinstance(error, FileNotFoundError)):
+                raise storage_error(error, problem, path=os.fspath(path)) from error
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
         """Write a small file through the page cache, durable when this returns unless `sync` is false."""
@@ -228,13 +239,21 @@ class Files:
         """Return the bytes that an ordinary user may still write on the path's file system."""
         return shutil.disk_usage(path).free
 
+    def require_room(
+        self, path: str | Path, nbytes: int, need: str, advice: str = "make room, or write elsewhere"
+    ) -> None:
+        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` says what needs how many."""
+        free = self.free_bytes(path)
+        if nbytes > free:
+            raise DiskFullError(f"{need}, but only {free} are free: {advice}", path=os.fspath(path), nbytes=nbytes)
+
     # -- primitives that a double overrides -------------------------------------------------------------------------
 
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
     def _make_direct(self, fd: int) -> None:
-        # Not by opening the file again: that is two calls more, each of which gives the interpreter away.
+        # Not by opening the file again: that is two calls more, each of which hands the GIL off.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
     def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
@@ -243,36 +262,27 @@ class Files:
     def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
         return os.pwritev(file.fd, [data.data], offset)
 
-    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fd, 0, nbytes)
-        else:
-            os.ftruncate(file.fd, nbytes)
+    def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+        operation()
 
-    def _fsync(self, file: OpenFile) -> None:
-        os.fdatasync(file.fd) if hasattr(os, "fdatasync") else os.fsync(file.fd)
 
-    def _fsync_folder(self, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _reserve(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
 
-    def _link(self, source: str, target: str) -> None:
-        os.link(source, target)
 
-    def _rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
+def _sync_data(fd: int) -> None:
+    os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
 
-    def _unlink(self, path: str) -> None:
-        os.unlink(path)
 
-    def _make_folder(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def _remove_tree(self, path: str) -> None:
-        shutil.rmtree(path)
+def _sync_folder(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class UnsyncedFiles(Files):
@@ -301,6 +311,27 @@ class UnsyncedFiles(Files):
             self.unlink(path)
         super().write_small(path, data, sync=sync)
 
+    def allocate(self, file: OpenFile, nbytes: int) -> None:
+        """See `Files.allocate`; a file of that size has its space."""
+        if (size := os.fstat(file.fd).st_size) != nbytes:
+            if size:
+                os.ftruncate(file.fd, 0)
+            super().allocate(file, nbytes)
+
+    def link(self, source: str | Path, target: str | Path) -> None:
+        """See `Files.link`; replaces a file that is there."""
+        try:
+            super().link(source, target)
+        except FileExistsError:
+            self.unlink(target)
+            super().link(source, target)
+
+    def sync_data(self, file: OpenFile) -> None:
+        """Do nothing."""
+
+    def sync_folder(self, path: str | Path) -> None:
+        """Do nothing."""
+
     def _open(self, path: str, flags: int) -> int:
         if flags & os.O_EXCL and self._may_write(path):
             flags &= ~(os.O_CREAT | os.O_EXCL)
@@ -313,7 +344,7 @@ class UnsyncedFiles(Files):
         except FileNotFoundError:
             return False
         if found.st_nlink > 1:
-            self._inner._unlink(path)
+            self.unlink(path)
             return False
         os.chmod(path, 0o644)
         return True
@@ -327,36 +358,8 @@ class UnsyncedFiles(Files):
     def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
         return self._inner._pwritev(file, data, offset)
 
-    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
-        if (size := os.fstat(file.fd).st_size) != nbytes:
-            if size:
-                os.ftruncate(file.fd, 0)
-            self._inner._fallocate(file, nbytes)
-
-    def _fsync(self, file: OpenFile) -> None:
-        """Do nothing."""
-
-    def _fsync_folder(self, path: str) -> None:
-        """Do nothing."""
-
-    def _link(self, source: str, target: str) -> None:
-        try:
-            self._inner._link(source, target)
-        except FileExistsError:
-            self._inner._unlink(target)
-            self._inner._link(source, target)
-
-    def _rename(self, source: str, target: str) -> None:
-        self._inner._rename(source, target)
-
-    def _unlink(self, path: str) -> None:
-        self._inner._unlink(path)
-
-    def _make_folder(self, path: str) -> None:
-        self._inner._make_folder(path)
-
-    def _remove_tree(self, path: str) -> None:
-        self._inner._remove_tree(path)
+    def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+        self._inner._do(kind, path, operation)
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:

@@ -40,7 +40,7 @@ class HostMemory:
     """Names the machine, as long as it runs."""
     total_bytes: int | None
     machine_available_bytes: int | None
-    """Of the machine: what can be had without swapping."""
+    """Of the machine: what is available without swapping."""
     swap_bytes: int = 0
     groups: tuple[GroupMemory, ...] = ()
 
@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def available_bytes(self) -> int | None:
-        """What can be had now, of the machine and within every group."""
+        """What is available now, of the machine and within every group."""
         if self.machine_available_bytes is None:
             return None
         left = [max(0, group.limit_bytes - group.used_bytes) for group in self.groups]
@@ -100,8 +100,7 @@ def _groups(root: Path) -> Iterator[GroupMemory]:
         for number, controllers, name in own:
             if (second and number == "0" and not controllers) or (not second and "memory" in controllers.split(",")):
                 for folder in _upwards(mount, PurePosixPath(name)):
-                    group = _second(folder) if second else _first(folder)
-                    if group is not None:
+                    if (group := _group(folder, mount.kind)) is not None:
                         yield group
 
 
@@ -129,23 +128,22 @@ def _upwards(mount: _Mount, name: PurePosixPath) -> Iterator[Path]:
         yield mount.place / part
 
 
-def _first(folder: Path) -> GroupMemory | None:
-    limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
-    return _group(folder, limit, used, ("total_inactive_file", "total_active_file"))
+_FILES = {
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+}
+"""By file system: where a group's limit and use are, and which lines of `memory.stat` are page cache."""
 
 
-def _second(folder: Path) -> GroupMemory | None:
-    limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-    return _group(folder, limit, used, ("inactive_file", "active_file"))
-
-
-def _group(folder: Path, limit: int | None, used: int | None, cache: tuple[str, ...]) -> GroupMemory | None:
+def _group(folder: Path, kind: str) -> GroupMemory | None:
+    limit_file, used_file, cache = _FILES[kind]
+    limit = _number(folder / limit_file)
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None
     fields = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
     cached = sum(int(fields.get(name, 0)) for name in cache)
-    found = folder.stat()
-    return GroupMemory(key=f"{found.st_dev}:{found.st_ino}", limit_bytes=limit, used_bytes=max(0, (used or 0) - cached))
+    used, found = _number(folder / used_file) or 0, folder.stat()
+    return GroupMemory(key=f"{found.st_dev}:{found.st_ino}", limit_bytes=limit, used_bytes=max(0, used - cached))
 
 
 def _number(path: Path) -> int | None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LinkStatistics:
     """What one link of this rank did since the start."""
 
@@ -29,7 +29,7 @@ class LinkStatistics:
     """Begun, so that bytes on their way count too."""
     busy_s: float = 0.0
     """From the beginning of each operation until it was seen to be done, summed: operations at once count each."""
-    stall_s: Mapping[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which a caller stood still, by cause."""
 
     def since(self, before: LinkStatistics) -> LinkStatistics:
@@ -44,27 +44,14 @@ class LinkStatistics:
 
 def total(links: Iterable[LinkStatistics]) -> LinkStatistics:
     """Return several links as one."""
-    sums = _Counts()
+    sums = LinkStatistics()
     for link in links:
         sums.operations += link.operations
         sums.bytes += link.bytes
         sums.busy_s += link.busy_s
         for cause, seconds in link.stall_s.items():
             sums.stall_s[cause] = sums.stall_s.get(cause, 0.0) + seconds
-    return sums.frozen()
-
-
-@dataclass
-class _Counts:
-    operations: int = 0
-    bytes: int = 0
-    busy_s: float = 0.0
-    stall_s: dict[str, float] = field(default_factory=dict)
-
-    def frozen(self) -> LinkStatistics:
-        return LinkStatistics(
-            operations=self.operations, bytes=self.bytes, busy_s=self.busy_s, stall_s=dict(self.stall_s)
-        )
+    return sums
 
 
 class LinkCounters:
@@ -72,24 +59,24 @@ class LinkCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, LinkStatistics] = {}
 
     def begin(self, link: str, nbytes: int) -> None:
         """Count an operation of `nbytes`."""
         with self._lock:
-            counts = self._counts.setdefault(link, _Counts())
+            counts = self._counts.setdefault(link, LinkStatistics())
             counts.operations += 1
             counts.bytes += nbytes
 
     def busy(self, link: str, seconds: float) -> None:
         """Count the time of an operation that was begun."""
         with self._lock:
-            self._counts.setdefault(link, _Counts()).busy_s += seconds
+            self._counts.setdefault(link, LinkStatistics()).busy_s += seconds
 
     def stalled(self, link: str, cause: str, seconds: float) -> None:
         """Count time for which a caller stood still."""
         with self._lock:
-            stall_s = self._counts.setdefault(link, _Counts()).stall_s
+            stall_s = self._counts.setdefault(link, LinkStatistics()).stall_s
             stall_s[cause] = stall_s.get(cause, 0.0) + seconds
 
     @contextmanager
@@ -118,4 +105,4 @@ class LinkCounters:
     def statistics(self) -> dict[str, LinkStatistics]:
         """Return the counters of every link that was used."""
         with self._lock:
-            return {link: counts.frozen() for link, counts in self._counts.items()}
+            return {link: replace(counts, stall_s=dict(counts.stall_s)) for link, counts in self._counts.items()}

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .buffers import Bytes, make_slab
+from ..format.arrays import Bytes
+from .buffers import make_slab
 
 
 class PinnedSlabs:

@@ -1,4 +1,4 @@
-"""A few threads that carry out one batch of tasks after another."""
+"""Threads for tasks that wait for others: a few that carry out tasks in order, and one for a task that takes long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, TypeVar
+
+from .queue import Ticket, promise
 
 T = TypeVar("T")
 
@@ -61,6 +63,14 @@ class Crew:
             raise errors[0]
         return results  # type: ignore[return-value]
 
+    def submit(self, task: Callable[[], T]) -> Ticket[T]:
+        """Queue one task; may be called from a task."""
+        ticket, carry_out = promise(task)
+        with self._changed:
+            self._tasks.append(carry_out)
+            self._changed.notify()
+        return ticket
+
     def _serve(self) -> None:
         while True:
             with self._changed:
@@ -71,7 +81,7 @@ class Crew:
             task()
 
     def close(self) -> None:
-        """End the threads when they did what they had begun."""
+        """End the threads once nothing is queued."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -83,3 +93,10 @@ class Crew:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
+    """Carry out `task` in a thread of its own, called `name`, for whose end the interpreter waits at its own."""
+    ticket, carry_out = promise(task)
+    threading.Thread(target=carry_out, name=name, daemon=False).start()
+    return ticket

@@ -7,8 +7,9 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -42,13 +43,6 @@ class Ticket(Generic[T]):
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
-    @classmethod
-    def finished(cls, value: T) -> Ticket[T]:
-        """Return a ticket that is already done."""
-        future: Future[T] = Future()
-        future.set_result(value)
-        return cls(future)
-
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
         return self._future.result(timeout_s)
@@ -56,6 +50,10 @@ class Ticket(Generic[T]):
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
         return self._future.done()
+
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
+        return not wait([self._future], timeout_s).not_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
@@ -81,12 +79,42 @@ class Ticket(Generic[T]):
         return self._future.result()
 
 
+def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
+    """Return a ticket for `operation`, and what carries it out, once, in whatever thread calls it."""
+    future: Future[T] = Future()
+
+    def carry_out() -> None:
+        try:
+            result = operation()
+        except BaseException as error:  # the ticket carries it to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    return Ticket(future), carry_out
+
+
 def settle(tickets: list[Ticket[T]]) -> list[T]:
     """Wait for all `tickets`, then return their results or raise the first error: nothing is left in flight."""
     errors = [error for ticket in tickets if (error := ticket.error()) is not None]
     if errors:
         raise errors[0]
     return [ticket.wait() for ticket in tickets]
+
+
+def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:
+    """Yield the results of `tickets`, which are asked for ahead, up to `depth`; nothing is left in flight at the end."""
+    under_way: deque[Ticket[T]] = deque()
+    try:
+        for ticket in tickets:
+            under_way.append(ticket)
+            if len(under_way) == depth:
+                yield under_way.popleft().wait()
+        while under_way:
+            yield under_way.popleft().wait()
+    finally:
+        for ticket in under_way:
+            ticket.error()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,24 +186,17 @@ class IoQueue:
         self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
     ) -> tuple[Ticket[T], Callable[[], None]]:
         """Return a ticket for `operation`, and what carries it out."""
-        future: Future[T] = Future()
         link = f"{priority.name.lower()} {subject}"
 
-        def run() -> None:
+        def counted() -> T:
             started = time.perf_counter()
-            error: BaseException | None = None
             try:
-                result = operation()
-            except BaseException as raised:  # the ticket carries it to whoever waits
-                error = raised
-            self._links.begin(link, nbytes)
-            self._links.busy(link, time.perf_counter() - started)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+                return operation()
+            finally:
+                self._links.begin(link, nbytes)
+                self._links.busy(link, time.perf_counter() - started)
 
-        return Ticket(future), run
+        return promise(counted)
 
     def _serve(self) -> None:
         while True:

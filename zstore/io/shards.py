@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CorruptionError, StorageError, UsageError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import Grid
 from ..format.shardfile import (
     BLOCK_BYTES,
@@ -33,8 +32,6 @@ from .buffers import Buffer, Pool
 from .files import Files
 from .queue import IoQueue, Priority, Ticket, settle
 
-Bytes = npt.NDArray[np.uint8]
-
 Fill = Callable[[int, int, Bytes], None]
 """`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""
 
@@ -43,7 +40,7 @@ Fill = Callable[[int, int, Bytes], None]
 class FillRuns:
     """A fill that is also asked for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
 
-    A step in Python for each chunk, and a turn of the interpreter, cost more than its bytes do.
+    A step in Python for each chunk, and a GIL hand-off, cost more than its bytes do.
     """
 
     fill: Fill
@@ -106,26 +103,21 @@ class ShardSummary:
     """True where the file is a hard link to one that was there: no bytes were written."""
 
 
-def write_index(
-    res: IoResources, path: str | Path, layout: ShardLayout, *, create: bool, reserve_only: bool = False
-) -> None:
-    """Write the index of a shard file; `create` makes the file first and reserves all its bytes.
+def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
+    """Make a shard file, reserve all its bytes, and write its index; without `index` whoever writes chunk 0 writes that.
 
-    With `reserve_only` no index is written: whoever writes the first chunks writes it. A file that could not be made whole
-    is removed again. Takes no buffer of the pool, so it may be called while holding one.
+    A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
     """
-    index = _aligned(layout.data_offset)
-    index[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
-    with res.files.opened(path, write=True, create=create) as file:
+    with res.files.opened(path, write=True, create=True) as file:
         try:
-            if create:
-                res.files.allocate(file, layout.file_bytes)
-            if not reserve_only:
-                res.files.write_from(file, index, 0)
+            res.files.allocate(file, layout.file_bytes)
+            if index:
+                data = _aligned(layout.data_offset)
+                data[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
+                res.files.write_from(file, data, 0)
         except BaseException:
-            if create:
-                with contextlib.suppress(OSError):
-                    res.files.unlink(path)
+            with contextlib.suppress(OSError):
+                res.files.unlink(path)
             raise
 
 
@@ -155,32 +147,39 @@ def write_shard(
     step = res.span_chunks(layout)
     first_bytes = layout.data_offset + min(step, layout.num_present) * layout.slot_bytes
     together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
-    if together and layout.num_present <= step:
-        crcs = _SmallWriter(res, path, spec, grid, shard, priority).write(0, layout.num_present, fill)
-        return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
-    write_index(res, path, layout, create=True, reserve_only=together)
-    writer = (_WholeWriter if together else ShardWriter)(res, path, spec, grid, shard, priority)
+    small = together and layout.num_present <= step
+    if not small:
+        make_shard_file(res, path, layout, index=not together)
+    writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
     crcs = writer.write(0, layout.num_present, fill)
-    if res.sync:
-        with res.files.opened(path, write=True) as file:
-            res.files.sync_data(file)
+    if res.sync and not small:
+        res.files.sync_file(path)
     return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
 
 
 def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
     """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
-    writer = _NoWriter(res, "", spec, grid, shard, Priority.CHECKPOINT)
+    writer = ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT)
     return tuple(writer.write(0, layout_of(grid, shard, spec.dtype).num_present, fill))
 
 
 class ShardWriter:
-    """Writes chunks of a shard file that has its index. Not for I/O threads."""
+    """Writes chunks of the shard file `path` (None: only takes their checksums). Not for I/O threads.
 
-    _moves = True
-    """Bytes go to a drive, and are counted."""
+    The file has its index, or, with `index`, gets it with chunk 0; a file of one request is made by that then, and durable
+    if `res.sync`.
+    """
 
     def __init__(
-        self, res: IoResources, path: str | Path, spec: ArraySpec, grid: Grid, shard: int, priority: Priority
+        self,
+        res: IoResources,
+        path: str | Path | None,
+        spec: ArraySpec,
+        grid: Grid,
+        shard: int,
+        priority: Priority,
+        *,
+        index: bool = False,
     ) -> None:
         self._res = res
         self._path = path
@@ -189,6 +188,7 @@ class ShardWriter:
         self._shard = shard
         self._layout = layout_of(grid, shard, spec.dtype)
         self._priority = priority
+        self._index = index
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
         """Write chunks `[first_chunk, stop_chunk)` from `fill`; return the crc32c of their payloads.
@@ -196,28 +196,31 @@ class ShardWriter:
         `fill` is called from several threads at once, for disjoint ranges.
         """
         step = self._res.span_chunks(self._layout)
+        makes_file = self._index and stop_chunk - first_chunk <= step
         tickets: list[Ticket[list[int]]] = []
         for first in range(first_chunk, stop_chunk, step):
-            head = self._head_bytes(first)
+            head = self._layout.data_offset if self._index and first == 0 else 0
             buffer = self._res.pool.acquire(head + min(step, stop_chunk - first) * self._layout.slot_bytes)
-            task = partial(self._write_span, first, buffer, fill)
-            moved_bytes = buffer.bytes.size if self._moves else 0
+            task = partial(self._write_span, first, head, buffer, fill, makes_file=makes_file)
+            moved_bytes = 0 if self._path is None else buffer.bytes.size
             tickets.append(self._res.queue.submit(task, self._priority, moved_bytes))
         return [crc for part in settle(tickets) for crc in part]
 
-    def _head_bytes(self, first_chunk: int) -> int:
-        """Return the bytes of the index that are written with the chunks from `first_chunk` on."""
-        return 0
-
-    def _write_span(self, first_chunk: int, buffer: Buffer, fill: Fill | FillRuns) -> list[int]:
-        layout, head = self._layout, self._head_bytes(first_chunk)
+    def _write_span(
+        self, first_chunk: int, head: int, buffer: Buffer, fill: Fill | FillRuns, *, makes_file: bool
+    ) -> list[int]:
+        layout = self._layout
         with buffer:
             if head:
                 buffer.bytes[:head] = np.frombuffer(encode_index(layout), dtype=np.uint8)
             slots = buffer.bytes[head:]
             self._fill_slots(slots, first_chunk, fill)
             crcs = seal_slots(slots, layout)
-            self._put(buffer.bytes, layout.slot_offset(first_chunk) - head)
+            if self._path is not None:
+                with self._res.files.opened(self._path, write=True, create=makes_file) as file:
+                    self._res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk) - head)
+                    if makes_file and self._res.sync:
+                        self._res.files.sync_data(file)
             return crcs
 
     def _fill_slots(self, slots: Bytes, first_chunk: int, fill: Fill | FillRuns) -> None:
@@ -233,36 +236,6 @@ class ShardWriter:
                 fill(first, first + num_whole * grid.chunk_numel, payloads[:num_whole])
         for number, payload in enumerate(payloads[num_whole:], start=first_chunk + num_whole):
             fill_chunk(payload, fill, self._spec, grid, shard, number)
-
-    def _put(self, data: Bytes, offset: int) -> None:
-        with self._res.files.opened(self._path, write=True) as file:
-            self._res.files.write_from(file, data, offset)
-
-
-class _WholeWriter(ShardWriter):
-    """Writes all chunks of a file that has no index yet."""
-
-    def _head_bytes(self, first_chunk: int) -> int:
-        return self._layout.data_offset if first_chunk == 0 else 0
-
-
-class _SmallWriter(_WholeWriter):
-    """Makes a file of one request, all within one operation, and durable, if `res.sync`."""
-
-    def _put(self, data: Bytes, offset: int) -> None:
-        with self._res.files.opened(self._path, write=True, create=True) as file:
-            self._res.files.write_from(file, data, offset)
-            if self._res.sync:
-                self._res.files.sync_data(file)
-
-
-class _NoWriter(ShardWriter):
-    """Gives checksums alone."""
-
-    _moves = False
-
-    def _put(self, data: Bytes, offset: int) -> None:
-        pass
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:

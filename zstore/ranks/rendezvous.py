@@ -1,34 +1,67 @@
-"""Ranks that meet in a shared folder: waiting there for what another rank does."""
+"""Ranks that meet in a shared folder: messages that they leave there for each other, and waiting for them."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..io.files import Files
 
 MOST_PAUSE_S = 0.1
 """Between two looks at the folder, once the wait has lasted for a while."""
 _LEAST_PAUSE_S = 0.001
 
 
-def wait_until(
-    ready: Callable[[], bool],
-    *,
-    timeout_s: float,
-    check: Callable[[], None],
-    failure: Callable[[], Exception],
-    pause: Callable[[float], object] = time.sleep,
-    most_pause_s: float = MOST_PAUSE_S,
-) -> None:
-    """Return once `ready()` is true; look again after pauses that double from 1 ms to `most_pause_s`.
+class Rendezvous:
+    """The folder `folder`, which need not be there yet.
 
-    `check` is called before each pause and raises where waiting has become pointless, `pause` sleeps for that many seconds
-    or until something else ends it. Raises `failure()` after `timeout_s` seconds.
+    `check` is called while a rank waits, and raises where waiting has become pointless; `pause` sleeps for so many
+    seconds, or until something else ends it.
     """
-    deadline = time.monotonic() + timeout_s
-    pause_s = _LEAST_PAUSE_S
-    while not ready():
-        check()
-        if time.monotonic() > deadline:
-            raise failure()
-        pause(pause_s)
-        pause_s = min(2 * pause_s, most_pause_s)
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Files,
+        check: Callable[[], None],
+        *,
+        pause: Callable[[float], object] = time.sleep,
+        most_pause_s: float = MOST_PAUSE_S,
+    ) -> None:
+        self.folder = folder
+        self._files = files
+        self._check = check
+        self._pause = pause
+        self._most_pause_s = most_pause_s
+
+    def tell(self, name: str, message: Mapping[str, Any]) -> None:
+        """Leave the file `name` with a message, whole or not there; it need not outlive the save."""
+        part = self.folder / f"{name}.part"
+        self._files.write_small(part, json.dumps(message).encode(), sync=False)
+        self._files.rename(part, self.folder / name)
+
+    def told(self, name: str) -> dict[str, Any] | None:
+        """Return the message in the file `name`; None where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            message = json.loads((self.folder / name).read_bytes())
+            return message if isinstance(message, dict) else None
+        return None
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], str]) -> None:
+        """Return once `ready()` is true; look again after pauses that double, beginning with 1 ms.
+
+        Raises what `check` raises, and CheckpointError with the text of `failure()` after `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not ready():
+            self._check()
+            if time.monotonic() > deadline:
+                raise CheckpointError(failure())
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, self._most_pause_s)

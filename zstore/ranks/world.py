@@ -120,10 +120,10 @@ class World:
     """Fails all ranks where one fails; None alone, and until `begin_watch`."""
     connections: Connections = field(default_factory=Connections)
     """To the other ranks, of all groups; a second world shares them."""
-    wish: int = 0
+    requested: int = 0
     """What this rank asks all ranks for, 0: nothing. It travels with `raise_together`, for a few bytes there."""
     granted: int = 0
-    """The greatest wish of any rank that has travelled: the same on all ranks after the same call."""
+    """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
 
@@ -268,11 +268,6 @@ class World:
         """Return rank `source`'s `value` (JSON data) on every rank."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        if self.world_size > 1:
-            self.all_gather_object(None)
-
     @contextmanager
     def agreeing(self, note: str | None = None) -> Iterator[None]:
         """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
@@ -291,13 +286,13 @@ class World:
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
         if self.world_size == 1:
-            self.granted = max(self.granted, self.wish)
+            self.granted = max(self.granted, self.requested)
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        told = self.all_gather_object([str(self.place), text, self.wish])
-        self.granted = max(self.granted, *(wish for _, _, wish in told))
+        told = self.all_gather_object([str(self.place), text, self.requested])
+        self.granted = max(self.granted, *(requested for _, _, requested in told))
         failures = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()
@@ -350,11 +345,15 @@ class World:
             out.copy_(mine)
         if self.world_size == 1 or not mine.numel():
             return Done()
-        self.links.begin(kind, (self.world_size - 1) * mine.nbytes)
+        gather = partial(
+            _all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
+        )
+        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
+
+    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
+        self.links.begin(kind, sent_bytes)
         with self._within(kind):
-            work: Work = _all_gather_single(
-                out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
-            )
+            work = collective()
         return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
@@ -364,23 +363,19 @@ class World:
         """
         if not send.numel():
             return Done()
-        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
-        with self._within(kind):
-            work: Work = torch_dist.all_to_all_single(flat_out, flat_send, group=self.group, async_op=True)
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+        exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
+        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, exchange)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
         if not send.numel():
             return Done()
-        self.links.begin(kind, send.nbytes * (self.world_size - 1) // self.world_size)
-        with self._within(kind):
-            work: Work = _reduce_scatter_single(
-                out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
-            )
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+        reduce = partial(
+            _reduce_scatter_single, out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+        )
+        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, reduce)
 
 
 def _backend(cuda: bool) -> str:

@@ -43,7 +43,7 @@ from ..checkpoint.names import (
     parse_own_name,
     tag_folder,
 )
-from ..checkpoint.retention import superfluous
+from ..checkpoint.retention import remove_each, superfluous
 from ..errors import CheckpointError, CheckpointNotFoundError, ZstoreError
 from .folder import RemoteFolder
 
@@ -244,14 +244,7 @@ def remove_checkpoints(
     folder: RemoteFolder, infos: Sequence[TagInfo], removed: Callable[[TagInfo], None] = lambda info: None
 ) -> list[str]:
     """Remove checkpoints that lie in `folder`; `removed` is told of each. Returns a message for each that could not be."""
-    messages: list[str] = []
-    for info in infos:
-        try:
-            remove_checkpoint(folder, info.folder.name, info.record.run)
-            removed(info)
-        except OSError as error:
-            messages.append(f"checkpoint {info.tag!r} could not be removed: {error}")
-    return messages
+    return remove_each(infos, lambda info: remove_checkpoint(folder, info.folder.name, info.record.run), removed)
 
 
 def retire(folder: RemoteFolder, *, keep: Keep, run_id: str) -> list[str]:

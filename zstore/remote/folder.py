@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.folder import Entries, Folder, Traffic, not_local
+from ..checkpoint.folder import Entries, Folder, NetworkTraffic, not_local
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
 from ..io.files import Files, OpenFile
@@ -40,12 +40,12 @@ class RemoteFolder(Folder):
 
     is_local = False
 
-    def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: Traffic | None = None) -> None:
+    def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: NetworkTraffic | None = None) -> None:
         super().__init__(url, url.rpartition("/")[2])
         self.fs = fs
         self.root = root
         self.retries = retries
-        self._traffic = self.traffic = traffic or Traffic()
+        self._traffic = self.traffic = traffic or NetworkTraffic()
 
     @property
     def path(self) -> Path:
@@ -96,7 +96,7 @@ class RemoteFolder(Folder):
         data = self.read_range(file, 0, most_bytes + 1)
         if len(data) > most_bytes:
             raise CorruptionError(
-                f"{self.place_of(file)} has more than {most_bytes} bytes: it is no file of a checkpoint"
+                f"{self.place_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
             )
         return data
 
@@ -238,7 +238,9 @@ class _RemoteFiles(Files):
         return url[len(self._folder.location) + 1 :]
 
     @contextlib.contextmanager
-    def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
+    def opened(
+        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
+    ) -> Iterator[OpenFile]:
         """Yield what `read_into` takes."""
         if write or create:
             raise UsageError(f"{path} is behind a URL: it is written by an upload, and not in place")

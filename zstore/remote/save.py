@@ -18,13 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..checkpoint.commit import discard
 from ..checkpoint.handle import SaveHandle
@@ -35,7 +32,7 @@ from ..checkpoint.request import SaveRequest, SaveSummary
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Crew
-from ..ranks.rendezvous import MOST_PAUSE_S, wait_until
+from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
 from .commit import RemoteCommitter, retire
 from .folder import RemoteFolder
 from .retries import PATIENT, Retries
@@ -90,12 +87,12 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
     _complete_at_exit()
-    handle = SaveHandle(_Job(request, options, local))
+    handle = SaveHandle(_Upload(request, options, local))
     _under_way.add(handle)
     return handle
 
 
-class _Job:
+class _Upload:
     """The save and upload of one rank."""
 
     def __init__(self, request: SaveRequest, options: UploadOptions, local: SaveHandle) -> None:
@@ -107,7 +104,8 @@ class _Job:
         self._files = request.resources.files
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
-        self._meeting = request.folder / own_name(name, TEMPORARY, upload_id)
+        folder = request.folder / own_name(name, TEMPORARY, upload_id)
+        self._meeting = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
         self._committer = RemoteCommitter(self._folder, request.tag, request.save_id, request.run_id)
         self._messages: list[str] = []
@@ -149,14 +147,14 @@ class _Job:
     def _lead(self, crew: Crew) -> SaveSummary:
         lock = SaveLock(self._lock_path)
         try:
-            self._files.make_folder(self._meeting)
+            self._files.make_folder(self._meeting.folder)
             # While the local save runs.
             self._messages += self._committer.begin(overwrite=self._request.overwrite, replaces_own=True)
-            self._tell(_BEGIN_FILE, {"slot": self._committer.slot})
+            self._meeting.tell(_BEGIN_FILE, {"slot": self._committer.slot})
             summary = self._local.wait()
             with open_checkpoint(summary.path) as reader:
                 nbytes = self._send(crew, reader, [*common_files(reader), *shard_files(reader, 0)])
-                self._wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
+                self._meeting.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
                 self._messages += commit_upload(self._committer, reader, range(self._request.world_size))
             self._clean_up(summary)
             return self._summarise(summary, nbytes)
@@ -170,21 +168,21 @@ class _Job:
         """Return whether every other rank's files are there; raises CheckpointError where one says that they are not."""
         missing = False
         for rank in range(1, self._request.world_size):
-            told = self._told(_rank_file(rank))
+            told = self._meeting.told(_rank_file(rank))
             if told is None:
                 missing = True
             elif told.get("outcome") != _COMPLETE:
                 raise CheckpointError(f"rank {rank} could not upload its part: {told.get('outcome')}")
         return not missing
 
-    def _ranks_missing(self) -> Exception:
-        missing = [rank for rank in range(1, self._request.world_size) if self._told(_rank_file(rank)) is None]
-        return CheckpointError(f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s")
+    def _ranks_missing(self) -> str:
+        missing = [rank for rank in range(1, self._request.world_size) if self._meeting.told(_rank_file(rank)) is None]
+        return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
 
     def _clean_up(self, summary: SaveSummary) -> None:
         """Do what may fail without harm to the checkpoint, which is committed at the URL."""
         try:
-            self._files.remove_tree(self._meeting)
+            self._files.remove_tree(self._meeting.folder)
             if not self._options.keep_local:
                 discard(self._files, summary.path)
         except OSError as error:
@@ -198,7 +196,7 @@ class _Job:
         Never raises; the next save removes what is left.
         """
         with contextlib.suppress(OSError):
-            self._tell(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
+            self._meeting.tell(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
         self._local.cancel()
         deadline = time.monotonic() + _END_S
         while not (ended := self._all_ended()) and time.monotonic() < deadline:
@@ -206,10 +204,10 @@ class _Job:
         self._committer.abort(ended=ended)
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
-                self._files.remove_tree(self._meeting)
+                self._files.remove_tree(self._meeting.folder)
 
     def _all_ended(self) -> bool:
-        return all(self._told(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
+        return all(self._meeting.told(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
 
     # -- the other ranks --------------------------------------------------------------------------------------------
 
@@ -217,17 +215,21 @@ class _Job:
         rank = self._request.rank
         try:
             summary = self._wait_for_local()
-            self._wait_until(self._meeting.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun)
-            self._wait_until(lambda: self._told(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun)
-            self._committer.slot = str((self._told(_BEGIN_FILE) or {})["slot"])
+            self._meeting.wait_until(
+                self._meeting.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
+            )
+            self._meeting.wait_until(
+                lambda: self._meeting.told(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
+            )
+            self._committer.slot = str((self._meeting.told(_BEGIN_FILE) or {})["slot"])
             with open_checkpoint(summary.path) as reader:
                 nbytes = self._send(crew, reader, list(shard_files(reader, rank)))
         except BaseException as error:
             with contextlib.suppress(OSError):
-                self._tell(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
+                self._meeting.tell(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
-        self._tell(_rank_file(rank), {"outcome": _COMPLETE})
-        self._wait_until(self._is_over, self._request.timeout_s, self._not_committed)
+        self._meeting.tell(_rank_file(rank), {"outcome": _COMPLETE})
+        self._meeting.wait_until(self._is_over, self._request.timeout_s, self._not_committed)
         return self._summarise(summary, nbytes)
 
     def _wait_for_local(self) -> SaveSummary:
@@ -239,17 +241,17 @@ class _Job:
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
-        if self._meeting.is_dir():
+        if self._meeting.folder.is_dir():
             return False
         if not self._committer.is_committed():
             raise CheckpointError("rank 0 ended without committing it")
         return True
 
-    def _not_begun(self) -> Exception:
-        return CheckpointError(f"rank 0 did not begin the upload: {self._meeting} is not seen")
+    def _not_begun(self) -> str:
+        return f"rank 0 did not begin the upload: {self._meeting.folder} is not seen"
 
-    def _not_committed(self) -> Exception:
-        return CheckpointError(f"rank 0 did not commit within {self._request.timeout_s} s")
+    def _not_committed(self) -> str:
+        return f"rank 0 did not commit within {self._request.timeout_s} s"
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
@@ -269,33 +271,18 @@ class _Job:
             messages=(*summary.messages, *self._messages),
         )
 
-    def _tell(self, name: str, document: dict[str, Any]) -> None:
-        """Leave a message in the meeting folder, whole or not there."""
-        part = self._meeting / f"{name}.part"
-        self._files.write_small(part, json.dumps(document).encode(), sync=False)
-        self._files.rename(part, self._meeting / name)
-
-    def _told(self, name: str) -> dict[str, Any] | None:
-        with contextlib.suppress(OSError, ValueError):
-            document = json.loads((self._meeting / name).read_bytes())
-            return document if isinstance(document, dict) else None
-        return None
-
-    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
-        wait_until(ready, timeout_s=timeout_s, check=self._check_alive, failure=failure, pause=self._cancelled.wait)
-
     def _check_alive(self) -> None:
         """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
         if self._cancelled.is_set():
             raise CheckpointError("it was cancelled")
-        if self._request.rank == 0 or not self._meeting.is_dir():
+        if self._request.rank == 0 or not self._meeting.folder.is_dir():
             return
-        if (told := self._told(ABORT_FILE)) is not None:
+        if (told := self._meeting.told(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
         with owner_is_dead(self._lock_path) as dead:
             ended = dead
-        if ended and self._meeting.is_dir():
-            told = self._told(ABORT_FILE) or {"reason": "it ended"}
+        if ended and self._meeting.folder.is_dir():
+            told = self._meeting.told(ABORT_FILE) or {"reason": "it ended"}
             raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalog import TagInfo
-from ..checkpoint.folder import Place
+from ..checkpoint.folder import FolderLike
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..errors import BudgetError
@@ -71,7 +71,7 @@ def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
 
 
 def upload_checkpoint(
-    source: Place | TagInfo,
+    source: FolderLike | TagInfo,
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     *,

@@ -32,7 +32,7 @@ class StoreOptions:
     device: str = "cpu"
     """Torch device of the device tier."""
     pin_buffers: bool = False
-    """Register transfer buffers with CUDA; where that cannot be, the store's `fallbacks` say so."""
+    """Register transfer buffers with CUDA; where that fails, the store's `fallbacks` say so."""
     pin_state: bool = False
     """Register state in host memory with CUDA, likewise."""
 

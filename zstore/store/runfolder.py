@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..errors import ConfigError, DiskFullError, RunFolderError
+from ..errors import ConfigError, RunFolderError
 from ..io.files import Files
 
 try:
@@ -121,14 +121,12 @@ class RunFolders:
             needed[os.stat(folder).st_dev] += num_ranks * wanted
         drives = [os.stat(held.path).st_dev for held in self._held.values()]
         for held, drive in zip(self._held.values(), drives, strict=True):
-            free = self._files.free_bytes(held.path)
-            if needed[drive] > free:
-                raise DiskFullError(
-                    f"a save keeps this version's files, so that the next step needs {needed[drive]} bytes for new ones, but "
-                    f"only {free} are free on the drive of the run folder: make room, or keep fewer checkpoints there",
-                    path=str(held.path),
-                    nbytes=needed[drive],
-                )
+            self._files.require_room(
+                held.path,
+                needed[drive],
+                f"a save keeps this version's files, so that the next step needs {needed[drive]} bytes for new ones",
+                "make room on the drive of the run folder, or keep fewer checkpoints there",
+            )
         return needed[drives[0]]
 
     def close(self) -> None:

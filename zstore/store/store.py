@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
-from ..io.buffers import Pool, make_slab
+from ..io.buffers import Budget, Pool, make_slab
 from ..io.files import Files
 from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs
 from ..io.queue import IoQueue, Priority, Ticket
 from ..io.shards import IoResources
 from .options import StoreOptions
+from .order import ArrayOrder
 from .runfolder import RunFolders
 from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
-from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, ReadAhead, Tier, Tile
+from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -35,11 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
 
-T = TypeVar("T")
 TierName = Literal["device", "host", "disk"]
 ModeName = Literal["read", "update", "fill"]
-Array = npt.NDArray[Any]
-
 SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
 
@@ -47,7 +42,7 @@ SMALL_SHARD_BYTES = 64 * 1024
 class TensorStore:
     """This rank's shards of named arrays. Close it, or use it in a `with` block.
 
-    `write`, `read` and `prefetch` return tickets and run behind the caller, in order for each array; `stream` is a pass
+    `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass
     in the caller's thread. Arrays must not be changed by two passes at once.
     """
 
@@ -57,7 +52,9 @@ class TensorStore:
         files = files or Files()
         self._slabs = PinnedSlabs() if options.pin_buffers or options.pin_state else None
         self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
-        pool = Pool(options.pool_bytes, limit_bytes=options.host_budget_bytes, make=self._make_buffers)
+        self.budget = Budget(options.host_budget_bytes)
+        """What buffers and host-tier state take of this rank's host memory."""
+        pool = Pool(options.pool_bytes, budget=self.budget, make=self._make_buffers)
         queue = IoQueue(options.num_threads, options.queue_depth)
         try:
             self._folders = RunFolders(options.all_paths, rank, files)
@@ -67,19 +64,14 @@ class TensorStore:
         self.resources = IoResources(
             files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
-        budget = options.host_budget_bytes
         make_state = self._slabs.make if self._slabs is not None and options.pin_state else make_slab
-        self._host = HostTier(None if budget is None else max(0, budget - pool.nbytes), make_state)
+        self._host = HostTier(self.budget, make_state)
         self._device = DeviceTier(options.device)
         self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
-        self._pending: dict[str, Ticket[Any]] = {}
-        self._failed: dict[str, BaseException] = {}
-        self._ahead = ReadAhead(pool)
+        self._order = ArrayOrder()
         self._pools = [pool]
-        self._lock = threading.Lock()
-        self._drivers = ThreadPoolExecutor(2, thread_name_prefix="zstore-store")
         self._counters = StreamCounters()
         self.links = LinkCounters()
         """For whoever moves what the store holds over a link of its own, as to a device."""
@@ -108,7 +100,6 @@ class TensorStore:
         chosen.create(local, memory)
         self._shards[spec.name] = local
         self._tiers[spec.name] = chosen
-        self._limit_pool()
 
     def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
         """Let an array be that of `spec` with the values that it has; false where its shape or data type is another, or
@@ -129,29 +120,18 @@ class TensorStore:
         if not self._closed:
             self._at_rest(name).remove(name)
             del self._tiers[name], self._shards[name]
-            self._limit_pool()
 
     def _at_rest(self, name: str) -> Tier:
         """Return the tier of an array once nothing is under way for it."""
         self.local(name)
-        self._settle([name])
-        self._ahead.drop([name])
-        self._failed.pop(name, None)
+        self._order.settle([name])
+        self._order.forget(name)
         return self._tiers[name]
 
     def _check_new(self, spec: ArraySpec) -> None:
         self._check_open()
         if spec.name in self._shards:
             raise UsageError(f"array {spec.name!r} exists already")
-
-    def _limit_pool(self) -> None:
-        """Leave for pieces larger than a pool what host-tier state and all pools do not take."""
-        budget = self.options.host_budget_bytes
-        if budget is not None:
-            first, *others = self._pools
-            first.limit_bytes = budget - self._host.used_bytes
-            for pool in others:
-                pool.limit_bytes = budget - self._host.used_bytes - first.nbytes + pool.nbytes
 
     def _choose(self, local: LocalShard, tier: TierName) -> Tier:
         tiers: dict[str, Tier | None] = {"device": self._device, "host": self._host, "disk": self._disk}
@@ -210,6 +190,7 @@ class TensorStore:
 
         `data` is 1-D, contiguous, in host memory, of the array's data type.
         """
+        self._check_open()
         source = as_numpy(data, self.spec(name))
         local = self.local(name)
         if first < 0 or first + source.size > local.valid_numel:
@@ -219,24 +200,20 @@ class TensorStore:
         mode = Mode.FILL if source.size == local.valid_numel else Mode.UPDATE
 
         def run() -> None:
-            try:
-                for tile in self._ahead.forgetting([name], self._stream(self._pass_over(name, mode))):
-                    low, high = max(tile.first, first), min(tile.stop, first + source.size)
-                    if low < high:
-                        target = tile.views[0][low - tile.first : high - tile.first]
-                        copy_into(target, source[low - first : high - first])
-            except BaseException as error:
-                self._failed[name] = error
-                raise
-            self._failed.pop(name, None)
+            for tile in self._stream(self._pass_over(name, mode)):
+                low, high = max(tile.first, first), min(tile.stop, first + source.size)
+                if low < high:
+                    target = tile.views[0][low - tile.first : high - tile.first]
+                    copy_into(target, source[low - first : high - first])
 
-        return self._drive([name], run)
+        return self._order.submit(name, run, changes=True)
 
     def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
         """Read local flat elements `[first, stop)` (all of them by default) into `out`, which the ticket gives.
 
         `out` is 1-D, contiguous, of the array's data type, and the caller's; a new array where it is None.
         """
+        self._check_open()
         local = self.local(name)
         last = local.valid_numel if stop is None else stop
         if not 0 <= first <= last <= local.valid_numel:
@@ -253,36 +230,14 @@ class TensorStore:
         chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
 
         def run() -> Array:
-            cached = self._ahead.take(name)
-            tiles = self._stream(self._pass_over(name, Mode.READ, chunks)) if cached is None else cached.tiles(local)
-            for tile in tiles:
+            for tile in self._stream(self._pass_over(name, Mode.READ, chunks)):
                 low, high = max(tile.first, first), min(tile.stop, last)
                 if low < high:
                     source = tile.views[0][low - tile.first : high - tile.first]
                     copy_out(source, target[low - first : high - first])
-            if cached is not None:
-                cached.buffer.release()
             return target
 
-        return self._drive([name], run)
-
-    def prefetch(self, names: Sequence[str]) -> Ticket[int]:
-        """Bring shards that rest on disk into buffers, for the next `read` of each; returns how many were brought.
-
-        Takes only buffers that are free, never more than half of them, and gives them back to whoever has to wait for
-        one: it is a hint, not a promise.
-        """
-
-        def run() -> int:
-            return sum(
-                self._ahead.bring(tier, self._shards[name])
-                for name in names
-                if isinstance(tier := self._tiers[name], DiskTier)
-            )
-
-        for name in names:
-            self.local(name)
-        return self._drive(names, run)
+        return self._order.submit(name, run, changes=False)
 
     def stream(
         self,
@@ -316,8 +271,8 @@ class TensorStore:
             admit=admit,
             on_end=on_end,
         )
-        self._settle(what.names)
-        return self._ahead.forgetting(what.changed(what.names), self._stream(what))
+        self._order.settle(what.names)
+        return self._stream(what)
 
     def may_fill(self, name: str) -> bool:
         """Tell whether `filling` has the array: it rests in the host's memory."""
@@ -329,7 +284,7 @@ class TensorStore:
         """Give the memory where shards rest, 1-D, without padding, for the length of a `with` block: every element is set
         there, by as many threads as the caller likes. A failure leaves what was done."""
         self._check_open()
-        self._settle(names)
+        self._order.settle(names)
         if not all(map(self.may_fill, names)):
             raise UsageError("an array to be filled does not rest in the host's memory: use `stream` or `write`")
         tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
@@ -352,43 +307,14 @@ class TensorStore:
 
         Raises BudgetError where the budget has no room for them.
         """
-        pool = Pool(nbytes, make=self._make_buffers)
-        self._host.reserve(pool.nbytes)
+        self.budget.require(nbytes, "a pool of buffers")
+        pool = Pool(nbytes, budget=self.budget, make=self._make_buffers)
         self._pools.append(pool)
-        self._limit_pool()
         return pool
-
-    def _drive(self, names: Sequence[str], run: Callable[[], T]) -> Ticket[T]:
-        """Run behind the caller, after what is under way for the same arrays."""
-        self._check_open()
-        with self._lock:
-            before = [self._pending[name] for name in names if name in self._pending]
-
-            def after_those() -> T:
-                for ticket in before:
-                    ticket.error()
-                return run()
-
-            ticket = Ticket(self._drivers.submit(after_those))
-            for name in names:
-                self._pending[name] = ticket
-        return ticket
-
-    def _settle(self, names: Sequence[str]) -> None:
-        """Wait for what is under way for `names`; errors stay with their tickets."""
-        with self._lock:
-            tickets = {id(t): t for name in names if (t := self._pending.pop(name, None)) is not None}
-        for ticket in tickets.values():
-            ticket.error()
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the store is closed")
-
-    def _raise_failed(self, names: Sequence[str]) -> None:
-        """Raise the error of a failed write of `names`, once: its ticket may have been dropped."""
-        for error in [self._failed.pop(name) for name in names if name in self._failed]:
-            raise error
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -398,16 +324,10 @@ class TensorStore:
         Raises, once, the error of a write that failed and that no later write of its array made good.
         """
         self._check_open()
-        self._settle(list(self._shards))
-        self._raise_failed(list(self._shards))
+        self._order.settle(list(self._shards))
+        self._order.raise_failed(list(self._shards))
         self._version += 1
         return self._version
-
-    @property
-    def unused_budget_bytes(self) -> int | None:
-        """Bytes of the host budget that nothing was given of; None without a budget."""
-        budget = self.options.host_budget_bytes
-        return None if budget is None else budget - self._host.used_bytes - self._pools[0].nbytes
 
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
@@ -424,8 +344,8 @@ class TensorStore:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
         self._check_open()
         chosen = list(self._shards) if names is None else list(names)
-        self._settle(chosen)
-        self._raise_failed(chosen)
+        self._order.settle(chosen)
+        self._order.raise_failed(chosen)
         snapshot = Snapshot(self._version, {})
         try:
             for name in chosen:
@@ -438,7 +358,7 @@ class TensorStore:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What was asked for and could not be had, so that something slower stands in."""
+        """What was asked for and was not available, so that something slower stands in."""
         return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
 
     def statistics(self) -> StoreStatistics:
@@ -473,7 +393,7 @@ class TensorStore:
             return
         self._host.stop_waiting()
         self._device.stop_waiting()
-        self._settle(list(self._shards))
+        self._order.settle(list(self._shards))
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)
@@ -483,8 +403,7 @@ class TensorStore:
                 if tier is not None:
                     last_to_first.callback(tier.close)
             last_to_first.callback(self.resources.queue.close)
-            last_to_first.callback(self._ahead.drop_all)
-            last_to_first.callback(self._drivers.shutdown)
+            last_to_first.callback(self._order.close)
 
     def __enter__(self) -> Self:
         return self

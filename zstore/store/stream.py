@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import UsageError
+from ..format.arrays import Bytes
 from ..format.partition import BITS
-from ..io.buffers import Buffer, Bytes, Pool
+from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
-from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Span, Tier, Tile
+from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import View
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
@@ -83,7 +84,7 @@ class _Plan:
     """A span of a group before it has memory."""
 
     group: int
-    span: Span
+    span: ChunkSpan
     starts_group: bool
     ends_group: bool
 
@@ -109,14 +110,6 @@ class StreamCounters:
 
 
 NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
-
-
-@dataclass
-class _Ending:
-    """A group whose last span was taken back, and its saves."""
-
-    group: int
-    saves: deque[Ticket[None]]
 
 
 class Stream:
@@ -145,7 +138,8 @@ class Stream:
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
         """Of the group under way."""
-        self._ending: deque[_Ending] = deque()
+        self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
+        """Groups whose last span was taken back, and their saves."""
 
     def _memory_tiers(self) -> dict[str, MemoryTier]:
         """Return the tier of each array where all rest in memory; nothing where one does not."""
@@ -187,7 +181,7 @@ class Stream:
         for number, group in enumerate(self._groups):
             start, stop, step = self._chunks_of(group)
             for first in range(start, stop, step):
-                span = Span(first, min(step, stop - first))
+                span = ChunkSpan(first, min(step, stop - first))
                 yield _Plan(number, span, first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
@@ -260,7 +254,8 @@ class Stream:
             if plan.starts_group:
                 admitted = self._admit(plan.group)
                 if admitted is None:
-                    self._leave_out(plan.group)
+                    while self._plans and self._plans[0].group == plan.group:
+                        self._plans.popleft()
                     continue
                 if not (admitted and self._begin(names)):
                     return
@@ -285,10 +280,6 @@ class Stream:
             return False
         self._end_groups(wait=True)  # what is done must not wait for what is to come
         return True if self._pass.admit(group, True) else None
-
-    def _leave_out(self, group: int) -> None:
-        while self._plans and self._plans[0].group == group:
-            self._plans.popleft()
 
     def _begin(self, names: Sequence[str]) -> bool:
         """Begin the pass over a group, before any memory is taken for it: whoever must release a pin may need that.
@@ -370,20 +361,19 @@ class Stream:
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
         if loaded.plan.ends_group:
-            self._ending.append(_Ending(loaded.plan.group, self._saves))
+            self._ending.append((loaded.plan.group, self._saves))
             self._saves = deque()
 
     def _end_groups(self, *, wait: bool) -> None:
         """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
-        while self._ending and (wait or all(ticket.done() for ticket in self._ending[0].saves)):
-            ending = self._ending.popleft()
-            # Also where they are done: this is where an error is raised. The rest is settled by `_finish`.
-            self._saves = ending.saves
-            self._counters.write_wait_s += _wait_all(ending.saves)
+        while self._ending and (wait or all(ticket.done() for ticket in self._ending[0][1])):
+            # Waited for also where they are done: this is where an error is raised. The rest is settled by `_finish`.
+            group, self._saves = self._ending.popleft()
+            self._counters.write_wait_s += _wait_all(self._saves)
             self._saves = deque()
             if self._pass.on_end is not None:
-                self._end(self._groups[ending.group], True)
-                self._pass.on_end(ending.group)
+                self._end(self._groups[group], True)
+                self._pass.on_end(group)
 
     def _finish(self, current: _Loaded | None, ok: bool) -> None:
         for loaded in [*([current] if current is not None else []), *self._loaded]:
@@ -391,7 +381,7 @@ class Stream:
                 ticket.error()
             if loaded.buffer is not None:
                 loaded.buffer.release()
-        for ticket in [*self._saves, *(ticket for ending in self._ending for ticket in ending.saves)]:
+        for ticket in [*self._saves, *(ticket for _, saves in self._ending for ticket in saves)]:
             ticket.error()
         self._end(list(self._begun), ok)
 

@@ -20,21 +20,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ..errors import StorageError, UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import make_grid
 from ..format.shardfile import layout_of, slot_views
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources
-from ..store.stream import Pass, Stream, StreamCounters, Tile
-from ..store.tiers import LocalShard, Mode, PinnedShard, Tier
+from ..store.stream import Pass, Stream, StreamCounters
+from ..store.tiers import LocalShard, Mode, PinnedShard, Tier, Tile
 from .faults import Fault, FaultyFiles
 from .oracle import random_values, read_with_zarr, same_bits, shard_name, write_zarr_json
-
-Array = npt.NDArray[Any]
 
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {

@@ -13,31 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from ..errors import storage_error
-from ..io.files import Files, OpenFile
-
-Bytes = npt.NDArray[np.uint8]
-
-Kind = Literal[
-    "open",
-    "read",
-    "write",
-    "allocate",
-    "fsync",
-    "link",
-    "rename",
-    "unlink",
-    "make_folder",
-    "remove_tree",
-    "sync_folder",
-    "write_small",
-]
-"""Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
+from ..format.arrays import Bytes
+from ..io.files import Files, Kind, OpenFile
 
 
 class WatchedFiles(Files):
@@ -59,37 +38,9 @@ class WatchedFiles(Files):
         self.step("write", file.path)
         return super()._pwritev(file, data, offset)
 
-    def _fallocate(self, file: OpenFile, nbytes: int) -> None:
-        self.step("allocate", file.path)
-        super()._fallocate(file, nbytes)
-
-    def _fsync(self, file: OpenFile) -> None:
-        self.step("fsync", file.path)
-        super()._fsync(file)
-
-    def _fsync_folder(self, path: str) -> None:
-        self.step("sync_folder", path)
-        super()._fsync_folder(path)
-
-    def _link(self, source: str, target: str) -> None:
-        self.step("link", source)
-        super()._link(source, target)
-
-    def _rename(self, source: str, target: str) -> None:
-        self.step("rename", source)
-        super()._rename(source, target)
-
-    def _unlink(self, path: str) -> None:
-        self.step("unlink", path)
-        super()._unlink(path)
-
-    def _make_folder(self, path: str) -> None:
-        self.step("make_folder", path)
-        super()._make_folder(path)
-
-    def _remove_tree(self, path: str) -> None:
-        self.step("remove_tree", path)
-        super()._remove_tree(path)
+    def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+        self.step(kind, path)
+        super()._do(kind, path, operation)
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
         """See `Files.write_small`."""
@@ -225,29 +176,15 @@ class DeadlyFiles(FaultyFiles):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ShortFiles(Files):
-    """Files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
-
-    def __init__(self, most_bytes: int = 4096) -> None:
-        super().__init__()
-        self._most_bytes = most_bytes
-
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
-        return super()._preadv(file, out[: self._most_bytes], offset)
-
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
-        return super()._pwritev(file, data[: self._most_bytes], offset)
+def short_files(most_bytes: int = 4096) -> FaultyFiles:
+    """Return files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
+    kinds: tuple[Kind, ...] = ("read", "write")
+    return FaultyFiles(faults=tuple(Fault(kind=kind, times=None, most_bytes=most_bytes) for kind in kinds))
 
 
-class UnlinkableFiles(Files):
-    """Files of a file system to which no hard link can be made."""
-
-    def __init__(self, error_number: int) -> None:
-        super().__init__()
-        self._error_number = error_number
-
-    def _link(self, source: str, target: str) -> None:
-        raise OSError(self._error_number, os.strerror(self._error_number))
+def unlinkable_files(error_number: int) -> FaultyFiles:
+    """Return files of a file system to which no hard link can be made."""
+    return FaultyFiles(faults=(Fault(kind="link", times=None, error_number=error_number),))
 
 
 class CallingFiles(Files):

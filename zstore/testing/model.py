@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
-
-Array = npt.NDArray[Any]
 
 
 class ModelStore:

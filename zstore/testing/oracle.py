@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
-
-Array = npt.NDArray[Any]
 
 
 def random_values(dtype: str, numel: int, seed: int = 0) -> Array:

@@ -12,35 +12,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..io.buffers import PAGE_BYTES, make_slab
+from ..io.buffers import PAGE_BYTES, Slabs
 from ..io.files import Files, OpenFile
 
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 * 1024 * 1024
-
-
-class Slabs:
-    """Blocks of memory that are lent again and again."""
-
-    def __init__(self) -> None:
-        self._free: list[Bytes] = []
-        self._lock = threading.Lock()
-        self.made_bytes = 0
-        """Bytes of all blocks."""
-
-    def take(self) -> Bytes:
-        """Return a block of `BLOCK_BYTES`."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            self.made_bytes += BLOCK_BYTES
-        return make_slab(BLOCK_BYTES)
-
-    def give_back(self, slab: Bytes) -> None:
-        """Take a block back."""
-        with self._lock:
-            self._free.append(slab)
 
 
 @dataclass(eq=False)
@@ -101,7 +78,7 @@ class BlockFile:
         with self._lock:
             if number not in self._blocks:
                 size = min(BLOCK_BYTES, self.nbytes - number * BLOCK_BYTES)
-                self._blocks[number] = _Block(self._slabs.take(), size)
+                self._blocks[number] = _Block(self._slabs.acquire(), size)
             return self._blocks[number]
 
     def _write(self, number: int, block: _Block) -> None:
@@ -112,7 +89,7 @@ class BlockFile:
         with self._lock:
             del self._blocks[number]
             self._missing_bytes -= size
-        self._slabs.give_back(block.slab)
+        self._slabs.release(block.slab)
 
     def finish(self) -> None:
         """Cut the last block's padding off, make the file durable and close it."""

@@ -14,11 +14,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointError, DiskFullError
+from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
+from ..io.buffers import Slabs
 from ..io.files import Files
 from .cast import Overflow, cast_into
-from .file import BlockFile, Slabs
+from .file import BLOCK_BYTES, BlockFile
 from .layout import FileLayout, index_document, index_file
 
 _MOST_NAMED = 20
@@ -41,9 +42,7 @@ class WeightsWriter:
 
     def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
         needed = sum(layout.file_bytes for layout in layouts)
-        free = files.free_bytes(folder)
-        if needed > free:
-            raise DiskFullError(f"the weights need {needed} bytes, but only {free} are free", path=str(folder))
+        files.require_room(folder, needed, f"the weights need {needed} bytes")
         self._files = files
         self._layouts = layouts
         self._folder = folder
@@ -54,7 +53,7 @@ class WeightsWriter:
             for weight, offset in zip(layout.weights, layout.offsets, strict=True)
         }
         self._open: dict[str, BlockFile] = {}
-        self._slabs = Slabs()
+        self._slabs = Slabs(BLOCK_BYTES)
         self._lost: dict[str, int] = {}
         self._lock = threading.Lock()
 

@@ -27,11 +27,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zstore
 import zstore.dcp
+from tests.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from zstore.testing.checkpoints import save_arrays
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]

@@ -1,13 +1,13 @@
 """Where a shard rests: device, host, disk, behind one contract."""
 
-from .ahead import ReadAhead
-from .base import LocalShard, Mode, PinnedShard, Span, Tier, Tile
+from .base import ChunkSpan, LocalShard, Mode, PinnedShard, Tier, Tile
 from .device import DeviceTier
 from .disk import DiskTier, Drives
 from .host import HostTier
 from .memory import MemoryTier
 
 __all__ = [
+    "ChunkSpan",
     "DeviceTier",
     "DiskTier",
     "Drives",
@@ -16,8 +16,6 @@ __all__ = [
     "MemoryTier",
     "Mode",
     "PinnedShard",
-    "ReadAhead",
-    "Span",
     "Tier",
     "Tile",
 ]

@@ -25,11 +25,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ...errors import UsageError
-from ...format.arrays import ArraySpec
+from ...format.arrays import ArraySpec, Bytes
 from ...format.partition import Grid
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
@@ -37,7 +34,6 @@ from ...io.shards import IoResources, ShardSummary
 if TYPE_CHECKING:
     import torch
 
-Bytes = npt.NDArray[np.uint8]
 View = Any
 """A 1-D numpy array (host, disk) or torch tensor (device) of the array's data type."""
 
@@ -89,7 +85,7 @@ class LocalShard:
         first = chunk * self.grid.chunk_numel
         return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
 
-    def span_range(self, span: Span) -> tuple[int, int]:
+    def span_range(self, span: ChunkSpan) -> tuple[int, int]:
         """Return the local flat elements `[first, stop)` of the chunks of `span`, padding left out."""
         first = span.first_chunk * self.grid.chunk_numel
         last = first + span.num_chunks * self.grid.chunk_numel
@@ -97,7 +93,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkSpan:
     """Adjacent chunks of a shard that travel together."""
 
     first_chunk: int
@@ -170,9 +166,9 @@ class Tier(ABC):
     def rename(self, name: str, local: LocalShard) -> None:
         """Let a shard that no pass is over be that of another array, laid out alike. Raises UsageError as `remove` does."""
 
-    @abstractmethod
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
+        return False
 
     @abstractmethod
     def version(self, name: str) -> int:
@@ -182,23 +178,23 @@ class Tier(ABC):
     def begin(self, name: str, mode: Mode) -> None:
         """Start a pass. Raises UsageError while another pass changes the shard in place."""
 
-    @abstractmethod
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
+        return 0
 
-    @abstractmethod
     def load(
-        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
         """Start bringing the span into `buffer`; None where nothing has to move."""
+        return None
 
     @abstractmethod
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """Return a view of each chunk's elements, without padding."""
 
-    @abstractmethod
-    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """Start taking the span back; None where nothing has to move."""
+        return None
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:

@@ -26,12 +26,10 @@ class DeviceTier(MemoryTier):
         self._device = device
         if not device.startswith("cpu"):
             self.tile_numel = DEVICE_TILE_NUMEL
-        self.used_bytes = 0
 
     def _allocate(self, local: LocalShard) -> View:
         import torch
 
-        self.used_bytes += local.nbytes
         return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
 
     def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ...errors import CorruptionError, UsageError
-from ...format.arrays import numpy_dtype
+from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ...io.queue import Priority, Ticket, settle
-from ...io.shards import IoResources, ShardSummary, write_index
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from ...io.shards import IoResources, ShardSummary, make_shard_file
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ class DiskTier(Tier):
         first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
         shard = DiskShard(local, layout, folder, first)
         if layout.num_present:
-            write_index(self._res, first.path, layout, create=True)
+            make_shard_file(self._res, first.path, layout)
         self._shards[local.spec.name] = shard
 
     def folders(self) -> dict[str, Path]:
@@ -164,10 +164,6 @@ class DiskTier(Tier):
         """See `Tier.version`."""
         return self._shards[name].current.version
 
-    def is_pinned_in_place(self, name: str) -> bool:
-        """See `Tier.is_pinned_in_place`: never, since a pinned file is followed by another one."""
-        return False
-
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
         shard = self._shards[name]
@@ -193,7 +189,7 @@ class DiskTier(Tier):
             self._res.files.rename(shard.spare.path, path)
             shard.spare = None
         else:
-            write_index(self._res, path, shard.layout, create=True)
+            make_shard_file(self._res, path, shard.layout)
         return DiskFile(path, [None] * shard.layout.num_present)
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
@@ -205,7 +201,7 @@ class DiskTier(Tier):
         return self._shards[name].layout.chunks_in(self._request_bytes)
 
     def load(
-        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
+        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
         """See `Tier.load`."""
         if mode is Mode.FILL:
@@ -218,7 +214,7 @@ class DiskTier(Tier):
         task = partial(_read_span, self._res, shard, file, span, buffer)
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
         shard = self._shards[name]
         dtype = numpy_dtype(shard.local.spec.dtype)
@@ -228,7 +224,7 @@ class DiskTier(Tier):
             views.append(slot[: (stop - first) * dtype.itemsize].view(dtype))
         return views
 
-    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
+    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         shard = self._shards[name]
         if shard.target is None:
@@ -302,7 +298,7 @@ def _path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{stem}.{number}.shard"
 
 
-def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
         res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
     name, where = shard.local.spec.name, str(file.origin or file.path)
@@ -320,7 +316,7 @@ def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, b
             )
 
 
-def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: Span, buffer: Bytes) -> None:
+def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     local, layout = shard.local, shard.layout
     for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
         first, stop = local.chunk_range(chunk)
@@ -353,16 +349,14 @@ class DiskPin:
         return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Link the file to `path`, or copy it where links are not to be had; see `PinnedShard.publish`."""
+        """Link the file to `path`, or copy it where links are not supported; see `PinnedShard.publish`."""
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
         if not crcs or len(crcs) < len(file.crcs):
             return self._copy(res, path, priority)
-        # Opened for reading: a file that was published before may be read-only by now.
         if res.sync:
-            with res.files.opened(file.path) as opened:
-                res.files.sync_data(opened)
+            res.files.sync_file(file.path)
         if not self._link(res, path):
             return self._copy(res, path, priority)
         return ShardSummary(local.spec.name, shard, self._shard.layout.file_bytes, tuple(crcs), linked=True)
@@ -374,7 +368,7 @@ class DiskPin:
             )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:
-        """Link the file to `path`; false where links are not to be had."""
+        """Link the file to `path`; false where links are not supported."""
         with self._shard.lock:
             before = self._file.published
             # Marked first: once the link exists, nobody may write the file any more.
@@ -389,14 +383,14 @@ class DiskPin:
 
     def _copy(self, res: IoResources, path: str | Path, priority: Priority) -> ShardSummary:
         shard, file, layout = self._shard, self._file, self._shard.layout
-        write_index(res, path, layout, create=True)
+        make_shard_file(res, path, layout)
         step = res.span_chunks(layout)
         tickets: list[Ticket[list[int]]] = []
         for first in range(0, layout.num_present, step):
-            span = Span(first, min(step, layout.num_present - first))
+            span = ChunkSpan(first, min(step, layout.num_present - first))
             buffer = res.pool.acquire(span.num_chunks * layout.slot_bytes)
 
-            def copy(span: Span = span, data: Bytes = buffer.bytes) -> list[int]:
+            def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 _read_span(res, shard, file, span, data)
                 crcs = seal_slots(data, layout)
                 with res.files.opened(path, write=True) as opened:
@@ -408,8 +402,7 @@ class DiskPin:
             tickets.append(ticket)
         crcs = [crc for part in settle(tickets) for crc in part]
         if res.sync:
-            with res.files.opened(path, write=True) as opened:
-                res.files.sync_data(opened)
+            res.files.sync_file(path)
         return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
 
     def release(self) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
+from ...format.arrays import Bytes
 from ...format.partition import Grid
-from ...io.queue import Priority, Ticket
+from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import Bytes, LocalShard, Mode, Span, Tier, View, being_changed, new_version
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 from .views import copy_out
 
 if TYPE_CHECKING:
@@ -100,17 +101,7 @@ class MemoryTier(Tier):
             self._changing.discard(name)
             raise
 
-    def span_bytes(self, name: str, num_chunks: int) -> int:
-        """See `Tier.span_bytes`."""
-        return 0
-
-    def load(
-        self, name: str, span: Span, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
-    ) -> Ticket[None] | None:
-        """See `Tier.load`."""
-        return None
-
-    def views(self, name: str, span: Span, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
         """See `Tier.views`."""
         local, memory = self._shards[name], self._memory[name]
         return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
@@ -119,10 +110,6 @@ class MemoryTier(Tier):
         """Return one view of the local flat elements `[first, stop)`."""
         memory = self._memory[name]
         return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
-
-    def save(self, name: str, span: Span, buffer: Bytes) -> Ticket[None] | None:
-        """See `Tier.save`."""
-        return None
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`; memory is changed in place, so a failed pass leaves what it did."""

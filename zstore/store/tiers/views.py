@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import UsageError
-from ...format.arrays import ArraySpec, numpy_dtype
+from ...format.arrays import Array, ArraySpec, numpy_dtype
 from .base import View
 
 if TYPE_CHECKING:
     import torch
-
-Array = npt.NDArray[Any]
 
 
 def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:

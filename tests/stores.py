@@ -7,11 +7,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..format.arrays import ArraySpec
-from ..format.partition import make_grid
-from ..store import TensorStore
-from ..store.store import TierName
-from .oracle import random_values
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.store import TensorStore
+from zstore.store.store import TierName
+from zstore.testing.oracle import random_values
 
 Array = npt.NDArray[Any]
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.handle import SaveHandle
-from ..checkpoint.names import new_save_id, step_tag
-from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.save import save_checkpoint
-from ..format.arrays import ArraySpec
-from ..format.partition import Grid, grid_in_checkpoint, make_grid
-from ..io.files import Files
-from ..store import StoreOptions, TensorStore
-from ..store.store import TierName
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.names import new_save_id, step_tag
+from zstore.checkpoint.request import SaveRequest, SaveSummary
+from zstore.checkpoint.save import save_checkpoint
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
+from zstore.io.files import Files
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import TierName
 
 Array = npt.NDArray[Any]
 

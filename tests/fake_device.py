@@ -92,13 +92,13 @@ class FakeDevice:
 
     # -- the CUDA runtime ---------------------------------------------------------------------------------------------
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         """Make memory the host's, pinned."""
         self._pinned[address] = nbytes
         self.pinned_peak_bytes = max(self.pinned_peak_bytes, sum(self._pinned.values()))
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostUnregister(self, address: int) -> int:
         """Undo `cudaHostRegister`."""
         del self._pinned[address]
         return 0

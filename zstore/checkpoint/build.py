@@ -1,0 +1,192 @@
+"""What a checkpoint has beside its shard files, whoever writes those: the ranks' manifests, the metadata, the record.
+
+[Note: building a checkpoint]
+In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
+    (each rank)  `place` for every shard file, whoever fills it; `write_manifest`, last
+    (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `sync_folders`; `record`
+A process that writes all ranks' parts leaves rank 0's to `finish`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, RankError
+from ..io.files import Files
+from ..io.pool import Crew
+from ..io.shards import ShardSummary
+from .format import COMPLETE, Manifest, Record, ShardEntry, dump_metadata, read_json, sha256
+from .metadata import make_documents
+from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
+from .plan import CheckpointPlan
+
+READ_ONLY = 0o444
+
+
+class CheckpointBuilder:
+    """Builds the checkpoint `plan` in the temporary folder `folder`. See [Note: building a checkpoint]."""
+
+    def __init__(self, plan: CheckpointPlan, folder: Path, files: Files) -> None:
+        self.folder = folder
+        self._plan = plan
+        self._files = files
+        self._found: dict[int, str] = {}
+        """Digests of the manifests that were looked at, by rank."""
+
+    @cached_property
+    def _documents(self) -> dict[str, dict[str, Any]]:
+        plan = self._plan
+        return make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
+
+    @cached_property
+    def metadata_sha256(self) -> str:
+        """SHA-256 of the root's metadata, which names all arrays. Raises UsageError where two would share a folder."""
+        return sha256(dump_metadata(self._documents[""]))
+
+    @cached_property
+    def _layout(self) -> str:
+        return self._plan.layout_digest()
+
+    # -- each rank --------------------------------------------------------------------------------------------------
+
+    def place(self, name: str, shard: int) -> Path:
+        """Return the path of a shard file; makes its folder."""
+        path = self.folder / self._plan.shard_path(name, shard)
+        self._files.make_folder(path.parent)
+        return path
+
+    def write_manifest(
+        self, rank: int, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]
+    ) -> None:
+        """Write a rank's manifest, durably: the last thing that it does, once its shard files are durable.
+
+        Raises CheckpointError where the outcome is to be "complete" and a shard of the rank is not in `summaries`.
+        """
+        if outcome == COMPLETE:
+            self._check_shards(rank, summaries)
+        manifest = Manifest(
+            id=self._plan.save_id,
+            rank=rank,
+            world_size=self._plan.world_size,
+            outcome=outcome,
+            shards=tuple(
+                ShardEntry(array=s.array, shard=s.shard, file_bytes=s.file_bytes, crcs=s.crcs, linked=s.linked)
+                for s in summaries
+            ),
+            rank_state=rank_state,
+            layout=self._layout if outcome == COMPLETE else "",
+        )
+        # Whole or not there: rank 0 reads it as soon as it has its name.
+        path = self.folder / manifest_file(rank)
+        part = path.with_suffix(".part")
+        self._files.write_small(part, manifest.encode())
+        os.chmod(part, READ_ONLY)
+        self._files.rename(part, path)
+
+    def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
+        """Each rank looks at its own shards: of thousands of ranks, rank 0 alone could not look at all."""
+        stored = {(each.array, each.shard): each.file_bytes for each in summaries}
+        for name in self._plan.specs:
+            expected = self._plan.file_bytes(name, rank)
+            found = stored.pop((name, rank), 0)
+            # A compressed file has what it takes.
+            if found != expected and (self._plan.codec is None or not found or not expected):
+                raise CheckpointError(
+                    f"array {name!r}: no rank stored shard {rank} with the expected {expected} bytes; every rank must pin "
+                    "its shard of every array"
+                )
+        if stored:
+            raise CheckpointError(f"shards that belong to no array were stored: {sorted(stored)[:5]}")
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def metadata_tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each `zarr.json` that writes it."""
+
+        def write(folder: str) -> None:
+            self._files.make_folder(self.folder / folder)
+            path = self.folder / folder / METADATA_FILE
+            self._files.write_small(path, dump_metadata(self._documents[folder]), sync=False)
+            os.chmod(path, READ_ONLY)
+
+        return [partial(write, folder) for folder in self._documents]
+
+    def metadata_syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each `zarr.json` that makes it durable, once all are written."""
+        return [partial(self._files.sync_file, self.folder / folder / METADATA_FILE) for folder in self._documents]
+
+    def collect(self) -> bool:
+        """Look at the manifests that came since the last call; return whether those of all ranks are there.
+
+        Raises RankError as soon as one says that its rank failed, CheckpointError for one of another save or model.
+        """
+        for rank in self._arrived():
+            path = self.folder / manifest_file(rank)
+            data = read_json(path)
+            # Each rank made sure of its own shards: the list of them, of which there are millions, is not looked at.
+            manifest = Manifest.decode_head(data, str(path))
+            if manifest.outcome != COMPLETE:
+                raise RankError(f"rank {rank} could not save its part of {self.folder}", {rank: manifest.outcome})
+            if (manifest.id, manifest.rank) != (self._plan.save_id, rank):
+                raise CheckpointError(f"{path} belongs to another save or rank; save again")
+            if manifest.layout != self._layout:
+                raise CheckpointError(
+                    f"rank {rank} saved other arrays than rank 0, or cut them in another way: every rank needs the same model"
+                )
+            self._found[rank] = sha256(data)
+        return len(self._found) == self._plan.world_size
+
+    def _arrived(self) -> list[int]:
+        """Return the ranks whose manifest is there and was not looked at."""
+        names = set(os.listdir(self.folder / MANIFEST_FOLDER))
+        return [rank for rank in self.missing_ranks() if os.path.basename(manifest_file(rank)) in names]
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks whose manifest is not there yet."""
+        return [rank for rank in range(self._plan.world_size) if rank not in self._found]
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError unless every shard of every array is some rank's, which made sure that it stored it."""
+        for name in self._plan.specs:
+            num_shards = self._plan.grid(name).num_shards
+            if num_shards > self._plan.world_size:
+                raise CheckpointError(
+                    f"array {name!r}: no rank stored shard {self._plan.world_size} of {num_shards}; rank r stores shard "
+                    "r, so an array has at most as many as there are ranks"
+                )
+
+    def sync_folders(self, crew: Crew) -> None:
+        """Make all names in the folder durable."""
+        # Not by a walk: a folder has a file for each rank.
+        folders = [self.folder, self.folder / MANIFEST_FOLDER]
+        folders += [self.folder / folder for folder in self._documents if folder]
+        crew.run([partial(self._files.sync_folder, folder) for folder in folders])
+
+    def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
+        """Return the commit record, once all manifests are there."""
+        plan = self._plan
+        return Record(
+            id=plan.save_id,
+            tag=plan.tag,
+            step=plan.step,
+            world_size=plan.world_size,
+            training_world_size=training_world_size or plan.world_size,
+            run=plan.run_id,
+            metadata_sha256=self.metadata_sha256,
+            manifest_sha256=tuple(self._found[rank] for rank in range(plan.world_size)),
+            state=state,
+        )
+
+    def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
+        """Complete a checkpoint whose shard files and manifests are all there, and return its commit record."""
+        with Crew(4, "zstore-build") as crew:
+            crew.run(self.metadata_tasks())
+            crew.run(self.metadata_syncs())
+            self.collect()
+            self.check_complete()
+            self.sync_folders(crew)
+        return self.record(state, training_world_size=training_world_size)
