@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
 from zstore.interop import dcp_entries
-from zstore.interop.dcp_entries import Entries, Opaque, Place
-from zstore.interop.torch_archive import Archive
+from zstore.interop.dcp_entries import Entries, FileRange, Opaque
+from zstore.interop.torch_archive import write_archive
 from zstore.io.files import Files
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
@@ -80,7 +80,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def look(path: Path) -> tuple[str, Any]:
-    return Entries(FILES).look(Place(path=path, offset=0, nbytes=path.stat().st_size))
+    return Entries(FILES).look(FileRange(path=path, offset=0, nbytes=path.stat().st_size))
 
 
 def read(entry: Opaque, first: int, stop: int) -> bytes:
@@ -89,33 +89,13 @@ def read(entry: Opaque, first: int, stop: int) -> bytes:
     return out.tobytes()
 
 
-class FileSink:
-    """A file that our own writer of archives writes."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    @property
-    def offset(self) -> int:
-        return len(self.data)
-
-    def write(self, data: Any) -> None:
-        self.data += bytes(data)
-
-    def patch(self, offset: int, data: bytes) -> None:
-        self.data[offset : offset + len(data)] = data
-
-
 def written(value: bytes, how: int, path: Path) -> Path:
     """A file with pickled bytes: by torch with a protocol, or (0) by us."""
     if how:
         torch.save(value, path, pickle_protocol=how)
         return path
-    sink = FileSink()
-    archive = Archive(sink)
-    archive.begin(value, [])
-    archive.finish()
-    path.write_bytes(sink.data)
+    with path.open("wb") as file:
+        write_archive(file, value)
     return path
 
 
@@ -142,7 +122,7 @@ def test_text_that_stands_for_bytes_is_decoded_as_pythons(
         text = text.decode("latin1").encode()
     path = tmp_path_factory.getbasetemp() / "text"
     path.write_bytes(b"...." + text + b"....")
-    place = Place(path=path, offset=4, nbytes=len(text))
+    place = FileRange(path=path, offset=4, nbytes=len(text))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dcp_entries, "_BLOCK_BYTES", block)
         try:

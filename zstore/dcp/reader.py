@@ -35,7 +35,6 @@ from torch.futures import Future
 from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, ReadAhead, Span
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype
 from zstore.format.boxes import Box, spans
@@ -43,6 +42,7 @@ from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.io.pool import Crew
 from zstore.open.sources import open_source
+from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 from .tensors import torch_dtype
 
@@ -157,10 +157,9 @@ class Reader(StorageReader):
 
     def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:
         spec = source.arrays[name].spec
-        dtype = "float32" if rest_of_master(source.arrays, name) is not None else spec.dtype
         size = torch.Size(spec.shape)
         return TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(dtype)),
+            properties=TensorProperties(dtype=torch_dtype(whole_dtype(source, name))),
             size=size,
             chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
         )
@@ -208,9 +207,7 @@ class _Block:
         self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
         self.itemsize = spec.itemsize
         self._target: torch.Tensor = self.planner.resolve_tensor(self.item).detach()
-        self._splits = rest_of_master(self.source.arrays, self.name) is not None
-        self._dtype = "float32" if self._splits else spec.dtype
-        self._landing = self._target
+        self._buffer = self._target
 
     def ranges(self) -> list[Range]:
         """Return the flat ranges to read."""
@@ -219,29 +216,26 @@ class _Block:
 
     def begin(self) -> None:
         """Make the memory that the block is read into."""
-        dtype = torch_dtype(self._dtype)
+        dtype = torch_dtype(whole_dtype(self.source, self.name))
         direct = self._target.device.type == "cpu" and self._target.is_contiguous() and self._target.dtype == dtype
-        self._landing = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
+        self._buffer = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
 
     def put(self, span: Span) -> None:
         """Take what the block has of a span; of disjoint ones from several threads."""
-        out: Any = self._landing.reshape(-1).view(torch.uint8).numpy()
-        data: Bytes = span.data
-        size = self.itemsize
-        if self._splits:
-            weight = data.view(numpy_dtype("bfloat16"))
-            master = complete_master(self.source, self.name, span.first, weight)
-            data = data if master is None else master.view(np.uint8)
-            size = self._landing.itemsize
-        for at, in_box, numel in self.box.overlap(span.first, span.stop):
-            start = (at - span.first) * size
-            out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
+        out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
+        size = self._buffer.itemsize
+        stored = span.data.view(numpy_dtype(self.source.arrays[self.name].spec.dtype))
+        for first, values in whole_values(self.source, self.name, span.first, stored):
+            data = values.view(np.uint8)
+            for at, in_box, numel in self.box.overlap(first, first + values.size):
+                start = (at - first) * size
+                out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
 
     def finish(self) -> None:
         """Hand the block over, once all its spans were put."""
-        if self._landing is not self._target:
-            self._target.copy_(self._landing.reshape(self._target.shape))
-            self._landing = self._target
+        if self._buffer is not self._target:
+            self._target.copy_(self._buffer.reshape(self._target.shape))
+            self._buffer = self._target
         self.planner.commit_tensor(self.item, self._target)
 
 

@@ -10,9 +10,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from ..format.arrays import ArraySpec, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
-from .dcp_entries import Entries, Opaque, Place
-from .dcp_names import STATE, Names, key_of, name_arrays
+from .dcp_entries import Entries, FileRange, Opaque
+from .dcp_names import STATE, Names, key_of, name_arrays, step_of
 from .dcp_names import Path as KeyPath
 from .dcp_values import make_document
 from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
@@ -31,7 +29,6 @@ from .source import Bytes, ForeignSource, record_of
 from .torchfile import TORCH, TorchTensor, load_torch_file
 
 METADATA = ".metadata"
-_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
 _MOST_KEPT = 4096
 """Blocks whose place in their file is remembered."""
 _MOST_BLOCK_PICKLE_BYTES = 1024 * 1024
@@ -59,11 +56,8 @@ _TABLE: Table = {
 }
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """The blocks of a tensor."""
-
-    blocks: list[tuple[Box, Place]]
+_Blocks = list[tuple[Box, FileRange]]
+"""The blocks of a tensor, and where they are stored."""
 
 
 class TorchDcpSource(ForeignSource):
@@ -78,12 +72,11 @@ class TorchDcpSource(ForeignSource):
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
         files = Files(direct=False)
         tensors, self._opaque, document = _Metadata(folder).described(Entries(files))
-        self._pieces = {name: pieces for name, (_, pieces) in tensors.items()}
-        self._found: dict[Place, TorchTensor] = {}
+        self._blocks = {name: blocks for name, (_, blocks) in tensors.items()}
+        self._found: dict[FileRange, TorchTensor] = {}
         specs = [spec for spec, _ in tensors.values()]
         specs += [ArraySpec(name=name, shape=(it.nbytes,), dtype="uint8") for name, it in self._opaque.items()]
-        step = _STEP.search(folder.resolve().name)
-        record = record_of(folder, int(step[1]) if step else 0, {STATE: document})
+        record = record_of(folder, step_of(folder.resolve().name), {STATE: document})
         super().__init__(folder, record, specs, resources, files)
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
@@ -91,14 +84,14 @@ class TorchDcpSource(ForeignSource):
             self._opaque[name].read(self._files, first, out)
             return
         spec = self.array(name).spec
-        for box, place in self._pieces[name].blocks:  # which tile it
+        for box, place in self._blocks[name]:  # which tile it
             gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), out)
 
-    def _fetch(self, spec: ArraySpec, box: Box, place: Place, start: int, out: Bytes) -> None:
+    def _fetch(self, spec: ArraySpec, box: Box, place: FileRange, start: int, out: Bytes) -> None:
         tensor = self._tensor(spec, box, place)
         tensor.read(self._files, start, start + out.size // spec.itemsize, out)
 
-    def _tensor(self, spec: ArraySpec, box: Box, place: Place) -> TorchTensor:
+    def _tensor(self, spec: ArraySpec, box: Box, place: FileRange) -> TorchTensor:
         with self._lock:
             known = self._found.get(place)
         if known is not None:
@@ -135,7 +128,7 @@ class _Metadata:
 
     def described(
         self, looked_into: Entries
-    ) -> tuple[dict[str, tuple[ArraySpec, _Pieces]], dict[str, Opaque], dict[str, Any]]:
+    ) -> tuple[dict[str, tuple[ArraySpec, _Blocks]], dict[str, Opaque], dict[str, Any]]:
         """Return tensors by array name, opaque arrays, and the record's `state["dcp"]`."""
         tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}
         names = name_arrays({key: self._paths[key] for key in tensors})
@@ -165,7 +158,7 @@ class _Metadata:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Pieces]:
+    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Blocks]:
         shape = self._extents(entry.get("size"))
         properties = self._object(entry.get("properties"), "TensorProperties").state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
@@ -175,7 +168,7 @@ class _Metadata:
             spec = ArraySpec(name=name, shape=shape, dtype=dtype.name.removeprefix("torch."))
         except ValueError as error:
             raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
-        blocks: list[tuple[Box, Place]] = []
+        blocks: _Blocks = []
         for chunk in self._items(entry.get("chunks")):
             piece = self._object(chunk, "ChunkStorageMetadata")
             offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
@@ -187,7 +180,7 @@ class _Metadata:
                 blocks.append((box, self._place(key, offsets)))
         if not tiles(shape, (box for box, _ in blocks)):
             raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has, each once")
-        return spec, _Pieces(blocks)
+        return spec, blocks
 
     def _extents(self, value: object) -> tuple[int, ...]:
         if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
@@ -196,8 +189,8 @@ class _Metadata:
 
     # -- where they lie ----------------------------------------------------------------------------------------------
 
-    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
-        found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
+        found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
         for key, value in storage.items():
             index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
             fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
@@ -215,11 +208,11 @@ class _Metadata:
                 raise CheckpointMismatchError(
                     f"{self._path}: {fqn!r} was written through an extension, which is not read"
                 )
-            place = Place(path=self._folder / file, offset=start, nbytes=nbytes)
+            place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
             found[fqn, None if offset is None else self._extents(offset)] = place
         return found
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Place:
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> FileRange:
         place = self._storage.get((key, offsets))
         if place is None:
             raise self._damaged(f"nothing says where {key!r} at {offsets} lies")

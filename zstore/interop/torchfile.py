@@ -43,7 +43,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER_BYTES = 30
 
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -58,7 +58,7 @@ _STORAGES = {
     "ComplexFloat": "complex64",
 }
 _ITEMSIZES = {"complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_DTYPES = (*_STORAGES.values(), "uint16", "uint32", "uint64", *_ITEMSIZES)
+_DTYPES = (*STORAGES.values(), "uint16", "uint32", "uint64", *_ITEMSIZES)
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
 
 
@@ -110,7 +110,7 @@ class TorchTensor:
         return True
 
     @property
-    def place(self) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]:
+    def identity(self) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]:
         """What is equal for two names of one tensor."""
         return self.storage, self.first, self.shape, self.stride, self.dtype
 
@@ -160,7 +160,7 @@ def load_torch_file(
         start = file.read(4)
         file.seek(0)
         if start == b"PK\x03\x04":
-            return _Zip(path, file, size).load(table or {})
+            return _Zip(path, file, 0, size).load(table or {})
         if start[:1] == b"\x80":
             return _load_legacy(path, file, size, table or {})
     raise CorruptionError(
@@ -172,9 +172,7 @@ def load_torch_file(
 def find_pickle(path: Path, part: tuple[int, int]) -> tuple[int, int]:
     """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises what `load_torch_file` does."""
     with _opened(path) as (file, size):
-        archive = _archive(path, file, size, part)
-        offset, nbytes = archive.find("data.pkl")
-        return part[0] + offset, nbytes
+        return _archive(path, file, size, part).find("data.pkl")
 
 
 def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Zip:
@@ -183,7 +181,7 @@ def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Z
         raise CorruptionError(
             f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
         )
-    return _Zip(path, _Window(file, offset, nbytes), nbytes, offset)
+    return _Zip(path, file, offset, nbytes)
 
 
 @contextmanager
@@ -284,7 +282,7 @@ _TENSOR_MAKERS: dict[str, Maker | None] = {
 }
 TORCH: Table = {
     **_TENSOR_MAKERS,
-    **{f"torch.{name}Storage": None for name in _STORAGES},
+    **{f"torch.{name}Storage": None for name in STORAGES},
     **dict.fromkeys(["torch.UntypedStorage", "torch.storage.UntypedStorage"]),
     **dict.fromkeys(["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"]),
     **{f"torch.{name}": None for name in (*_DTYPES, *_ALIASES)},
@@ -298,7 +296,7 @@ def _typed(kind: Any) -> tuple[str | None, int]:
     name = kind.name.rpartition(".")[2].removesuffix("Storage") if isinstance(kind, Global) else ""
     if name == "Untyped":
         return None, 1
-    dtype = _STORAGES[name]
+    dtype = STORAGES[name]
     return dtype, _itemsize(dtype)
 
 
@@ -306,10 +304,14 @@ def _typed(kind: Any) -> tuple[str | None, int]:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Bytes `[offset, offset + nbytes)` of a file, as a file.
 
-    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+    No read asks for more memory than a file of tensors needs for its directory.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, offset: int, nbytes: int) -> None:
         self._file = file
+        self._path = path
         self._offset = offset
         self._nbytes = nbytes
         self._at = 0
@@ -327,47 +329,26 @@ class _Window(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
+        if size > _MAX_READ_BYTES:
+            raise CorruptionError(f"{self._path}: the archive's directory is larger than any of a checkpoint")
         left = max(0, self._nbytes - self._at)
         self._file.seek(self._offset + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(min(_MAX_END_BYTES if size < 0 else size, left))
         self._at += len(data)
         return data
 
 
-class _Bounded(io.RawIOBase):
-    """A file of which no read asks for more memory than a file of tensors needs for its directory."""
-
-    def __init__(self, file: BinaryIO | _Window, path: Path) -> None:
-        self._file = file
-        self._path = path
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _MAX_READ_BYTES:
-            raise CorruptionError(f"{self._path}: the archive's directory is larger than any of a checkpoint")
-        return self._file.read(_MAX_END_BYTES if size < 0 else size)
-
-
 class _Zip:
-    """An archive of torch.save, while it is loaded."""
+    """An archive of torch.save, of `nbytes` at `base` of an open file, while it is loaded."""
 
-    def __init__(self, path: Path, file: BinaryIO | _Window, size: int, base: int = 0) -> None:
+    def __init__(self, path: Path, file: BinaryIO, base: int, nbytes: int) -> None:
         self._path = path
         self._file = file
-        self._size = size
         self._base = base
-        """Where the archive begins in the file of that path."""
+        self._nbytes = nbytes
         self._storages: dict[str, Storage] = {}
         try:
-            with zipfile.ZipFile(_Bounded(file, path)) as archive:
+            with zipfile.ZipFile(_Window(file, path, base, nbytes)) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
             if isinstance(error, CorruptionError):
@@ -384,22 +365,22 @@ class _Zip:
         self._root = roots[0]
 
     def find(self, name: str) -> tuple[int, int]:
-        """Return offset and bytes of an entry's data."""
+        """Return offset, in the file, and bytes of an entry's data."""
         info = self._entries.get(f"{self._root}{name}")
         if info is None:
             raise CorruptionError(f"{self._path}: the archive lacks {name[:100]!r}: it is damaged; copy it again")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise CheckpointMismatchError(f"{self._path}: {name!r} is compressed or encrypted; torch.save does neither")
-        self._file.seek(min(max(info.header_offset, 0), self._size))
+        self._file.seek(self._base + min(max(info.header_offset, 0), self._nbytes))
         header = self._file.read(_LOCAL_HEADER_BYTES)
         if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
             raise CorruptionError(f"{self._path}: {name!r} is not where the archive's directory says: it is damaged")
         offset = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack_from("<HH", header, 26))
-        if offset + info.file_size > self._size:
+        if offset + info.file_size > self._nbytes:
             raise CorruptionError(
                 f"{self._path}: {name!r} goes on behind the end of the file: it is cut off; copy it again"
             )
-        return offset, info.file_size
+        return self._base + offset, info.file_size
 
     def load(self, table: Table, most_bytes: int = MAX_PICKLE_BYTES) -> Any:
         """Return what was saved; raises CorruptionError where its pickle has more than `most_bytes`."""
@@ -425,7 +406,7 @@ class _Zip:
         dtype, itemsize = _typed(kind)
         if key not in self._storages:
             offset, nbytes = self.find(f"data/{key}")
-            self._storages[key] = Storage(self._path, nbytes, self._base + offset)
+            self._storages[key] = Storage(self._path, nbytes, offset)
         storage = self._storages[key]
         if numel < 0 or numel * itemsize > storage.nbytes:
             raise CorruptionError(

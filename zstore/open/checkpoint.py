@@ -242,17 +242,17 @@ class Weights(Mapping[str, "Tensor"]):
     def _load(self, weights: list[Weight]) -> dict[str, Array]:
         self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
-        self._refuse(lost, weights)
+        self._refuse(lost)
         return found
 
     def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
         self._checkpoint.check_open()
         count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
-        self._refuse([Lost(name=weight.name, count=count)] if count else [], [weight])
+        self._refuse({weight.name: count} if count else {})
 
-    def _refuse(self, lost: list[Lost], weights: list[Weight]) -> None:
+    def _refuse(self, lost: Lost) -> None:
         if lost and self._overflow == "error":
-            dtype = next(weight.dtype for weight in weights if weight.name == lost[0].name)
+            dtype = self._weights[min(lost)].dtype
             raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
 
 

@@ -90,12 +90,12 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
     _complete_at_exit()
-    handle = SaveHandle(_Job(request, options, local))
+    handle = SaveHandle(_Upload(request, options, local))
     _under_way.add(handle)
     return handle
 
 
-class _Job:
+class _Upload:
     """The save and upload of one rank."""
 
     def __init__(self, request: SaveRequest, options: UploadOptions, local: SaveHandle) -> None:

@@ -16,8 +16,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, storage_error
+from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
 from ..format.arrays import MAX_NAME, numpy_dtype
+from ..io.files import Files, OpenFile
 from .layout import SAFETENSORS_DTYPES
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
@@ -56,7 +57,8 @@ class WeightsReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[Path, int] = {}
+        self._files = Files(direct=False)
+        self._opened: dict[Path, OpenFile] = {}
         self._ends = contextlib.ExitStack()
         self.read_bytes = 0
         """Bytes of tensors read so far."""
@@ -112,7 +114,7 @@ class WeightsReader:
             text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
         except OSError as error:
             raise storage_error(error, "the weights cannot be read", path=str(path)) from error
-        self._files[path] = file
+        self._opened[path] = OpenFile(file, str(path), direct=False)
         try:
             if not text or len(text) != length:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -129,21 +131,9 @@ class WeightsReader:
 
         Raises StorageError where the file cannot be read, or has become shorter.
         """
-        data: Any = out.view(np.uint8)
-        memory = memoryview(data)
-        offset, done = weight.offset + first * out.itemsize, 0
-        path = str(weight.path)
-        while done < len(memory):
-            try:
-                count = os.preadv(self._files[weight.path], [memory[done:]], offset + done)
-            except OSError as error:
-                raise storage_error(
-                    error, f"reading {weight.name!r} failed", path=path, offset=offset + done, nbytes=len(memory) - done
-                ) from error
-            if count == 0:
-                raise StorageError(f"{weight.name!r}: the file has ended", path=path, offset=offset + done)
-            done += count
-        self.read_bytes += done
+        data = out.view(np.uint8)
+        self._files.read_into(self._opened[weight.path], data, weight.offset + first * out.itemsize)
+        self.read_bytes += data.size
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

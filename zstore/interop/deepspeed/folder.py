@@ -30,7 +30,7 @@ _MOST_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
+class CheckpointFiles:
     """The files of one checkpoint. See [Note: the folders]."""
 
     path: Path
@@ -45,7 +45,7 @@ class Folder:
     """What was on NVMe: files by rank and name."""
 
 
-def find(location: Path, tag: str | None) -> Folder | None:
+def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
 
     Without a tag it is what `latest` names, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
@@ -106,7 +106,7 @@ def _hinted(root: Path) -> str | None:
     return None
 
 
-def _files(path: Path) -> Folder:
+def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
     _refuse_parallel(path, names)
     optimizer: dict[int, Path] = {}
@@ -127,7 +127,7 @@ def _files(path: Path) -> Folder:
     state = path / _UNIVERSAL / "optimizer_state.pt"
     if universal and state.is_file():
         universal[state.name] = state
-    return Folder(
+    return CheckpointFiles(
         path=path, tag=path.name, model=model, optimizer=optimizer, universal=universal, offloaded=_offloaded(path)
     )
 
@@ -166,7 +166,7 @@ def _offloaded(path: Path) -> dict[int, dict[str, Path]]:
     return ranks
 
 
-def check_ranks(folder: Folder, files: dict[int, Path], world_size: int, what: str) -> None:
+def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int, what: str) -> None:
     """Raise CorruptionError unless there is one file for each of `world_size` ranks."""
     missing = [rank for rank in range(min(world_size, 2**20)) if rank not in files]
     if missing:

@@ -9,7 +9,7 @@ from typing import Any
 from ...checkpoint.format import Record
 from ...io.files import Files
 from ..pickles import PickledObject
-from .trained import States
+from .pieces import States
 from .values import Fields, Plain, number_of, table_of
 
 _DEEPSPEEDS_OWN = frozenset(
