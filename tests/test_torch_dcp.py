@@ -60,7 +60,7 @@ def test_blocks_that_overlap_as_much_as_they_leave_out_are_refused(
         chunks[2].offsets = chunks[1].offsets
 
     edit(tmp_path / "blocks", twice)
-    with pytest.raises(CorruptionError, match="blocks of 'w' are not the 1024 elements that it has, each once"):
+    with pytest.raises(CorruptionError, match="blocks of 'w' do not cover its 1024 elements exactly once"):
         open_source(tmp_path / "blocks")
 
 

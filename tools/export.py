@@ -7,20 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import DiskFullError
 from zstore.format.arrays import numpy_dtype
 from zstore.interop.torch_archive import Tensor, write_archive
+from zstore.io.buffers import Bytes
 from zstore.io.files import Files, OpenFile
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, whole_values
 from zstore.weights.layout import Weight
 from zstore.weights.writer import Lost
 
-Bytes = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 
 

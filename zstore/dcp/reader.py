@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -45,8 +44,6 @@ from zstore.open.sources import open_source
 from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 from .tensors import torch_dtype
-
-Bytes = npt.NDArray[np.uint8]
 
 _MOST_TAKEN = 4
 """Spans that are held at a time: fewer than are read ahead."""
@@ -114,7 +111,7 @@ class Reader(StorageReader):
             if self._state.opaque.get(self._arrays.get(key, "")) == PICKLE and not self._trust_pickles:
                 raise UsageError(
                     f"{key!r} in {self.path} is a pickle, which torch.distributed.checkpoint would run: leave it out of the "
-                    "state dict, or pass zstore.dcp.Reader(..., trust_pickles=True) where you trust who wrote it"
+                    "state dict, or pass zstore.dcp.Reader(..., trust_pickles=True) if you trust its author"
                 )
         return plan
 

@@ -10,11 +10,10 @@ import torch
 
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype
+from zstore.io.buffers import Bytes
 
 if TYPE_CHECKING:
     from typing import Any
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def dtype_name(key: str, dtype: torch.dtype) -> str:

@@ -116,7 +116,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint (rank 0)."""
         if self._save is None:
-            raise UsageError("finish() of a save that was not begun: zstore.dcp.Writer belongs to rank 0 of the save")
+            raise UsageError("finish() without a save: it is called on rank 0 only, after prepare_global_plan()")
         try:
             self._save.commit([each.storage_data for rank in results for each in rank])
         finally:
@@ -172,7 +172,7 @@ def _write_item(place: RankWriter, item: WriteItem, planner: SavePlanner) -> Wri
         return _write_value(place, item, planner)
     written = item.tensor_data
     if written is None:
-        raise UsageError(f"{item.index.fqn!r} is no tensor")
+        raise UsageError(f"{item.index.fqn!r} is not a tensor")
     layout = place.share.arrays[item.index.fqn]
     box = Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
     data = _bytes(item, planner, layout.spec, box)

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import CheckpointMismatchError, CorruptionError, storage_error
+from ..errors import CheckpointMismatchError, CorruptionError
+from ..io.buffers import Bytes
 from ..io.files import Files
 from .dcp_values import BYTES, PICKLE, NotPlainError, Room, encode_value
-from .torchfile import find_pickle, load_torch_file
-
-Bytes = npt.NDArray[np.uint8]
+from .torchfile import find_pickle, load_torch_file, opened_file
 
 _MOST_LOADED_BYTES = 4 * 1024 * 1024
 """Longer pickles are not looked into."""
@@ -107,7 +105,7 @@ class TextBytes:
 
     def _damaged(self) -> CorruptionError:
         return CorruptionError(
-            f"{self._place.path}: the bytes at {self._place.offset} are no text that stands for bytes: it is damaged"
+            f"{self._place.path}: the bytes at {self._place.offset} are not the encoding of bytes: the file is damaged"
         )
 
 
@@ -161,11 +159,12 @@ class Entries:
 
     def _claim(self, place: FileRange) -> None:
         if place.path not in self._left:
-            self._left[place.path] = _size(place.path)
+            with opened_file(place.path) as (_, size):
+                self._left[place.path] = size
         self._left[place.path] -= place.nbytes
         if self._left[place.path] < 0:
             raise CorruptionError(
-                f"{place.path} is shorter than the entries that lie in it, or they lie over one another: it is cut off or "
+                f"{place.path} is shorter than the entries in it, or they overlap: it is truncated or "
                 "damaged; copy it again"
             )
 
@@ -184,12 +183,3 @@ class Entries:
                 content = FileRange(path=pickled.path, offset=pickled.offset + match.end(), nbytes=size)
                 return TextBytes(self._files, content) if begin is _TEXT else content
         return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError as error:
-        raise CorruptionError(f"{path} is missing: copy it again") from error
-    except OSError as error:
-        raise storage_error(error, "the file cannot be read", path=str(path)) from error

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from ..errors import CorruptionError
 from ..format.arrays import ArraySpec, model_array, numpy_dtype
+from ..io.buffers import Bytes
 from ..io.files import Files
 from ..io.shards import IoResources
 from ..weights.reader import WeightsReader
-from .source import Bytes, ForeignSource, record_of
+from .source import ForeignSource, record_of
 
 
 class HuggingFaceSource(ForeignSource):

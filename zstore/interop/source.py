@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.format import Record
@@ -17,11 +16,10 @@ from ..checkpoint.source import ArraySource, StoredArray
 from ..errors import UsageError
 from ..format.arrays import ArraySpec
 from ..format.partition import make_grid
+from ..io.buffers import Bytes
 from ..io.files import Files
 from ..io.queue import Priority
 from ..io.shards import IoResources
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class ForeignSource(ArraySource):

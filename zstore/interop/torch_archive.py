@@ -23,7 +23,8 @@ import numpy as np
 
 from ..errors import CheckpointError, UsageError
 from ..format.arrays import numpy_dtype
-from .torchfile import STORAGES, Bytes
+from ..io.buffers import Bytes
+from .torchfile import STORAGES
 
 _CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGES.items()}
 """Data types of which torch has a class of storages; the others are bytes with the type beside them."""
@@ -71,7 +72,7 @@ def _emit(value: Any, out: bytearray) -> None:
     elif kind is int:
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         if len(data) > 255:
-            raise UsageError("a whole number of over 255 bytes cannot be written for torch")
+            raise UsageError("an integer of over 255 bytes cannot be written for torch")
         out += b"\x8a" + bytes([len(data)]) + data
     elif kind is float:
         out += b"G" + struct.pack(">d", value)

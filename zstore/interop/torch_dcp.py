@@ -10,14 +10,14 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError
 from ..format.arrays import ArraySpec, client_array
 from ..format.boxes import Box, gather, tiles
+from ..io.buffers import Bytes
 from ..io.files import Files
 from ..io.shards import IoResources
 from .dcp_entries import Entries, FileRange, Opaque
@@ -25,7 +25,7 @@ from .dcp_names import STATE, Names, key_of, name_arrays, step_of
 from .dcp_names import Path as KeyPath
 from .dcp_values import make_document
 from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
-from .source import Bytes, ForeignSource, record_of
+from .source import ForeignSource, record_of
 from .torchfile import TORCH, TorchTensor, load_torch_file
 
 METADATA = ".metadata"
@@ -35,17 +35,14 @@ _MOST_BLOCK_PICKLE_BYTES = 1024 * 1024
 _LEAST_STEPS, _BYTES_A_STEP = 1_000_000, 16
 """A block costs four steps, and has well over a hundred bytes in the metadata."""
 _MODULE = "torch.distributed.checkpoint"
+_KINDS = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    *("_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
+)
 _TABLE: Table = {
     **TORCH,
     **inert(
-        f"{_MODULE}.metadata.Metadata",
-        f"{_MODULE}.metadata.TensorStorageMetadata",
-        f"{_MODULE}.metadata.BytesStorageMetadata",
-        f"{_MODULE}.metadata.ChunkStorageMetadata",
-        f"{_MODULE}.metadata.TensorProperties",
-        f"{_MODULE}.metadata._MEM_FORMAT_ENCODING",
-        f"{_MODULE}.metadata.MetadataIndex",
-        f"{_MODULE}.metadata.StorageMeta",
+        *(f"{_MODULE}.metadata.{kind}" for kind in _KINDS),
         f"{_MODULE}.filesystem._StorageInfo",
         "torch.serialization._get_layout",
         "pathlib.PosixPath",
@@ -85,11 +82,12 @@ class TorchDcpSource(ForeignSource):
             return
         spec = self.array(name).spec
         for box, place in self._blocks[name]:  # which tile it
-            gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), out)
 
-    def _fetch(self, spec: ArraySpec, box: Box, place: FileRange, start: int, out: Bytes) -> None:
-        tensor = self._tensor(spec, box, place)
-        tensor.read(self._files, start, start + out.size // spec.itemsize, out)
+            def fetch(start: int, part: Bytes, box: Box = box, place: FileRange = place) -> None:
+                tensor = self._tensor(spec, box, place)
+                tensor.read(self._files, start, start + part.size // spec.itemsize, part)
+
+            gather(box, first, stop, spec.itemsize, fetch, out)
 
     def _tensor(self, spec: ArraySpec, box: Box, place: FileRange) -> TorchTensor:
         with self._lock:
@@ -124,7 +122,9 @@ class _Metadata:
         if not all(isinstance(key, str) for key in self._entries):
             raise self._damaged("its entries have no names")
         self._storage = self._index(self._dict(root.get("storage_data")))
-        self._paths = self._key_paths(root.get("planner_data"))
+        planner = root.get("planner_data")
+        kept = planner if isinstance(planner, dict) else {}
+        self._paths = {key: self._key_path(key, kept.get(key)) for key in self._entries}
 
     def described(
         self, looked_into: Entries
@@ -169,8 +169,11 @@ class _Metadata:
         except ValueError as error:
             raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
         blocks: _Blocks = []
-        for chunk in self._items(entry.get("chunks")):
-            piece = self._object(chunk, "ChunkStorageMetadata")
+        chunks = entry.get("chunks")
+        if not isinstance(chunks, list):
+            raise self._damaged(f"expected a list of blocks, got {brief(chunks)}")
+        for chunk in chunks:
+            piece = self._object(chunk, "ChunkStorageMetadata")  # which counts a step
             offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
             try:
                 box = Box(shape, offsets, sizes)
@@ -179,7 +182,7 @@ class _Metadata:
             if box.numel:
                 blocks.append((box, self._place(key, offsets)))
         if not tiles(shape, (box for box, _ in blocks)):
-            raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has, each once")
+            raise self._damaged(f"the blocks of {key!r} do not cover its {spec.numel} elements exactly once")
         return spec, blocks
 
     def _extents(self, value: object) -> tuple[int, ...]:
@@ -201,12 +204,12 @@ class _Metadata:
                 or Path(file).name != file
                 or file in ("", ".", "..")
             ):
-                raise self._damaged(f"an entry lies in {brief(file)}, which is no file of the folder")
+                raise self._damaged(f"an entry is in {brief(file)}, which is not a file of the folder")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
-                raise self._damaged(f"{fqn!r} lies at {brief(start)}, {brief(nbytes)} bytes")
+                raise self._damaged(f"{fqn!r} is at {brief(start)}, {brief(nbytes)} bytes")
             if info.get("transform_descriptors"):
                 raise CheckpointMismatchError(
-                    f"{self._path}: {fqn!r} was written through an extension, which is not read"
+                    f"{self._path}: {fqn!r} was written through an extension, which is not supported"
                 )
             place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
             found[fqn, None if offset is None else self._extents(offset)] = place
@@ -215,12 +218,8 @@ class _Metadata:
     def _place(self, key: str, offsets: tuple[int, ...] | None) -> FileRange:
         place = self._storage.get((key, offsets))
         if place is None:
-            raise self._damaged(f"nothing says where {key!r} at {offsets} lies")
+            raise self._damaged(f"no file is listed for {key!r} at {offsets}")
         return place
-
-    def _key_paths(self, planner: object) -> dict[str, KeyPath]:
-        kept = planner if isinstance(planner, dict) else {}
-        return {key: self._key_path(key, kept.get(key)) for key in self._entries}
 
     def _key_path(self, key: str, path: object) -> KeyPath:
         if isinstance(path, tuple | list) and path and all(type(part) in (str, int) for part in path):
@@ -244,12 +243,5 @@ class _Metadata:
             raise self._damaged(f"expected a dict, got {brief(value)}")
         return value
 
-    def _items(self, value: object) -> Iterator[Any]:
-        if not isinstance(value, list):
-            raise self._damaged(f"expected a list of blocks, got {brief(value)}")
-        for item in value:
-            self._walk.step()
-            yield item
-
     def _damaged(self, what: str) -> CorruptionError:
-        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in a way that is not read")
+        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in an unsupported way")

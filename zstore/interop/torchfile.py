@@ -28,10 +28,9 @@ import numpy.typing as npt
 
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
 from ..format.arrays import numpy_dtype
+from ..io.buffers import Bytes
 from ..io.files import Files
 from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
-
-Bytes = npt.NDArray[np.uint8]
 
 _MAX_READ_BYTES = 32 * 1024 * 1024
 _MAX_END_BYTES = 1024 * 1024
@@ -154,7 +153,7 @@ def load_torch_file(
     bytes of one. The pickle has at most `most_bytes`. Raises CorruptionError where the file is missing, damaged or no file
     of `torch.save`; CheckpointMismatchError for what it names that is not read; StorageError where it cannot be read.
     """
-    with _opened(path) as (file, size):
+    with opened_file(path) as (file, size):
         if part is not None:
             return _archive(path, file, size, part).load(table or {}, most_bytes)
         start = file.read(4)
@@ -164,14 +163,14 @@ def load_torch_file(
         if start[:1] == b"\x80":
             return _load_legacy(path, file, size, table or {})
     raise CorruptionError(
-        f"{path} is no file of torch.save (it begins with {start.hex() or 'nothing'}): it is damaged, was never complete, or "
-        "was written by something else"
+        f"{path} is not a file of torch.save (it begins with {start.hex() or 'nothing'}): it is damaged, incomplete, or "
+        "was written by other software"
     )
 
 
 def find_pickle(path: Path, part: tuple[int, int]) -> tuple[int, int]:
     """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises what `load_torch_file` does."""
-    with _opened(path) as (file, size):
+    with opened_file(path) as (file, size):
         return _archive(path, file, size, part).find("data.pkl")
 
 
@@ -179,17 +178,18 @@ def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Z
     offset, nbytes = part
     if offset + nbytes > size:
         raise CorruptionError(
-            f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
+            f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is truncated; copy it again"
         )
     return _Zip(path, file, offset, nbytes)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def opened_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file and say how many bytes it has. Raises CorruptionError where it is missing or no file, StorageError."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
-            raise CorruptionError(f"{path} is no file")
+            raise CorruptionError(f"{path} is not a regular file")
         file = path.open("rb")
     except FileNotFoundError as error:
         raise CorruptionError(f"{path} is missing: copy it again") from error
@@ -216,11 +216,11 @@ def _rebuild(
         raise ValueError("a tensor has no storage")
     for numbers in (shape, stride):
         if type(numbers) is not tuple or len(numbers) > MAX_DIMS:
-            raise ValueError("a tensor's shape or stride is no tuple of numbers")
+            raise ValueError("a tensor's shape or stride is not a tuple of integers")
     if any(type(n) is not int or not 0 <= n <= _MAX_NUMEL for n in (first, *shape, *stride)) or len(shape) != len(
         stride
     ):
-        raise ValueError("a tensor's offset, shape or stride is none")
+        raise ValueError("a tensor's offset, shape or stride is invalid")
     last = first + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
     available = storage.storage.nbytes // _itemsize(dtype)
     numel = math.prod(shape)
@@ -235,7 +235,7 @@ def _rebuild(
 
 def _rebuild_tensor(storage: Any, first: Any, shape: Any, stride: Any, *_: Any) -> TorchTensor:
     if not isinstance(storage, _TypedStorage) or storage.dtype is None:
-        raise ValueError("a tensor has no storage of a type")
+        raise ValueError("a tensor has no typed storage")
     return _rebuild(storage, first, shape, stride, storage.dtype)
 
 
@@ -245,14 +245,14 @@ def _rebuild_tensor_v3(storage: Any, first: Any, shape: Any, stride: Any, *rest:
 
 def _rebuild_parameter(data: Any, *_: Any) -> TorchTensor:
     if not isinstance(data, TorchTensor):
-        raise ValueError("a parameter is made of no tensor")
+        raise ValueError("a parameter is not made from a tensor")
     return data
 
 
 def _rebuild_from_type(function: Any, _kind: Any, args: Any, state: Any) -> TorchTensor:
     """A tensor with attributes of its own."""
     if not isinstance(function, Global) or function.make is None or type(args) is not tuple:
-        raise ValueError("a tensor is rebuilt by no function of torch's")
+        raise ValueError("a tensor is rebuilt by an unknown function")
     made = _rebuild_parameter(function.make(*args))
     kept = state[0] if isinstance(state, tuple) and state else state
     attributes = dict(kept) if isinstance(kept, dict) else {}
@@ -330,7 +330,7 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if size > _MAX_READ_BYTES:
-            raise CorruptionError(f"{self._path}: the archive's directory is larger than any of a checkpoint")
+            raise CorruptionError(f"{self._path}: the archive's directory is too large for a checkpoint")
         left = max(0, self._nbytes - self._at)
         self._file.seek(self._offset + self._at)
         data = self._file.read(min(_MAX_END_BYTES if size < 0 else size, left))
@@ -354,14 +354,14 @@ class _Zip:
             if isinstance(error, CorruptionError):
                 raise
             raise CorruptionError(
-                f"{path} is cut off or damaged: its archive has no valid directory ({error}); copy it again"
+                f"{path} is truncated or damaged: its archive has no valid directory ({error}); copy it again"
             ) from error
         self._entries = {info.filename: info for info in infos}
         if len(self._entries) != len(infos):
             raise CorruptionError(f"{path}: the archive has two entries of one name")
         roots = [name.removesuffix("data.pkl") for name in self._entries if name.endswith("/data.pkl")]
         if len(roots) != 1 or f"{roots[0]}constants.pkl" in self._entries:
-            raise CorruptionError(f"{path} is a zip archive, but none of torch.save: expected one data.pkl")
+            raise CorruptionError(f"{path} is a zip archive, but not one of torch.save: expected one data.pkl")
         self._root = roots[0]
 
     def find(self, name: str) -> tuple[int, int]:
@@ -378,7 +378,7 @@ class _Zip:
         offset = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack_from("<HH", header, 26))
         if offset + info.file_size > self._nbytes:
             raise CorruptionError(
-                f"{self._path}: {name!r} goes on behind the end of the file: it is cut off; copy it again"
+                f"{self._path}: {name!r} extends past the end of the file: it is truncated; copy it again"
             )
         return self._base + offset, info.file_size
 
@@ -390,11 +390,11 @@ class _Zip:
             order = self._file.read(min(size, 16))
             if order != b"little":
                 raise CheckpointMismatchError(
-                    f"{self._path} was written with byte order {order!r}; only little is read"
+                    f"{self._path} was written with byte order {order!r}; only little-endian is supported"
                 )
         offset, size = self.find("data.pkl")
         if size > most_bytes:
-            raise CorruptionError(f"{self._path}: a pickle of {size} bytes is in no checkpoint")
+            raise CorruptionError(f"{self._path}: a pickle of {size} bytes is too large for a checkpoint")
         self._file.seek(offset)
         stream = io.BytesIO(self._file.read(size))
         return load_pickle(stream, f"{self._path}: data.pkl", {**TORCH, **table}, self._persistent, size=size)
@@ -402,7 +402,7 @@ class _Zip:
     def _persistent(self, found: Any) -> _TypedStorage:
         tag, kind, key, _, numel = found
         if tag != "storage" or not isinstance(key, str) or type(numel) is not int:
-            raise ValueError("a storage is not named as torch does")
+            raise ValueError("a storage reference is not in torch's form")
         dtype, itemsize = _typed(kind)
         if key not in self._storages:
             offset, nbytes = self.find(f"data/{key}")
@@ -427,7 +427,7 @@ def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
     def persistent(found: Any) -> _TypedStorage:
         tag, kind, key, _, numel, view = found
         if tag != "storage" or not isinstance(key, str) or type(numel) is not int or numel < 0 or view is not None:
-            raise ValueError("a storage is not named as torch does")
+            raise ValueError("a storage reference is not in torch's form")
         dtype, itemsize = _typed(kind)
         if key not in storages:
             storages[key] = Storage(path, min(numel * itemsize, size)), itemsize
@@ -437,20 +437,20 @@ def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
         return load_pickle(file, where, extra, outside, size=size - file.tell())
 
     if load({}) != _MAGIC or load({}) != _LEGACY_PROTOCOL:
-        raise CorruptionError(f"{path} is a pickle, but no file of torch.save")
+        raise CorruptionError(f"{path} is a pickle, but not a file of torch.save")
     machine = load({})
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise CheckpointMismatchError(f"{path} was not written with little byte order, which alone is read")
+        raise CheckpointMismatchError(f"{path} was not written in little-endian byte order, the only one supported")
     value = load({**TORCH, **table}, persistent)
     keys = load({})
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
-        raise CorruptionError(f"{path}: the storages that the file lists are not those that its tensors have")
+        raise CorruptionError(f"{path}: the storages listed in the file do not match those of its tensors")
     for key in keys:
         storage, itemsize = storages[key]
         header = file.read(8)
         numel = int.from_bytes(header, "little")
         storage.offset = file.tell()
         if len(header) != 8 or numel * itemsize != storage.nbytes or storage.offset + storage.nbytes > size:
-            raise CorruptionError(f"{path}: storage {key!r} is cut off, or not of the size that its tensors need")
+            raise CorruptionError(f"{path}: storage {key!r} is truncated, or not of the size that its tensors need")
         file.seek(storage.offset + storage.nbytes)
     return value

@@ -122,7 +122,7 @@ class Checkpoint(Mapping[str, LazyArray]):
             stored = self.source.arrays[name]
         except KeyError:
             raise KeyError(
-                f"{self.location} has no array {name!r}; it has {len(self._names)}, as {self._names[:3]}"
+                f"{self.location} has no array {name!r}; it has {len(self._names)}, for example {self._names[:3]}"
             ) from None
         return _lazy(self.source, stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
 
@@ -166,7 +166,7 @@ class Checkpoint(Mapping[str, LazyArray]):
         Arrays have their stored shape there: of more than two extents the last and all others.
         """
         if not self.source.record.id:
-            raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is no Zarr: convert it first")
+            raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is not Zarr: convert it first")
         import zarr
 
         from ..format import zarr_dtypes  # noqa: F401 - registers bfloat16

@@ -73,7 +73,7 @@ class LazyArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"array {self.name!r} has no extents, so it has no length")
+            raise TypeError(f"array {self.name!r} has no dimensions, so it has no length")
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class LazyArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError(f"array {self.name!r} is on disk: it cannot be had without copying it into memory")
+            raise ValueError(f"array {self.name!r} is on disk: it cannot be read without a copy")
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 

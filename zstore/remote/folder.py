@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.folder import Entries, Folder, Traffic, not_local
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
+from ..io.buffers import Bytes
 from ..io.files import Files, OpenFile
 from ..io.pool import Crew
 from ..io.shards import IoResources
 from .retries import Retries
 from .send import send_file
 from .url import shown
-
-Bytes = npt.NDArray[np.uint8]
 
 _NUM_THREADS = 16
 """Small files that are read at a time."""
@@ -103,7 +101,7 @@ class RemoteFolder(Folder):
         data = self.read_range(file, 0, most_bytes + 1)
         if len(data) > most_bytes:
             raise CorruptionError(
-                f"{self.place_of(file)} has more than {most_bytes} bytes: it is no file of a checkpoint"
+                f"{self.place_of(file)} has more than {most_bytes} bytes: it is not a checkpoint's file"
             )
         return data
 
@@ -230,7 +228,7 @@ class _RemoteFiles(Files):
     def opened(self, path: str | Path, *, write: bool = False, create: bool = False) -> Iterator[OpenFile]:
         """Yield what `read_into` takes."""
         if write or create:
-            raise UsageError(f"{path} is behind a URL: it is written by an upload, and not in place")
+            raise UsageError(f"{path} is behind a URL: it is written by uploads, not in place")
         yield OpenFile(-1, os.fspath(path), False)
 
     def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:

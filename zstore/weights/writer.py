@@ -18,12 +18,10 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError, DiskFullError
 from ..format.arrays import numpy_dtype
-from ..io.buffers import PAGE_BYTES, make_slab
+from ..io.buffers import PAGE_BYTES, Bytes, make_slab
 from ..io.files import Files, OpenFile
 from .cast import Overflow, cast_into
 from .layout import FileLayout, index_document, index_file
-
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 * 1024 * 1024
 _MOST_NAMED = 20
@@ -170,7 +168,7 @@ class WeightsWriter:
             piece = values[start // itemsize : (start + view.size) // itemsize]
             lost += cast_into(piece, view.view(numpy_dtype(weight.dtype)), weight.dtype, self._overflow)
 
-        if self._is_in_vain:
+        if self._is_refused:
             put(0, np.empty(values.size * itemsize, np.uint8))
         else:
             self._file(layout).fill(offset + first * itemsize, values.size * itemsize, put)
@@ -179,7 +177,7 @@ class WeightsWriter:
                 self.lost[weight.name] = self.lost.get(weight.name, 0) + lost
 
     @property
-    def _is_in_vain(self) -> bool:
+    def _is_refused(self) -> bool:
         return bool(self.lost) and self._overflow == "error"
 
     def _file(self, layout: FileLayout) -> BlockFile:
@@ -196,7 +194,7 @@ class WeightsWriter:
 
         Does nothing and returns no name where values could not be held and overflow is "error".
         """
-        if self._is_in_vain:
+        if self._is_refused:
             return []
         for layout in self._layouts:
             file = self._file(layout)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...checkpoint.names import tag_text
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from ...weights.layout import natural_key
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt\Z")
@@ -55,7 +56,7 @@ def find(location: Path, tag: str | None) -> CheckpointFiles | None:
         if tag is not None and tag != location.name:
             return None
         return _files(location)
-    tags = sorted((path.name for path in _folders(location) if _is_checkpoint(path)), key=_natural)
+    tags = sorted((path.name for path in _folders(location) if _is_checkpoint(path)), key=natural_key)
     if not tags:
         return None
     wanted = tag if tag is not None else _hinted(location)
@@ -85,10 +86,6 @@ def _folders(path: Path) -> list[Path]:
     return [path / name for name in _names(path) if (path / name).is_dir()]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _hinted(root: Path) -> str | None:
     """Return the tag that the root's hint names, None where there is none."""
     for name in _HINTS:
@@ -101,7 +98,7 @@ def _hinted(root: Path) -> str | None:
             return tag_text(text.decode().strip())
         except (UnicodeDecodeError, UsageError) as error:
             raise CorruptionError(
-                f"{root / name} names no tag, but {text[:60]!r}: give the tag's folder instead"
+                f"{root / name} does not name a tag, but has {text[:60]!r}: give the tag's folder instead"
             ) from error
     return None
 
@@ -177,6 +174,6 @@ def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int
         )
     if len(files) > world_size:
         raise CorruptionError(
-            f"{folder.path} has {what} of {len(files)} ranks, but {world_size} trained: some are left of another save; remove "
+            f"{folder.path} has {what} of {len(files)} ranks, but {world_size} trained: some are from another save; remove "
             "those"
         )

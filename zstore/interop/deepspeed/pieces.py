@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...io.buffers import Bytes
 from ...io.files import Files
-from ..torchfile import Bytes, TorchTensor
+from ..torchfile import TorchTensor
 
 
 @dataclass(frozen=True)

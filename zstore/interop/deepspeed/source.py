@@ -14,9 +14,10 @@ from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...format.arrays import ArraySpec, buffer_array, model_array, optimizer_array
+from ...io.buffers import Bytes
 from ...io.files import Files
 from ...io.shards import IoResources
-from ..source import Bytes, ForeignSource
+from ..source import ForeignSource
 from ..torchfile import TorchTensor
 from .folder import CheckpointFiles, check_ranks, find, refusal
 from .pieces import MASTER, Elements, MemoryPart, States, Striped, whole
@@ -144,7 +145,9 @@ def _model_states(folder: CheckpointFiles) -> Fields:
             f"{folder.path} has no *_model_states.pt: it is incomplete; copy it again, or take another tag"
         )
     if 0 not in folder.model:
-        raise CorruptionError(f"{folder.path} has no model states of rank 0: copy them from the machine that it ran on")
+        raise CorruptionError(
+            f"{folder.path} has no model states of rank 0: copy them from the machine that rank 0 ran on"
+        )
     return Fields.load(folder.model[0])
 
 

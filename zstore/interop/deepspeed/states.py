@@ -103,7 +103,8 @@ class StateReader:
             key = file.name.removesuffix(".pt")
             if key == file.name:
                 continue
-            value = self._universal_value(file)
+            value = load_torch_file(file, CLASSES)
+            value = value.get("param") if isinstance(value, dict) else value
             if key == "step":
                 step = number_of(value, self._files)
                 continue
@@ -115,17 +116,13 @@ class StateReader:
             raise CorruptionError(f"{base} has no {MASTER}.pt: the universal folder is incomplete")
         return TrainedParameter(shape, found, {} if step is None else {"step": step})
 
-    def _universal_value(self, file: Any) -> Any:
-        value = load_torch_file(file, CLASSES)
-        return value.get("param") if isinstance(value, dict) else value
-
 
 def _stage_of(state: Fields) -> int:
     stage = enum_value(state.get("zero_stage"))
     if stage is None:
         return 1 if state.get("single_partition_of_fp32_groups") is not None else 0
     if stage not in (1, 2, 3):
-        raise CheckpointMismatchError(f"{state.where}: stage {brief(stage)} of ZeRO is not known")
+        raise CheckpointMismatchError(f"{state.where}: unknown ZeRO stage {brief(stage)}")
     return int(stage)
 
 
@@ -133,7 +130,7 @@ def _world_size_of(state: Fields) -> int:
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(n) is not int or not 0 < n <= 2**20 for n in counts):
-        raise CorruptionError(f"{state.where}: the number of partitions is not valid")
+        raise CorruptionError(f"{state.where}: invalid number of partitions")
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
             refusal(
@@ -171,7 +168,9 @@ class _Layout:
             if key and "/" not in key and is_slot(value):
                 names.append(key)
             else:
-                self.states.notes.append(f"the optimizer's {key[:80]!r}, which is not cut as the parameters are")
+                self.states.notes.append(
+                    f"the optimizer's {key[:80]!r}, which is not partitioned as the parameters are"
+                )
         return names
 
 
@@ -296,7 +295,7 @@ class _Stage3(_Layout):
             )
         found, expected = path.stat().st_size, numel * value.itemsize
         if found < expected:
-            raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is cut off")
+            raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
         self.states.num_offloaded += 1
         return TorchTensor(storage=Storage(path, expected), dtype=value.dtype, first=0, shape=(numel,), stride=(1,))
 

@@ -178,11 +178,11 @@ class Plain:
     def _aside(self, value: Any, where: str) -> Any:
         name = client_array(where)
         if name in self.tensors:
-            return self._leave(where, "another one of that name")
+            return self._leave(where, "a duplicate name")
         if not isinstance(value, TorchTensor) and value.base is None:  # not over the pickle's own bytes
             self._copied_bytes += value.nbytes
             if self._copied_bytes > _MOST_COPIED_BYTES:
-                return self._leave(where, "arrays in Fortran order or big endian, of more bytes than are held")
+                return self._leave(where, "arrays in Fortran order or big endian, too large to convert")
         self.tensors[name] = value
         return {"$tensor": name}
 
