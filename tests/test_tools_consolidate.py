@@ -30,9 +30,9 @@ from zstore.testing.checkpoints import save_arrays
 from zstore.testing.faults import Fault, FaultyFiles, ShortFiles
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import cast_into
+from zstore.weights.file import BLOCK_BYTES, BlockFile, Slabs
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import Weight, plan_files
-from zstore.weights.writer import BLOCK_BYTES, BlockFile
 
 Array = npt.NDArray[Any]
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -269,7 +269,7 @@ def test_a_file_filled_in_any_order_has_every_byte(
     content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
     path = tmp_path_factory.mktemp("blocks") / "file"
     files = ShortFiles(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
-    file = BlockFile(files, path, nbytes, [])
+    file = BlockFile(files, path, nbytes, Slabs())
     for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
         assert not file.is_filled
         file.fill(first, stop - first, lambda s, view, at=first: np.copyto(view, content[at + s : at + s + view.size]))

@@ -89,13 +89,31 @@ def read(entry: Opaque, first: int, stop: int) -> bytes:
     return out.tobytes()
 
 
+class FileSink:
+    """A file that our own writer of archives writes."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    @property
+    def offset(self) -> int:
+        return len(self.data)
+
+    def write(self, data: Any) -> None:
+        self.data += bytes(data)
+
+    def patch(self, offset: int, data: bytes) -> None:
+        self.data[offset : offset + len(data)] = data
+
+
 def written(value: bytes, how: int, path: Path) -> Path:
     """A file with pickled bytes: by torch with a protocol, or (0) by us."""
     if how:
         torch.save(value, path, pickle_protocol=how)
         return path
-    with path.open("wb") as file:
-        write_archive(file, value)
+    sink = FileSink()
+    write_archive(sink, value)
+    path.write_bytes(sink.data)
     return path
 
 

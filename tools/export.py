@@ -11,9 +11,8 @@ import numpy as np
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import DiskFullError
-from zstore.format.arrays import numpy_dtype
+from zstore.format.arrays import Bytes, numpy_dtype
 from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io.buffers import Bytes
 from zstore.io.files import Files, OpenFile
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, whole_values
@@ -24,27 +23,22 @@ Advance = Callable[[int], None]
 
 
 class FileSink:
-    """A new file that is written from its beginning on. Durable once `finish` returned."""
+    """A new file that is written from its beginning to its end. Durable once `finish` returned."""
 
     def __init__(self, path: Path, opened: ExitStack) -> None:
         self._files = Files(direct=False)
         self._file: OpenFile = opened.enter_context(self._files.opened(path, write=True, create=True))
-        self._offset = 0
+        self.offset = 0
 
-    def write(self, data: Bytes) -> int:
-        """Write at the position."""
-        self._files.write_from(self._file, data, self._offset)
-        self._offset += data.size
-        return data.size
+    def write(self, data: bytes | Bytes) -> None:
+        """Write at the end."""
+        part = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        self._files.write_from(self._file, part, self.offset)
+        self.offset += part.size
 
-    def seek(self, offset: int) -> int:
-        """Move the position."""
-        self._offset = offset
-        return offset
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._offset
+    def patch(self, offset: int, data: bytes) -> None:
+        """Replace bytes that were written."""
+        self._files.write_from(self._file, np.frombuffer(data, np.uint8), offset)
 
     def finish(self) -> None:
         """Make the file durable."""

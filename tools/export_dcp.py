@@ -88,7 +88,7 @@ class _Job:
         dtype = whole_dtype(self._source, name)
         tensor = Tensor(0, sizes, dtype)
         values = values_of(self._source, ahead, name, tensor.numel, dtype, self._advance)
-        start = sink.tell()
+        start = sink.offset
         nbytes = write_archive(sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
         self._stored.append((name, offsets, start, nbytes))
 
@@ -102,12 +102,12 @@ class _Job:
             if kind != PICKLE:
                 self._write_value(sink, path, content)
             else:
-                self._stored.append((key_of(path), None, sink.tell(), len(content)))
-                sink.write(np.frombuffer(content, np.uint8))
+                self._stored.append((key_of(path), None, sink.offset, len(content)))
+                sink.write(content)
             self._advance(len(content))
 
     def _write_value(self, sink: FileSink, path: KeyPath, value: Any) -> None:
-        start = sink.tell()
+        start = sink.offset
         self._stored.append((key_of(path), None, start, write_archive(sink, value)))
 
     def _all_paths(self, name: str, path: KeyPath) -> Iterator[KeyPath]:

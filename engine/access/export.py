@@ -165,8 +165,8 @@ class _Export:
         writer = self._open()
         self._put_buffers(writer, None)
         names = writer.finish()
-        if writer.lost:
-            raise CheckpointError(lost_text(writer.lost, precision, 'Pass dtype="bf16"'))
+        if writer.lost():
+            raise CheckpointError(lost_text(writer.lost(), precision, 'Pass dtype="bf16"'))
         save_config(self._model, self._folder)
         if self._is_new:
             return

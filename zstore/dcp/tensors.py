@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 
 from zstore.errors import UsageError
-from zstore.format.arrays import numpy_dtype
-from zstore.io.buffers import Bytes
+from zstore.format.arrays import Bytes, numpy_dtype
 
 if TYPE_CHECKING:
     from typing import Any

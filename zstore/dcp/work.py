@@ -8,7 +8,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
@@ -16,13 +20,14 @@ from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, gather
 from zstore.format.partition import Grid
 from zstore.format.shardfile import layout_of
-from zstore.io.buffers import Bytes
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources, ShardWriter, write_index
 from zstore.ranks.rendezvous import wait_until
 
 from .layout import ArrayLayout
+
+Bytes = npt.NDArray[np.uint8]
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
@@ -145,7 +150,7 @@ class RankWriter:
         spec, grid, shard = layout.spec, layout.grid, self.share.rank
         base = shard * grid.shard_numel
         end = base + grid.shard_valid_numel(shard)
-        pieces = [(self._piece_path(layout, box), box) for box in layout.boxes if any(box.overlap(base, end))]
+        pieces = [(self._piece_path(layout, box), box) for box in layout.boxes if _touches(box, base, end)]
         for path, _ in pieces:
             self._wait_for(path)
         with contextlib.ExitStack() as opened:
@@ -154,11 +159,7 @@ class RankWriter:
             def fill(low: int, high: int, out: Bytes) -> None:
                 filled = 0
                 for file, box in files:
-
-                    def read(start: int, part: Bytes, file: OpenFile = file) -> None:
-                        self._buffered.read_into(file, part, start * spec.itemsize)
-
-                    filled += gather(box, low, high, spec.itemsize, read, out)
+                    filled += gather(box, low, high, spec.itemsize, partial(self._read_piece, file, spec.itemsize), out)
                 if filled != high - low:
                     raise CheckpointError(
                         f"array {spec.name!r}: the pieces of all ranks have {filled} elements in [{low}, {high}), expected "
@@ -169,10 +170,13 @@ class RankWriter:
         self._sync(self._shard_path(spec, shard))
         return [wrote]
 
+    def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:
+        self._buffered.read_into(file, out, start * itemsize)
+
     def _wait_for(self, path: Path) -> None:
         def missing() -> CheckpointError:
             return CheckpointError(
-                f"rank {self.share.rank}: no rank wrote {path} within {self.share.timeout_s} s; the save is abandoned"
+                f"rank {self.share.rank}: no rank wrote {path} within {self.share.timeout_s} s; the save is given up"
             )
 
         wait_until(path.exists, timeout_s=self.share.timeout_s, check=self._check_others, failure=missing)
@@ -180,10 +184,10 @@ class RankWriter:
     def _check_others(self) -> None:
         for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):
             with contextlib.suppress(OSError, ValueError, LookupError):
-                raise CheckpointError(f"another rank abandoned the save: {json.loads(path.read_bytes())['reason']}")
+                raise CheckpointError(f"another rank gave up the save: {json.loads(path.read_bytes())['reason']}")
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} is gone: the save was abandoned, or the folder is not shared by all ranks"
+                f"{self.folder} is gone: the save was given up, or the folder is not shared by all ranks"
             )
 
     def give_up(self, error: BaseException) -> None:
@@ -204,6 +208,10 @@ class RankWriter:
             for layout in self.share.arrays.values()
             if layout.passes_through_files and layout.grid.shard_valid_numel(rank) > 0
         ]
+
+
+def _touches(box: Box, first: int, stop: int) -> bool:
+    return next(box.overlap(first, stop), None) is not None
 
 
 def assemble(grid: Grid, shard: int, name: str, parts: Sequence[Wrote]) -> tuple[int, ...]:

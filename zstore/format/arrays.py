@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from ..errors import BudgetError
 
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
 _NUMPY: dict[str, npt.DTypeLike] = {
     "bool": np.bool_,
     "uint8": np.uint8,

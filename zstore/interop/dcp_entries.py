@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointMismatchError, CorruptionError
-from ..io.buffers import Bytes
+from ..format.arrays import Bytes
 from ..io.files import Files
 from .dcp_values import BYTES, PICKLE, NotPlainError, Room, encode_value
 from .torchfile import find_pickle, load_torch_file, opened_file

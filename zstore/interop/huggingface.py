@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CorruptionError
-from ..format.arrays import ArraySpec, model_array, numpy_dtype
-from ..io.buffers import Bytes
+from ..format.arrays import ArraySpec, Bytes, model_array, numpy_dtype
 from ..io.files import Files
 from ..io.shards import IoResources
 from ..weights.reader import WeightsReader

@@ -14,9 +14,8 @@ from ..checkpoint.format import Record
 from ..checkpoint.names import array_path, step_tag, tag_text
 from ..checkpoint.source import ArraySource, StoredArray
 from ..errors import UsageError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import make_grid
-from ..io.buffers import Bytes
 from ..io.files import Files
 from ..io.queue import Priority
 from ..io.shards import IoResources

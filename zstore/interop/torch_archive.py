@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError, UsageError
-from ..format.arrays import numpy_dtype
-from ..io.buffers import Bytes
+from ..format.arrays import Bytes, numpy_dtype
 from .torchfile import STORAGES
 
 _CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGES.items()}
@@ -128,16 +127,16 @@ def _emit_tensor(tensor: Tensor, out: bytearray) -> None:
 
 
 class Sink(Protocol):
-    """A file that is written from its beginning on; parts of it may be written again."""
+    """A file that is written from its beginning to its end."""
 
-    def write(self, data: Bytes, /) -> int:
-        """Write at the position."""
+    offset: int
+    """Bytes that were written so far."""
 
-    def seek(self, offset: int, /) -> int:
-        """Move the position, counted from the beginning of the file."""
+    def write(self, data: Bytes) -> None:
+        """Write at the end."""
 
-    def tell(self) -> int:
-        """Return the position."""
+    def patch(self, offset: int, data: bytes) -> None:
+        """Replace bytes that were written."""
 
 
 class _ArchiveFile(io.RawIOBase):
@@ -145,23 +144,30 @@ class _ArchiveFile(io.RawIOBase):
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._base = sink.tell()
+        self._base = self._at = sink.offset
 
     def write(self, data: Any) -> int:
-        return self._sink.write(np.frombuffer(data, np.uint8))
+        part = np.frombuffer(data, np.uint8)
+        if self._at == self._sink.offset:
+            self._sink.write(part)
+        else:
+            self._sink.patch(self._at, part.tobytes())
+        self._at += part.size
+        return part.size
 
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._sink.seek(self._base + offset) - self._base
+        self._at = self._base + offset
+        return offset
 
     def tell(self) -> int:
-        return self._sink.tell() - self._base
+        return self._at - self._base
 
 
 def write_archive(sink: Sink, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
-    """Write, where `sink` is, what torch.load returns `value` from; return the bytes of the archive.
+    """Write, at the end of `sink`, what torch.load returns `value` from; return the bytes of the archive.
 
     `storages` are those that the tensors in `value` name, in the order of their numbers: how many bytes each has, and
     its content in parts, which are asked for as they are written.

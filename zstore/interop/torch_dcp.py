@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError
-from ..format.arrays import ArraySpec, client_array
+from ..format.arrays import ArraySpec, Bytes, client_array
 from ..format.boxes import Box, gather, tiles
-from ..io.buffers import Bytes
 from ..io.files import Files
 from ..io.shards import IoResources
 from .dcp_entries import Entries, FileRange, Opaque

@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
-from ..format.arrays import numpy_dtype
-from ..io.buffers import Bytes
+from ..format.arrays import Bytes, numpy_dtype
 from ..io.files import Files
 from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
 

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
 from ..checkpoint.verify import Fault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
+from ..format.arrays import Array
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from zarr import Group
 
-Array = npt.NDArray[Any]
 Dtype = Any
 """A data type for weights: "fp16", "bf16", "fp32" or their long names, numpy's or torch's; None: as they are stored."""
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..format.arrays import ArraySpec, empty_array, numpy_dtype
+from ..format.arrays import Array, ArraySpec, empty_array, numpy_dtype
 from ..format.selection import GROUP_NUMEL, Group, Key, select
 from ..io.pool import Crew
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Array = npt.NDArray[Any]
 
 Read = Callable[[int, int, Array], None]
 """`read(first, stop, out)` puts flat elements `[first, stop)` into `out`, contiguous and of the array's data type."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..checkpoint.folder import Entries, Folder, Traffic, not_local
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
-from ..io.buffers import Bytes
+from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile
 from ..io.pool import Crew
 from ..io.shards import IoResources
@@ -101,7 +101,7 @@ class RemoteFolder(Folder):
         data = self.read_range(file, 0, most_bytes + 1)
         if len(data) > most_bytes:
             raise CorruptionError(
-                f"{self.place_of(file)} has more than {most_bytes} bytes: it is not a checkpoint's file"
+                f"{self.place_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
             )
         return data
 

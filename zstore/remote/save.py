@@ -90,12 +90,12 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
     _complete_at_exit()
-    handle = SaveHandle(_Upload(request, options, local))
+    handle = SaveHandle(_Job(request, options, local))
     _under_way.add(handle)
     return handle
 
 
-class _Upload:
+class _Job:
     """The save and upload of one rank."""
 
     def __init__(self, request: SaveRequest, options: UploadOptions, local: SaveHandle) -> None:
@@ -107,7 +107,7 @@ class _Upload:
         self._files = request.resources.files
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
-        self._rendezvous = request.folder / own_name(name, TEMPORARY, upload_id)
+        self._meeting = request.folder / own_name(name, TEMPORARY, upload_id)
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
         self._committer = RemoteCommitter(self._folder, request.tag, request.save_id, request.run_id)
         self._messages: list[str] = []
@@ -149,7 +149,7 @@ class _Upload:
     def _lead(self, crew: Crew) -> SaveSummary:
         lock = SaveLock(self._lock_path)
         try:
-            self._files.make_folder(self._rendezvous)
+            self._files.make_folder(self._meeting)
             # While the local save runs.
             self._messages += self._committer.begin(overwrite=self._request.overwrite, replaces_own=True)
             self._tell(_BEGIN_FILE, {"slot": self._committer.slot})
@@ -177,14 +177,14 @@ class _Upload:
                 raise CheckpointError(f"rank {rank} could not upload its part: {told.get('outcome')}")
         return not missing
 
-    def _ranks_missing(self) -> str:
+    def _ranks_missing(self) -> Exception:
         missing = [rank for rank in range(1, self._request.world_size) if self._told(_rank_file(rank)) is None]
-        return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
+        return CheckpointError(f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s")
 
     def _clean_up(self, summary: SaveSummary) -> None:
         """Do what may fail without harm to the checkpoint, which is committed at the URL."""
         try:
-            self._files.remove_tree(self._rendezvous)
+            self._files.remove_tree(self._meeting)
             if not self._options.keep_local:
                 discard(self._files, summary.path)
         except OSError as error:
@@ -206,7 +206,7 @@ class _Upload:
         self._committer.abort(ended=ended)
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
-                self._files.remove_tree(self._rendezvous)
+                self._files.remove_tree(self._meeting)
 
     def _all_ended(self) -> bool:
         return all(self._told(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
@@ -214,12 +214,11 @@ class _Upload:
     # -- the other ranks --------------------------------------------------------------------------------------------
 
     def _follow(self, crew: Crew) -> SaveSummary:
-        rank, timeout_s = self._request.rank, self._request.timeout_s
+        rank = self._request.rank
         try:
             summary = self._wait_for_local()
-            not_begun = f"rank 0 did not begin the upload: {self._rendezvous} is not seen"
-            self._wait_until(self._rendezvous.is_dir, min(_SEE_FOLDER_S, timeout_s), not_begun)
-            self._wait_until(lambda: self._told(_BEGIN_FILE) is not None, timeout_s, not_begun)
+            self._wait_until(self._meeting.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun)
+            self._wait_until(lambda: self._told(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun)
             self._committer.slot = str((self._told(_BEGIN_FILE) or {})["slot"])
             with open_checkpoint(summary.path) as reader:
                 nbytes = self._send(crew, reader, list(shard_files(reader, rank)))
@@ -228,7 +227,7 @@ class _Upload:
                 self._tell(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
         self._tell(_rank_file(rank), {"outcome": _COMPLETE})
-        self._wait_until(self._is_over, timeout_s, f"rank 0 did not commit within {timeout_s} s")
+        self._wait_until(self._is_over, self._request.timeout_s, self._not_committed)
         return self._summarise(summary, nbytes)
 
     def _wait_for_local(self) -> SaveSummary:
@@ -240,11 +239,17 @@ class _Upload:
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
-        if self._rendezvous.is_dir():
+        if self._meeting.is_dir():
             return False
         if not self._committer.is_committed():
             raise CheckpointError("rank 0 ended without committing it")
         return True
+
+    def _not_begun(self) -> Exception:
+        return CheckpointError(f"rank 0 did not begin the upload: {self._meeting} is not seen")
+
+    def _not_committed(self) -> Exception:
+        return CheckpointError(f"rank 0 did not commit within {self._request.timeout_s} s")
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
@@ -265,36 +270,33 @@ class _Upload:
         )
 
     def _tell(self, name: str, document: dict[str, Any]) -> None:
-        """Leave a message in the folder that ranks meet in, whole or not there."""
-        part = self._rendezvous / f"{name}.part"
+        """Leave a message in the meeting folder, whole or not there."""
+        part = self._meeting / f"{name}.part"
         self._files.write_small(part, json.dumps(document).encode(), sync=False)
-        self._files.rename(part, self._rendezvous / name)
+        self._files.rename(part, self._meeting / name)
 
     def _told(self, name: str) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
-            document = json.loads((self._rendezvous / name).read_bytes())
+            document = json.loads((self._meeting / name).read_bytes())
             return document if isinstance(document, dict) else None
         return None
 
-    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: str | Callable[[], str]) -> None:
-        def failed() -> CheckpointError:
-            return CheckpointError(failure if isinstance(failure, str) else failure())
-
-        wait_until(ready, timeout_s=timeout_s, check=self._check_alive, failure=failed, pause=self._cancelled.wait)
+    def _wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], Exception]) -> None:
+        wait_until(ready, timeout_s=timeout_s, check=self._check_alive, failure=failure, pause=self._cancelled.wait)
 
     def _check_alive(self) -> None:
         """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
         if self._cancelled.is_set():
             raise CheckpointError("it was cancelled")
-        if self._request.rank == 0 or not self._rendezvous.is_dir():
+        if self._request.rank == 0 or not self._meeting.is_dir():
             return
         if (told := self._told(ABORT_FILE)) is not None:
-            raise CheckpointError(f"rank 0 abandoned it: {told.get('reason')}")
+            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
         with owner_is_dead(self._lock_path) as dead:
             ended = dead
-        if ended and self._rendezvous.is_dir():
+        if ended and self._meeting.is_dir():
             told = self._told(ABORT_FILE) or {"reason": "it ended"}
-            raise CheckpointError(f"rank 0 abandoned it: {told.get('reason')}")
+            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
 
 
 def _rank_file(rank: int) -> str:

@@ -11,21 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.lookahead import Span, cut_spans, use_spans
 from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
-from ..format.arrays import FLOATING, empty_array, numpy_dtype
+from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
 from .cast import Overflow, cast_into
 from .layout import FileLayout, Weight
 from .writer import Lost, WeightsWriter
-
-Array = npt.NDArray[Any]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
@@ -154,4 +150,4 @@ def write_weights(
     with WeightsWriter(reader.resources.files, layouts, folder, overflow=overflow) as writer:
         put_weights(reader, weights, writer.put, advance)
         writer.finish()
-        return writer.lost
+        return writer.lost()

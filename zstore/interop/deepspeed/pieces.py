@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...io.buffers import Bytes
+from ...format.arrays import Bytes
 from ...io.files import Files
 from ..torchfile import TorchTensor
 

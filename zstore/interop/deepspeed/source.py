@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
-from ...format.arrays import ArraySpec, buffer_array, model_array, optimizer_array
-from ...io.buffers import Bytes
+from ...format.arrays import ArraySpec, Bytes, buffer_array, model_array, optimizer_array
 from ...io.files import Files
 from ...io.shards import IoResources
 from ..source import ForeignSource

@@ -1,0 +1,129 @@
+"""A file of known size, written in any order from several threads, past the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..io.buffers import PAGE_BYTES, make_slab
+from ..io.files import Files, OpenFile
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_BYTES = 4 * 1024 * 1024
+
+
+class Slabs:
+    """Blocks of memory that are lent again and again."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+        self.made_bytes = 0
+        """Bytes of all blocks."""
+
+    def take(self) -> Bytes:
+        """Return a block of `BLOCK_BYTES`."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            self.made_bytes += BLOCK_BYTES
+        return make_slab(BLOCK_BYTES)
+
+    def give_back(self, slab: Bytes) -> None:
+        """Take a block back."""
+        with self._lock:
+            self._free.append(slab)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block of the file that is not complete."""
+
+    slab: Bytes
+    missing_bytes: int
+
+
+class BlockFile:
+    """The new file `path` of `nbytes`. Every byte is filled once; a block is written when it is complete.
+
+    What is filled roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned.
+    """
+
+    def __init__(self, files: Files, path: Path, nbytes: int, slabs: Slabs) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._files = files
+        self._slabs = slabs
+        self._blocks: dict[int, _Block] = {}
+        self._lock = threading.Lock()
+        self._missing_bytes = nbytes
+        self._cleanup = contextlib.ExitStack()
+        self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True, create=True))
+        try:
+            files.allocate(self._file, _pages(nbytes))
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether every byte was filled and written."""
+        with self._lock:
+            return self._missing_bytes == 0
+
+    def fill(self, offset: int, nbytes: int, put: Callable[[int, Bytes], None]) -> None:
+        """Fill bytes `[offset, offset + nbytes)`: `put(start, view)` sets those from `offset + start` on, view by view.
+
+        Returns when the blocks that this completed are written.
+        """
+        done = 0
+        while done < nbytes:
+            number, start = divmod(offset + done, BLOCK_BYTES)
+            size = min(BLOCK_BYTES - start, nbytes - done)
+            block = self._block(number)
+            put(done, block.slab[start : start + size])
+            with self._lock:
+                block.missing_bytes -= size
+                complete = block.missing_bytes == 0
+            if complete:
+                self._write(number, block)
+            done += size
+
+    def _block(self, number: int) -> _Block:
+        with self._lock:
+            if number not in self._blocks:
+                size = min(BLOCK_BYTES, self.nbytes - number * BLOCK_BYTES)
+                self._blocks[number] = _Block(self._slabs.take(), size)
+            return self._blocks[number]
+
+    def _write(self, number: int, block: _Block) -> None:
+        size = min(BLOCK_BYTES, self.nbytes - number * BLOCK_BYTES)
+        padded = _pages(size)
+        block.slab[size:padded] = 0
+        self._files.write_from(self._file, block.slab[:padded], number * BLOCK_BYTES)
+        with self._lock:
+            del self._blocks[number]
+            self._missing_bytes -= size
+        self._slabs.give_back(block.slab)
+
+    def finish(self) -> None:
+        """Cut the last block's padding off, make the file durable and close it."""
+        with self._cleanup:
+            os.truncate(self.path, self.nbytes)
+            self._files.sync_data(self._file)
+
+    def close(self) -> None:
+        """Close the file as it is; a second call does nothing."""
+        self._cleanup.close()
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
