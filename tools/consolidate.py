@@ -106,7 +106,7 @@ def consolidate_command(
                     "files": [file.name for file in files],
                     "left_out": left_out,
                     "not_saved": source.record.absent_parameters,
-                    "values_lost": sum(lost.values()),
+                    "values_lost": sum(each.count for each in lost),
                     **read,
                     **progress.summary(),
                 }
@@ -131,10 +131,10 @@ def _absent_text(source: ArraySource) -> str:
     return f"; without {len(absent)} frozen parameters that the save left out, as {', '.join(absent[:3])}"
 
 
-def _done_text(files: Sequence[FileLayout], lost: Lost, mode: str, target: Path) -> str:
+def _done_text(files: Sequence[FileLayout], lost: Sequence[Lost], mode: str, target: Path) -> str:
     text = f"wrote {format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')} to {target}"
     changed = {"inf": "became infinite", "clamp": "were clamped to the largest value"}.get(mode, mode)
-    return f"{text}; {sum(lost.values())} values did not fit and {changed}" if lost else text
+    return f"{text}; {sum(each.count for each in lost)} values did not fit and {changed}" if lost else text
 
 
 def _beside(ckpt: str | os.PathLike[str], tag: str | None, suffix: str) -> Path:

@@ -8,6 +8,7 @@ same as `reshard`), DCP's folder with all that the checkpoint has, and the weigh
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class _Job:
     def _dtype(self) -> str | None:
         return DTYPES[self._options.dtype] if self._options.dtype else None
 
-    def _refuse(self, lost: Lost) -> None:
+    def _refuse(self, lost: Sequence[Lost]) -> None:
         if lost:
             raise CheckpointError(lost_text(lost, self._options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
 

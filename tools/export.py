@@ -73,7 +73,7 @@ def values_of(
         ahead.release(span)
 
 
-def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance: Advance) -> Lost:
+def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance: Advance) -> list[Lost]:
     """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
 
     Tied parameters are there under all their names, and share their memory once loaded. Returns what `dtype` cannot
@@ -86,7 +86,7 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
         for alias in source.arrays[weight.array].spec.aliases:
             state.setdefault(alias, tensors[weight.name])
     check_room(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
-    lost: Lost = {}
+    lost: dict[str, int] = {}
     with ExitStack() as opened:
         sink = FileSink(path, opened)
         ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel]
@@ -100,4 +100,4 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
 
         write_archive(sink, state, ((weight.nbytes, parts(weight)) for weight in weights))
         sink.finish()
-    return lost
+    return [Lost(name=name, count=count) for name, count in lost.items()]

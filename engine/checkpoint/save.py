@@ -280,10 +280,7 @@ class Checkpoints:
         layouts = plan_files(list_weights(reader, DTYPES[precision]), MAX_FILE_BYTES)
         lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
         save_config(self._training.model, reader.path)
-        return [
-            f"{name}: {count} values do not fit {precision}: infinite in the weights"
-            for name, count in sorted(lost.items())
-        ]
+        return [f"{each.name}: {each.count} values do not fit {precision}: infinite in the weights" for each in lost]
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""

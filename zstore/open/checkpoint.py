@@ -247,11 +247,11 @@ class Weights(Mapping[str, "Tensor"]):
     def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
         self._checkpoint.check_open()
         count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
-        self._refuse({weight.name: count} if count else {})
+        self._refuse([Lost(name=weight.name, count=count)] if count else [])
 
-    def _refuse(self, lost: Lost) -> None:
+    def _refuse(self, lost: list[Lost]) -> None:
         if lost and self._overflow == "error":
-            dtype = self._weights[min(lost)].dtype
+            dtype = self._weights[lost[0].name].dtype
             raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
 
 

@@ -119,13 +119,13 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
 
 def read_weights(
     reader: ArraySource, weights: Sequence[Weight], overflow: Overflow, advance: Advance | None = None
-) -> tuple[dict[str, Array], Lost]:
+) -> tuple[dict[str, Array], list[Lost]]:
     """Return `weights` by name, each in its own shape and data type, and what these could not hold."""
     found: dict[str, Array] = {
         weight.name: empty_array(weight.name, weight.shape, numpy_dtype(weight.dtype)) for weight in weights
     }
     by_array: Mapping[str, Weight] = {weight.array: weight for weight in weights}
-    lost: Lost = {}
+    counts: dict[str, int] = {}
     lock = threading.Lock()
 
     def put(array: str, first: int, values: Array) -> None:
@@ -133,15 +133,15 @@ def read_weights(
         target = found[weight.name].reshape(-1)[first : first + values.size]
         if count := cast_into(values, target, weight.dtype, overflow):
             with lock:
-                lost[weight.name] = lost.get(weight.name, 0) + count
+                counts[weight.name] = counts.get(weight.name, 0) + count
 
     put_weights(reader, weights, put, advance)
-    return found, lost
+    return found, [Lost(name=name, count=count) for name, count in sorted(counts.items())]
 
 
 def write_weights(
     reader: ArraySource, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow, advance: Advance
-) -> Lost:
+) -> list[Lost]:
     """Write `layouts` into `folder`, durably; return what could not be held, with "error" also where nothing was kept.
 
     See [Note: the pipeline].

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,8 +23,13 @@ from .layout import FileLayout, index_document, index_file
 
 _MOST_NAMED = 20
 
-Lost = dict[str, int]
-"""How many values of a weight its new type cannot hold, by the weight's name."""
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Values of one weight that its new type cannot hold."""
+
+    name: str
+    count: int
 
 
 class WeightsWriter:
@@ -57,9 +63,9 @@ class WeightsWriter:
         """Bytes of the blocks that were in memory at the same time, at most."""
         return self._slabs.made_bytes
 
-    def lost(self) -> Lost:
+    def lost(self) -> list[Lost]:
         """Return which weights had values that could not be held."""
-        return self._lost
+        return [Lost(name=name, count=count) for name, count in sorted(self._lost.items())]
 
     def put(self, array: str, first: int, values: npt.NDArray[Any]) -> None:
         """Write `values`, 1-D, as the flat elements from `first` on of the weight that comes from `array`.
@@ -128,8 +134,8 @@ class WeightsWriter:
         self.close()
 
 
-def lost_text(lost: Lost, dtype: str, advice: str) -> str:
+def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:
     """Return the message for values that `dtype` cannot hold; `advice` says what to do."""
-    named = [f"\n  {name}: {count} value(s)" for name, count in sorted(lost.items())[:_MOST_NAMED]]
+    named = [f"\n  {each.name}: {each.count} value(s)" for each in lost[:_MOST_NAMED]]
     more = f"\n  and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
     return f"{len(lost)} tensor(s) have values that {dtype} cannot hold; nothing was written. {advice}:{''.join(named)}{more}"
