@@ -154,7 +154,8 @@ def test_a_half_uploaded_checkpoint_is_not_seen(remote: Remote, world: World) ->
     with pytest.raises(TimeoutError):
         handles[0].wait(0.3)
     assert remote.tags() == []
-    assert refused(open_folder(URL, remote.options)) == [] or not remote.fs.objects()
+    assert remote.fs.objects(), "some of it is there"
+    assert refused(open_folder(URL, remote.options)) == []
     assert not any(handle.done() for handle in handles)
     gate.set()
     wait_all(handles)  # type: ignore[arg-type]
@@ -285,7 +286,7 @@ def test_an_upload_that_was_taken_for_dead_does_not_commit(remote: Remote) -> No
         committer = RemoteCommitter(folder, "step-00000001", reader.record.id, "run")
         committer.begin(overwrite=False)
         RemoteCommitter(folder, "another", new_save_id(), "run").begin(overwrite=False)  # the same run, restarted
-        with pytest.raises(CheckpointError, match=r"took the upload of .* for a dead one's"):
+        with pytest.raises(CheckpointError, match=r"considered the upload of .* dead"):
             committer.commit(reader.record, b"{}", {})
     assert remote.tags() == []
 
@@ -458,6 +459,6 @@ def test_files_at_a_time_are_those_whose_parts_fit(memory_bytes: int | None, num
 
 
 def test_a_file_whose_parts_do_not_fit_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are left"):
+    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are available"):
         files_at_a_time(10**12, 10**8)
     assert files_at_a_time(10**12, None) == 4

@@ -79,7 +79,11 @@ def test_a_closed_store_has_nothing_to_remove(tmp_path: Path) -> None:
     store = TensorStore(StoreOptions(run_path=tmp_path))
     create(store, "disk")
     store.close()
+    left = sorted(tmp_path.rglob("*"))
     store.remove("model/w")
+    store.remove("model/never")
+    assert sorted(tmp_path.rglob("*")) == left
+    assert store.names() == ["model/w"]
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -131,7 +131,7 @@ def test_its_weights_and_arrays_are_read_alike(others: Path, tmp_path: Path) -> 
     with zstore.open_checkpoint(others) as ckpt:
         assert np.array_equal(ckpt["model/w"][::-7, 3], ARRAYS["model/w"][::-7, 3])
         assert ckpt.consolidated("fp32")["frozen"].sum() == 5
-        with pytest.raises(CheckpointMismatchError, match="is no Zarr"):
+        with pytest.raises(CheckpointMismatchError, match="is not Zarr"):
             ckpt.zarr()
 
 

@@ -134,7 +134,7 @@ def test_other_softwares_checkpoints_behind_urls_are_refused_by_name(
 ) -> None:
     fsspec.filesystem("memory").pipe_file(f"/bucket/theirs/{file}", b"x")
     theirs, out = "memory://bucket/theirs", tmp_path / "out"
-    text = f"looks like a checkpoint of {maker}: .* Copy it to a folder of this machine"
+    text = f"looks like a checkpoint of {maker}: .* Copy it to a local folder"
     for call in (
         lambda: inspect_command(theirs),
         lambda: ls_command(theirs),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,7 @@ import torch
 
 from zstore.errors import CheckpointError, UsageError
 from zstore.format.arrays import numpy_dtype
-from zstore.interop import torch_archive
-from zstore.interop.torch_archive import Archive, Tensor, pickle_of
+from zstore.interop.torch_archive import Tensor, pickle_of, write_archive
 
 DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64"]
@@ -38,14 +39,11 @@ class Memory:
 
 
 def written(value: Any, storages: list[np.ndarray], before: int = 0, step: int = 7) -> io.BytesIO:
+    """What is written for `value` behind other things in a file."""
     memory = Memory(before)
-    archive = Archive(memory)
-    archive.begin(value, [storage.nbytes for storage in storages])
-    for storage in storages:
-        data = storage.reshape(-1).view(np.uint8)
-        for first in range(0, data.size, step):
-            archive.put(data[first : first + step])
-    assert archive.finish() == len(memory.data) - before
+    contents = [storage.reshape(-1).view(np.uint8) for storage in storages]
+    parts = [(data.size, [data[i : i + step] for i in range(0, data.size, step)]) for data in contents]
+    assert write_archive(memory, value, parts) == len(memory.data) - before
     return io.BytesIO(memory.data[before:])
 
 
@@ -91,21 +89,31 @@ def test_an_archive_maps_into_memory(tmp_path: Any) -> None:
     assert torch.equal(found, torch.from_numpy(data))
 
 
-def test_sizes_over_four_gib_are_in_the_wide_fields() -> None:
-    header = torch_archive._header(torch_archive._Entry(b"x", 2**33, 2**34))
-    assert header[18:26] == b"\xff" * 8
-    assert (2**33).to_bytes(8, "little") * 2 in header
-    entry = torch_archive._directory_entry(torch_archive._Entry(b"x", 2**33, 2**34))
-    assert (2**33).to_bytes(8, "little") * 2 + (2**34).to_bytes(8, "little") in entry
-    end = torch_archive._directory_end(3, 2**34, 200)
-    assert end[:4] == b"PK\x06\x06"
-    assert end[-22:-18] == b"PK\x05\x06"
+def test_sizes_over_four_gib_are_in_the_wide_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 1000)  # what counts as large
+    arrays = [np.arange(size, dtype=np.float64) for size in (3, 100, 500)]
+    state = {f"x{number}": Tensor(number, array.shape, "float64") for number, array in enumerate(arrays)}
+    file = written(state, arrays)
+    content = file.getvalue()
+    assert content.count((4000).to_bytes(8, "little") * 2) == 2, "in the header and in the directory"
+    assert b"PK\x06\x06" in content
+    assert b"PK\x06\x07" in content
+    found = torch.load(file, weights_only=True)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        f"x{number}": array.tolist() for number, array in enumerate(arrays)
+    }
 
 
-def test_a_wrong_count_of_bytes_is_refused() -> None:
-    archive = Archive(Memory())
-    archive.begin(Tensor(0, (2,), "uint8"), [2])
-    with pytest.raises(CheckpointError, match="1 bytes too many"):
-        archive.put(np.zeros(3, np.uint8))
-    with pytest.raises(CheckpointError, match="before all storages"):
-        archive.finish()
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_a_wrong_count_of_bytes_is_refused(given: int) -> None:
+    with pytest.raises(CheckpointError, match=f"was given {given} bytes, expected 2"):
+        write_archive(Memory(), Tensor(0, (2,), "uint8"), [(2, [np.zeros(given, np.uint8)])])
+
+
+def test_what_ends_the_writing_comes_out_as_it_is() -> None:
+    def parts() -> Iterator[Any]:
+        yield np.zeros(1, np.uint8)
+        raise CheckpointError("the checkpoint is damaged")
+
+    with pytest.raises(CheckpointError, match="is damaged"):
+        write_archive(Memory(), Tensor(0, (2,), "uint8"), [(2, parts())])

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
 from zstore.interop import dcp_entries
-from zstore.interop.dcp_entries import Entries, Opaque, Place
-from zstore.interop.torch_archive import Archive
+from zstore.interop.dcp_entries import Entries, FileRange, Opaque
+from zstore.interop.torch_archive import write_archive
 from zstore.io.files import Files
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
@@ -60,7 +60,7 @@ def test_blocks_that_overlap_as_much_as_they_leave_out_are_refused(
         chunks[2].offsets = chunks[1].offsets
 
     edit(tmp_path / "blocks", twice)
-    with pytest.raises(CorruptionError, match="blocks of 'w' are not the 1024 elements that it has, each once"):
+    with pytest.raises(CorruptionError, match="blocks of 'w' do not cover its 1024 elements exactly once"):
         open_source(tmp_path / "blocks")
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def look(path: Path) -> tuple[str, Any]:
-    return Entries(FILES).look(Place(path=path, offset=0, nbytes=path.stat().st_size))
+    return Entries(FILES).look(FileRange(path=path, offset=0, nbytes=path.stat().st_size))
 
 
 def read(entry: Opaque, first: int, stop: int) -> bytes:
@@ -112,9 +112,7 @@ def written(value: bytes, how: int, path: Path) -> Path:
         torch.save(value, path, pickle_protocol=how)
         return path
     sink = FileSink()
-    archive = Archive(sink)
-    archive.begin(value, [])
-    archive.finish()
+    write_archive(sink, value)
     path.write_bytes(sink.data)
     return path
 
@@ -142,13 +140,13 @@ def test_text_that_stands_for_bytes_is_decoded_as_pythons(
         text = text.decode("latin1").encode()
     path = tmp_path_factory.getbasetemp() / "text"
     path.write_bytes(b"...." + text + b"....")
-    place = Place(path=path, offset=4, nbytes=len(text))
+    place = FileRange(path=path, offset=4, nbytes=len(text))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dcp_entries, "_BLOCK_BYTES", block)
         try:
             right = text.decode().encode("latin1")
         except UnicodeError:
-            with pytest.raises(CorruptionError, match="no text that stands for bytes"):
+            with pytest.raises(CorruptionError, match="not the encoding of bytes"):
                 dcp_entries.TextBytes(FILES, place)
             return
         entry = dcp_entries.TextBytes(FILES, place)
@@ -215,5 +213,5 @@ def test_entries_that_lie_over_one_another_are_refused(tmp_path: Path) -> None:
         metadata.storage_data |= {dcp.metadata.MetadataIndex(key): first for key in more}
 
     edit(tmp_path / "a", over)
-    with pytest.raises(CorruptionError, match="lie over one another"):
+    with pytest.raises(CorruptionError, match="they overlap"):
         open_source(tmp_path / "a")

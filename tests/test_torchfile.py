@@ -149,28 +149,28 @@ def test_archives_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(8.0)}, whole)
     for change, drop, compress, message in [
         ({}, "/data/0", False, "lacks 'data/0'"),
-        ({}, "data.pkl", False, "none of torch.save"),
+        ({}, "data.pkl", False, "not one of torch.save"),
         ({"data/0": b"1234"}, "", False, "has 4 bytes, expected 8 elements"),
         ({"byteorder": b"big"}, "", False, "byte order"),
         ({}, "", True, "compressed"),
-        ({"sub/data.pkl": b"N."}, "", False, "none of torch.save"),
+        ({"sub/data.pkl": b"N."}, "", False, "not one of torch.save"),
     ]:
         shutil.copy(whole, path)
         rewrite(path, change, drop, compress)
         with pytest.raises((CorruptionError, CheckpointMismatchError), match=message):
             load_torch_file(path)
     path.write_bytes(b"no archive at all")
-    with pytest.raises(CorruptionError, match=r"no file of torch\.save"):
+    with pytest.raises(CorruptionError, match=r"not a file of torch\.save"):
         load_torch_file(path)
     path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CorruptionError, match=r"no file of torch\.save"):
+    with pytest.raises(CorruptionError, match=r"not a file of torch\.save"):
         load_torch_file(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(CorruptionError, match="is no file"):
+    with pytest.raises(CorruptionError, match="is not a regular file"):
         load_torch_file(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CorruptionError, match="is no file"):
+    with pytest.raises(CorruptionError, match="is not a regular file"):
         load_torch_file(tmp_path / "pipe")
 
 

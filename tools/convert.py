@@ -8,6 +8,7 @@ same as `reshard`), DCP's folder with all that the checkpoint has, and the weigh
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.from_checkpoint import DTYPES, write_weights
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import plan_files
-from zstore.weights.writer import lost_text
+from zstore.weights.writer import Lost, lost_text
 
 from .companions import copy_companions
-from .export import list_stored_weights, write_state_dict
+from .export import write_state_dict
 from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
 from .progress import Progress
 
@@ -66,7 +67,7 @@ def convert_command(
     with open_location(src, common, options.tag) as source:
         names = list(source.arrays)
         if options.to in ("torch", "safetensors"):
-            names = [weight.array for weight in list_stored_weights(source, None)]
+            names = [weight.array for weight in list_weights(source, None)]
         total = sum(source.arrays[name].spec.nbytes for name in names)
         with Progress(f"convert {source.location}", total) as progress:
             job = _Job(source, out, options, progress)
@@ -140,7 +141,7 @@ class _Job:
         return {"path": str(self._out)}
 
     def _to_safetensors(self) -> dict[str, Any]:
-        layouts = plan_files(list_stored_weights(self._source, self._dtype), self._options.max_shard_size)
+        layouts = plan_files(list_weights(self._source, self._dtype), self._options.max_shard_size)
         with new_folder(self._files, self._out) as folder:
             advance = self._progress.advance
             self._refuse(write_weights(self._source, layouts, folder, overflow="error", advance=advance))
@@ -154,7 +155,7 @@ class _Job:
     def _dtype(self) -> str | None:
         return DTYPES[self._options.dtype] if self._options.dtype else None
 
-    def _refuse(self, lost: Any) -> None:
+    def _refuse(self, lost: Sequence[Lost]) -> None:
         if lost:
             raise CheckpointError(lost_text(lost, self._options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
 

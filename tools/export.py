@@ -7,38 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.split import complete_master, rest_of_master
-from zstore.format.arrays import numpy_dtype
-from zstore.interop.torch_archive import Archive, Tensor
+from zstore.format.arrays import Bytes, numpy_dtype
+from zstore.interop.torch_archive import Tensor, write_archive
 from zstore.io.files import Files
 from zstore.io.sink import FileSink
 from zstore.weights.cast import cast_into
-from zstore.weights.from_checkpoint import list_weights
+from zstore.weights.from_checkpoint import list_weights, whole_values
 from zstore.weights.layout import Weight
 from zstore.weights.writer import Lost
 
-Bytes = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
-
-
-def stored_dtype(source: ArraySource, array: str) -> str:
-    """Return the data type that an array has with what completes it: a split master is float32."""
-    return "float32" if rest_of_master(source.arrays, array) is not None else source.arrays[array].spec.dtype
-
-
-def list_stored_weights(source: ArraySource, dtype: str | None) -> list[Weight]:
-    """Return the parameters and buffers, floating ones as `dtype`, by default in the type that they have."""
-    weights = list_weights(source, dtype or "float32")
-    if dtype is not None:
-        return weights
-    return [
-        Weight(name=each.name, array=each.array, shape=each.shape, dtype=stored_dtype(source, each.array))
-        for each in weights
-    ]
 
 
 def values_of(
@@ -50,16 +31,13 @@ def values_of(
     """
     left = numel
     while left and (span := ahead.take()) is not None:
-        spec = source.arrays[array].spec
-        values = span.data.view(numpy_dtype(spec.dtype))
-        master = complete_master(source, array, span.first, values) if dtype != spec.dtype else None
-        values = values if master is None else master
-        lost = 0
-        if values.dtype != numpy_dtype(dtype):
-            cast = np.empty(values.size, numpy_dtype(dtype))
-            lost = cast_into(values, cast, dtype, "error")
-            values = cast
-        yield values.view(np.uint8), lost
+        stored = span.data.view(numpy_dtype(source.arrays[array].spec.dtype))
+        for _, values in whole_values(source, array, span.first, stored, dtype):
+            cast, lost = values, 0
+            if values.dtype != numpy_dtype(dtype):
+                cast = np.empty(values.size, numpy_dtype(dtype))
+                lost = cast_into(values, cast, dtype, "error")
+            yield cast.view(np.uint8), lost
         left -= span.stop - span.first
         advance(span.nbytes)
         ahead.release(span)
@@ -71,7 +49,7 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     Tied parameters are there under all their names, and share their memory once loaded. Returns what `dtype` cannot
     hold. Durable when this returns.
     """
-    weights = list_stored_weights(source, dtype)
+    weights = list_weights(source, dtype)
     tensors = {w.name: Tensor(number, w.shape, w.dtype) for number, w in enumerate(weights)}
     state = dict(tensors)
     for weight in weights:
@@ -82,15 +60,15 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     lost: dict[str, int] = {}
     with ExitStack() as opened:
         sink = FileSink(files, path, opened)
-        archive = Archive(sink)
-        archive.begin(state, [tensor.nbytes for tensor in tensors.values()])
         ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel]
         ahead = opened.enter_context(ReadAhead(source, ranges))
-        for weight in weights:
+
+        def parts(weight: Weight) -> Iterator[Bytes]:
             for data, count in values_of(source, ahead, weight.array, weight.numel, weight.dtype, advance):
-                archive.put(data)
                 if count:
                     lost[weight.name] = lost.get(weight.name, 0) + count
-        archive.finish()
+                yield data
+
+        write_archive(sink, state, ((weight.nbytes, parts(weight)) for weight in weights))
         sink.finish()
     return [Lost(name=name, count=count) for name, count in lost.items()]

@@ -21,11 +21,12 @@ from zstore.format.arrays import numpy_dtype
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
-from zstore.interop.torch_archive import Archive, Tensor
+from zstore.interop.torch_archive import Tensor, write_archive
 from zstore.io.files import Files
 from zstore.io.sink import FileSink
+from zstore.weights.from_checkpoint import whole_dtype
 
-from .export import Advance, stored_dtype, values_of
+from .export import Advance, values_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
@@ -66,7 +67,7 @@ class _Job:
         ranges = [(name, 0, numel) for name in self._tensors if (numel := source.arrays[name].spec.numel)]
         with ReadAhead(source, self._cut(ranges)) as ahead:
             for name, path in self._tensors.items():
-                for offsets, sizes in _blocks(source.arrays[name].spec.shape, stored_dtype(source, name)):
+                for offsets, sizes in _blocks(source.arrays[name].spec.shape, whole_dtype(source, name)):
                     self._write_block(sink, ahead, name, (offsets, sizes))
                     at, nbytes = self._stored.pop()[2:]
                     for each in self._all_paths(name, path):
@@ -77,7 +78,7 @@ class _Job:
         cut: list[tuple[str, int, int]] = []
         for name, _, _ in ranges:
             first = 0
-            for _, sizes in _blocks(self._source.arrays[name].spec.shape, stored_dtype(self._source, name)):
+            for _, sizes in _blocks(self._source.arrays[name].spec.shape, whole_dtype(self._source, name)):
                 cut.append((name, first, first + math.prod(sizes)))
                 first += math.prod(sizes)
         return cut
@@ -86,14 +87,12 @@ class _Job:
         self, sink: FileSink, ahead: ReadAhead, name: str, block: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> None:
         offsets, sizes = block
-        dtype = stored_dtype(self._source, name)
+        dtype = whole_dtype(self._source, name)
         tensor = Tensor(0, sizes, dtype)
+        values = values_of(self._source, ahead, name, tensor.numel, dtype, self._advance)
         start = sink.offset
-        archive = Archive(sink)
-        archive.begin(tensor, [tensor.nbytes])
-        for data, _ in values_of(self._source, ahead, name, tensor.numel, dtype, self._advance):
-            archive.put(data)
-        self._stored.append((name, offsets, start, archive.finish()))
+        nbytes = write_archive(sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
+        self._stored.append((name, offsets, start, nbytes))
 
     def write_values(self, sink: FileSink) -> None:
         """Write what is no tensor."""
@@ -111,9 +110,7 @@ class _Job:
 
     def _write_value(self, sink: FileSink, path: KeyPath, value: Any) -> None:
         start = sink.offset
-        archive = Archive(sink)
-        archive.begin(value, [])
-        self._stored.append((key_of(path), None, start, archive.finish()))
+        self._stored.append((key_of(path), None, start, write_archive(sink, value)))
 
     def _all_paths(self, name: str, path: KeyPath) -> Iterator[KeyPath]:
         yield path
@@ -149,7 +146,7 @@ class _Job:
         )
 
         shape = self._source.arrays[name].spec.shape
-        dtype = stored_dtype(self._source, name)
+        dtype = whole_dtype(self._source, name)
         chunks: list[ChunkStorageMetadata] = [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for offsets, sizes in _blocks(shape, dtype)

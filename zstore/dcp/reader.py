@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,7 +34,6 @@ from torch.futures import Future
 from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, ReadAhead, Span
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.split import complete_master, rest_of_master
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype
 from zstore.format.boxes import Box, spans
@@ -43,10 +41,9 @@ from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.io.pool import Crew
 from zstore.open.sources import open_source
+from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 from .tensors import torch_dtype
-
-Bytes = npt.NDArray[np.uint8]
 
 _MOST_TAKEN = 4
 """Spans that are held at a time: fewer than are read ahead."""
@@ -114,7 +111,7 @@ class Reader(StorageReader):
             if self._state.opaque.get(self._arrays.get(key, "")) == PICKLE and not self._trust_pickles:
                 raise UsageError(
                     f"{key!r} in {self.path} is a pickle, which torch.distributed.checkpoint would run: leave it out of the "
-                    "state dict, or pass zstore.dcp.Reader(..., trust_pickles=True) where you trust who wrote it"
+                    "state dict, or pass zstore.dcp.Reader(..., trust_pickles=True) if you trust its author"
                 )
         return plan
 
@@ -157,10 +154,9 @@ class Reader(StorageReader):
 
     def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:
         spec = source.arrays[name].spec
-        dtype = "float32" if rest_of_master(source.arrays, name) is not None else spec.dtype
         size = torch.Size(spec.shape)
         return TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(dtype)),
+            properties=TensorProperties(dtype=torch_dtype(whole_dtype(source, name))),
             size=size,
             chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
         )
@@ -208,9 +204,7 @@ class _Block:
         self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
         self.itemsize = spec.itemsize
         self._target: torch.Tensor = self.planner.resolve_tensor(self.item).detach()
-        self._splits = rest_of_master(self.source.arrays, self.name) is not None
-        self._dtype = "float32" if self._splits else spec.dtype
-        self._landing = self._target
+        self._buffer = self._target
 
     def ranges(self) -> list[Range]:
         """Return the flat ranges to read."""
@@ -219,29 +213,26 @@ class _Block:
 
     def begin(self) -> None:
         """Make the memory that the block is read into."""
-        dtype = torch_dtype(self._dtype)
+        dtype = torch_dtype(whole_dtype(self.source, self.name))
         direct = self._target.device.type == "cpu" and self._target.is_contiguous() and self._target.dtype == dtype
-        self._landing = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
+        self._buffer = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
 
     def put(self, span: Span) -> None:
         """Take what the block has of a span; of disjoint ones from several threads."""
-        out: Any = self._landing.reshape(-1).view(torch.uint8).numpy()
-        data: Bytes = span.data
-        size = self.itemsize
-        if self._splits:
-            weight = data.view(numpy_dtype("bfloat16"))
-            master = complete_master(self.source, self.name, span.first, weight)
-            data = data if master is None else master.view(np.uint8)
-            size = self._landing.itemsize
-        for at, in_box, numel in self.box.overlap(span.first, span.stop):
-            start = (at - span.first) * size
-            out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
+        out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
+        size = self._buffer.itemsize
+        stored = span.data.view(numpy_dtype(self.source.arrays[self.name].spec.dtype))
+        for first, values in whole_values(self.source, self.name, span.first, stored):
+            data = values.view(np.uint8)
+            for at, in_box, numel in self.box.overlap(first, first + values.size):
+                start = (at - first) * size
+                out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
 
     def finish(self) -> None:
         """Hand the block over, once all its spans were put."""
-        if self._landing is not self._target:
-            self._target.copy_(self._landing.reshape(self._target.shape))
-            self._landing = self._target
+        if self._buffer is not self._target:
+            self._target.copy_(self._buffer.reshape(self._target.shape))
+            self._buffer = self._target
         self.planner.commit_tensor(self.item, self._target)
 
 

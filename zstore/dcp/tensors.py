@@ -9,12 +9,10 @@ import numpy.typing as npt
 import torch
 
 from zstore.errors import UsageError
-from zstore.format.arrays import numpy_dtype
+from zstore.format.arrays import Bytes, numpy_dtype
 
 if TYPE_CHECKING:
     from typing import Any
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def dtype_name(key: str, dtype: torch.dtype) -> str:

@@ -59,8 +59,8 @@ class Share:
 
 
 @dataclass
-class Workplace:
-    """Where one rank writes."""
+class RankWriter:
+    """Writes one rank's part of a save."""
 
     share: Share
     resources: IoResources
@@ -125,7 +125,7 @@ class Workplace:
 
     # -- pieces for others -------------------------------------------------------------------------------------------
 
-    def lay_down(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
+    def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
         """Put this rank's piece of an array into a file, for the owners of its shards."""
         path = self._piece_path(layout, box)
         self._buffered.make_folder(path.parent)
@@ -137,7 +137,7 @@ class Workplace:
     def _piece_path(self, layout: ArrayLayout, box: Box) -> Path:
         return self.folder / PIECES_FOLDER / array_path(layout.spec.name) / f"piece-{layout.boxes.index(box)}"
 
-    def put_together(self, layout: ArrayLayout) -> list[Wrote]:
+    def assemble_shard(self, layout: ArrayLayout) -> list[Wrote]:
         """Write this rank's shard of an array out of all ranks' pieces; waits for them."""
         spec, grid, shard = layout.spec, layout.grid, self.share.rank
         base = shard * grid.shard_numel
@@ -155,7 +155,7 @@ class Workplace:
                 if filled != high - low:
                     raise CheckpointError(
                         f"array {spec.name!r}: the pieces of all ranks have {filled} elements in [{low}, {high}), expected "
-                        f"{high - low}: they are not those that rank 0 planned"
+                        f"{high - low}: they differ from those that rank 0 planned"
                     )
 
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)

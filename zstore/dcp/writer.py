@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,15 +29,14 @@ from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
 from zstore.format.partition import make_grid
+from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
 from zstore.io.pool import Crew
 from zstore.io.shards import open_resources
 
 from .save import Save, Stored
 from .tensors import bytes_of, dtype_name
-from .work import Share, Workplace
-
-_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
+from .work import RankWriter, Share, Wrote
 
 
 class Writer(StorageWriter):
@@ -93,7 +91,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
-        self._save = Save(self.path, self._step_number(), plans, self._timeout_s)
+        step = step_of(self.path.name) if self._step is None else self._step
+        self._save = Save(self.path, step, plans, self._timeout_s)
         self._forget = weakref.finalize(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 
@@ -104,7 +103,7 @@ class Writer(StorageWriter):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
         with open_resources(num_threads=self._num_threads) as resources:
-            place = Workplace(share, resources)
+            place = RankWriter(share, resources)
             try:
                 place.check_folder()
                 with Crew(self._num_threads, f"zstore-dcp-{share.rank}") as crew:
@@ -117,7 +116,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint (rank 0)."""
         if self._save is None:
-            raise UsageError("finish() of a save that was not begun: zstore.dcp.Writer belongs to rank 0 of the save")
+            raise UsageError("finish() without a save: it is called on rank 0 only, after prepare_global_plan()")
         try:
             self._save.commit([each.storage_data for rank in results for each in rank])
         finally:
@@ -130,12 +129,6 @@ class Writer(StorageWriter):
         forget, self._forget, self._save = self._forget, None, None
         if forget is not None:
             forget()
-
-    def _step_number(self) -> int:
-        if self._step is not None:
-            return self._step
-        found = _STEP.search(self.path.name)
-        return int(found[1]) if found else 0
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -161,26 +154,34 @@ def _local(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text))
 
 
-def _write(place: Workplace, plan: SavePlan, planner: SavePlanner, crew: Crew) -> list[WriteResult]:
+def _write(place: RankWriter, plan: SavePlan, planner: SavePlanner, crew: Crew) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
-    passing = [item for item in plan.items if _passes(place, item)]
-    tasks = [partial(_lay_down, place, item, planner) for item in passing]
-    tasks += [partial(_write_item, place, item, planner) for item in plan.items if not _passes(place, item)]
-    results = crew.run(tasks)
-    for wrote in crew.run([partial(place.put_together, layout) for layout in place.owned()]):
+    items = sorted(plan.items, key=lambda item: not _passes(place, item))
+    results = crew.run([partial(_write_item, place, item, planner) for item in items])
+    for wrote in crew.run([partial(place.assemble_shard, layout) for layout in place.owned()]):
         results.append(WriteResult(MetadataIndex(wrote[0].array), 0, Stored(wrote=tuple(wrote))))
     return results
 
 
-def _passes(place: Workplace, item: WriteItem) -> bool:
+def _passes(place: RankWriter, item: WriteItem) -> bool:
     return item.tensor_data is not None and place.share.arrays[item.index.fqn].passes_through_files
 
 
-def _box(item: WriteItem) -> Box:
-    data = item.tensor_data
-    if data is None:
-        raise UsageError(f"{item.index.fqn!r} is no tensor")
-    return Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+def _write_item(place: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    if item.type == WriteItemType.BYTE_IO:
+        return _write_value(place, item, planner)
+    written = item.tensor_data
+    if written is None:
+        raise UsageError(f"{item.index.fqn!r} is not a tensor")
+    layout = place.share.arrays[item.index.fqn]
+    box = Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
+    data = _bytes(item, planner, layout.spec, box)
+    wrote: list[Wrote] = []
+    if not layout.passes_through_files:
+        wrote = place.write_box(layout.spec, layout.grid, box, data)
+    elif box.numel:
+        place.write_piece(layout, box, data)
+    return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
 
 
 def _bytes(item: WriteItem, planner: SavePlanner, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -194,24 +195,7 @@ def _bytes(item: WriteItem, planner: SavePlanner, spec: ArraySpec, box: Box) -> 
     return data
 
 
-def _lay_down(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    layout, box = place.share.arrays[item.index.fqn], _box(item)
-    data = _bytes(item, planner, layout.spec, box)
-    if box.numel:
-        place.lay_down(layout, box, data)
-    return WriteResult(item.index, data.size, Stored())
-
-
-def _write_item(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    if item.type == WriteItemType.BYTE_IO:
-        return _write_value(place, item, planner)
-    layout, box = place.share.arrays[item.index.fqn], _box(item)
-    data = _bytes(item, planner, layout.spec, box)
-    wrote = place.write_box(layout.spec, layout.grid, box, data)
-    return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
-
-
-def _write_value(place: Workplace, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_value(place: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
     key = item.index.fqn
     kind, content = PICKLE, b""
     if isinstance(planner, DefaultSavePlanner) and _is_plain(planner):

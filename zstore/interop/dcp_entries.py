@@ -13,17 +13,15 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import CheckpointMismatchError, CorruptionError, storage_error
+from ..errors import CheckpointMismatchError, CorruptionError
+from ..format.arrays import Bytes
 from ..io.files import Files
 from .dcp_values import BYTES, PICKLE, NotPlainError, Room, encode_value
-from .torchfile import find_pickle, load_torch_file
-
-Bytes = npt.NDArray[np.uint8]
+from .torchfile import find_pickle, load_torch_file, opened_file
 
 _MOST_LOADED_BYTES = 4 * 1024 * 1024
 """Longer pickles are not looked into."""
@@ -40,52 +38,35 @@ _RAW_END = re.compile(rb"(?:\x95.{8})?(?:\x94|q.)?\.", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a block or an entry lies: bytes `[offset, offset + nbytes)` of a file."""
+class FileRange:
+    """Bytes `[offset, offset + nbytes)` of a file: a block of a tensor, or an entry."""
 
     path: Path
     offset: int
     nbytes: int
 
-
-class Opaque(Protocol):
-    """The bytes of an entry, read where they lie."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many there are."""
-
     def read(self, files: Files, first: int, out: Bytes) -> None:
         """Fill `out` with them, from number `first` on. Raises StorageError where the file is shorter now."""
+        with files.opened(self.path) as file:
+            files.read_into(file, out, self.offset + first)
 
-
-@dataclass(frozen=True)
-class RawBytes:
-    """Bytes that stand in a file as they are."""
-
-    place: Place
-
-    @property
-    def nbytes(self) -> int:
-        """See `Opaque.nbytes`."""
-        return self.place.nbytes
-
-    def read(self, files: Files, first: int, out: Bytes) -> None:
-        """See `Opaque.read`."""
-        with files.opened(self.place.path) as file:
-            files.read_into(file, out, self.place.offset + first)
+    def load(self, files: Files, first: int, stop: int) -> Bytes:
+        """Return bytes `[first, stop)` of them."""
+        out = np.empty(stop - first, np.uint8)
+        self.read(files, first, out)
+        return out
 
 
 class TextBytes:
     """Bytes that stand in a file as text. See [Note: bytes in pickles]. Raises CorruptionError where they do not."""
 
-    def __init__(self, files: Files, place: Place) -> None:
+    def __init__(self, files: Files, place: FileRange) -> None:
         self._place = place
         self._starts = [0]
         """How many bytes stand before each block of the text."""
         carried = False  # a block ended between the two bytes of a character
         for at in range(0, place.nbytes, _BLOCK_BYTES):
-            text = _load(files, place, at, min(at + _BLOCK_BYTES, place.nbytes))
+            text = place.load(files, at, min(at + _BLOCK_BYTES, place.nbytes))
             follows, leads = (text & 0xC0) == 0x80, (text & 0xFE) == 0xC2
             good = bool(follows[0]) == carried and np.array_equal(follows[1:], leads[:-1])
             if not good or not np.all(follows | leads | (text < 0x80)):
@@ -97,11 +78,11 @@ class TextBytes:
 
     @property
     def nbytes(self) -> int:
-        """See `Opaque.nbytes`."""
+        """How many there are."""
         return self._starts[-1]
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
-        """See `Opaque.read`."""
+        """See `FileRange.read`."""
         done = 0
         while done < out.size:
             block = bisect_right(self._starts, first + done) - 1
@@ -115,7 +96,7 @@ class TextBytes:
         """Return the bytes whose characters begin in a block."""
         first = block * _BLOCK_BYTES
         stop = min(first + _BLOCK_BYTES, self._place.nbytes)
-        text = _load(files, self._place, first, min(stop + 1, self._place.nbytes))
+        text = self._place.load(files, first, min(stop + 1, self._place.nbytes))
         begins = np.flatnonzero((text[: stop - first] & 0xC0) != 0x80)
         values = text[begins]
         two = np.flatnonzero(values >= 0x80)
@@ -124,7 +105,7 @@ class TextBytes:
 
     def _damaged(self) -> CorruptionError:
         return CorruptionError(
-            f"{self._place.path}: the bytes at {self._place.offset} are no text that stands for bytes: it is damaged"
+            f"{self._place.path}: the bytes at {self._place.offset} are not the encoding of bytes: the file is damaged"
         )
 
 
@@ -132,15 +113,19 @@ class TextBytes:
 class LoadedBytes:
     """A few bytes that are unpickled anew whenever they are read."""
 
-    place: Place
+    place: FileRange
     nbytes: int
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
-        """See `Opaque.read`."""
+        """See `FileRange.read`."""
         value = load_torch_file(self.place.path, part=(self.place.offset, self.place.nbytes))
         if type(value) is not bytes or len(value) != self.nbytes:
             raise CorruptionError(f"{self.place.path} changed while it was read")
         out[:] = np.frombuffer(value, np.uint8)[first : first + out.size]
+
+
+Opaque = FileRange | TextBytes | LoadedBytes
+"""The bytes of an entry, read where they are stored."""
 
 
 class Entries:
@@ -152,17 +137,17 @@ class Entries:
         self._left: dict[Path, int] = {}
         """Bytes of each file that no entry had yet."""
 
-    def look(self, place: Place) -> tuple[str, Any]:
+    def look(self, place: FileRange) -> tuple[str, Any]:
         """Return an empty kind and JSON for plain data, else the kind and the `Opaque`.
 
         Raises CorruptionError where the entry is missing or damaged, or the file has less than its entries.
         """
         self._claim(place)
-        pickled = find_pickle(place.path, (place.offset, place.nbytes))
-        found = self._bytes_in(Place(path=place.path, offset=pickled[0], nbytes=pickled[1]))
+        offset, nbytes = find_pickle(place.path, (place.offset, place.nbytes))
+        found = self._bytes_in(FileRange(path=place.path, offset=offset, nbytes=nbytes))
         if found is not None:
             return BYTES, found
-        if pickled[1] <= _MOST_LOADED_BYTES:
+        if nbytes <= _MOST_LOADED_BYTES:
             try:
                 value = load_torch_file(place.path, part=(place.offset, place.nbytes))
                 if type(value) is bytes:
@@ -170,21 +155,22 @@ class Entries:
                 return "", encode_value(value, self._room)
             except (NotPlainError, CheckpointMismatchError):
                 pass
-        return PICKLE, RawBytes(place)
+        return PICKLE, place
 
-    def _claim(self, place: Place) -> None:
+    def _claim(self, place: FileRange) -> None:
         if place.path not in self._left:
-            self._left[place.path] = _size(place.path)
+            with opened_file(place.path) as (_, size):
+                self._left[place.path] = size
         self._left[place.path] -= place.nbytes
         if self._left[place.path] < 0:
             raise CorruptionError(
-                f"{place.path} is shorter than the entries that lie in it, or they lie over one another: it is cut off or "
+                f"{place.path} is shorter than the entries in it, or they overlap: it is truncated or "
                 "damaged; copy it again"
             )
 
-    def _bytes_in(self, pickled: Place) -> RawBytes | TextBytes | None:
+    def _bytes_in(self, pickled: FileRange) -> FileRange | TextBytes | None:
         """Return the bytes that a pickle is of; None where it is of something else."""
-        head = _load(self._files, pickled, 0, min(_AROUND_BYTES, pickled.nbytes)).tobytes()
+        head = pickled.load(self._files, 0, min(_AROUND_BYTES, pickled.nbytes)).tobytes()
         for begin, end in ((_TEXT, _TEXT_END), (_RAW, _RAW_END)):
             match = begin.match(head)
             if match is None:
@@ -193,23 +179,7 @@ class Entries:
             stop = match.end() + size
             if not 0 < pickled.nbytes - stop <= _AROUND_BYTES:
                 continue
-            if end.fullmatch(_load(self._files, pickled, stop, pickled.nbytes).tobytes()):
-                content = Place(path=pickled.path, offset=pickled.offset + match.end(), nbytes=size)
-                return TextBytes(self._files, content) if begin is _TEXT else RawBytes(content)
+            if end.fullmatch(pickled.load(self._files, stop, pickled.nbytes).tobytes()):
+                content = FileRange(path=pickled.path, offset=pickled.offset + match.end(), nbytes=size)
+                return TextBytes(self._files, content) if begin is _TEXT else content
         return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError as error:
-        raise CorruptionError(f"{path} is missing: copy it again") from error
-    except OSError as error:
-        raise storage_error(error, "the file cannot be read", path=str(path)) from error
-
-
-def _load(files: Files, place: Place, first: int, stop: int) -> Bytes:
-    out = np.empty(stop - first, np.uint8)
-    with files.opened(place.path) as file:
-        files.read_into(file, out, place.offset + first)
-    return out

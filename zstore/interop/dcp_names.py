@@ -13,6 +13,7 @@ that of the optimizer; where there are several, and for all others, it keeps the
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +29,12 @@ VERSION = 1
 STATE = "dcp"
 """Key of the document in a record's state."""
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
+_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
 _NESTED, _FLAT = "nested", "flat"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Meaning:
     """What a path means."""
 
     group: str
@@ -42,21 +44,21 @@ class _Place:
     fqn: str = ""
 
 
-def _place(path: Path) -> _Place | None:
+def _meaning(path: Path) -> _Meaning | None:
     """Return what the tensor at `path` is; None for what is neither weight nor optimizer state, or oddly nested."""
     for at, part in enumerate(path[:-1]):
         root, rest = path[: at + 1], path[at + 1 :]
         if part == "model":
             fqn = rest[0]
-            return _Place("model", root, fqn=fqn) if len(rest) == 1 and isinstance(fqn, str) and fqn else None
+            return _Meaning("model", root, fqn=fqn) if len(rest) == 1 and isinstance(fqn, str) and fqn else None
         if part in _OPTIMIZERS:
-            return _optimizer_place(root, rest)
+            return _optimizer_meaning(root, rest)
     if len(path) == 1 and isinstance(path[0], str) and path[0]:
-        return _Place("model", fqn=path[0])
+        return _Meaning("model", fqn=path[0])
     return None
 
 
-def _optimizer_place(root: Path, rest: Path) -> _Place | None:
+def _optimizer_meaning(root: Path, rest: Path) -> _Meaning | None:
     texts = [part for part in rest if isinstance(part, str)]
     form, fqn, slot = _NESTED, "", ""
     if len(texts) == len(rest) == 3 and texts[0] == "state":
@@ -64,12 +66,18 @@ def _optimizer_place(root: Path, rest: Path) -> _Place | None:
     elif len(texts) == len(rest) == 1 and texts[0].startswith("state."):
         form = _FLAT
         fqn, _, slot = texts[0].removeprefix("state.").rpartition(".")
-    return _Place("optimizer", root, form, slot, fqn) if fqn and slot and "/" not in slot else None
+    return _Meaning("optimizer", root, form, slot, fqn) if fqn and slot and "/" not in slot else None
 
 
 def key_of(path: Path) -> str:
     """Return the key that DCP gives to the entry at `path`."""
     return ".".join(map(str, path))
+
+
+def step_of(folder_name: str) -> int:
+    """Return the training step that a checkpoint's folder is called by, as `step-100`; 0 where it is called otherwise."""
+    found = _STEP.search(folder_name)
+    return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +105,8 @@ class Names:
 
 def name_arrays(paths: Mapping[str, Path]) -> Names:
     """Return the arrays' names for tensors, given the path of each key."""
-    places = {key: _place(path) for key, path in paths.items()}
-    roots = Counter((p.group, p.root, p.form) for p in places.values() if p is not None)
+    meanings = {key: _meaning(path) for key, path in paths.items()}
+    roots = Counter((p.group, p.root, p.form) for p in meanings.values() if p is not None)
     alone = {group: [key for key in roots if key[0] == group] for group in ("model", "optimizer")}
     model, optimizer = (alone[g][0] if len(alone[g]) == 1 else None for g in ("model", "optimizer"))
     names = Names(
@@ -106,8 +114,8 @@ def name_arrays(paths: Mapping[str, Path]) -> Names:
     )
     taken: set[str] = set()
     for key, path in paths.items():
-        place = places[key]
-        name, plain = _name(key, place, place is not None and len(alone[place.group]) == 1)
+        meaning = meanings[key]
+        name, plain = _name(key, meaning, meaning is not None and len(alone[meaning.group]) == 1)
         if name in taken:
             name, plain = client_array(key), False
         taken.add(name)
@@ -117,12 +125,12 @@ def name_arrays(paths: Mapping[str, Path]) -> Names:
     return names
 
 
-def _name(key: str, place: _Place | None, alone: bool) -> tuple[str, bool]:
+def _name(key: str, meaning: _Meaning | None, alone: bool) -> tuple[str, bool]:
     """Return the array's name, and whether the root alone gives the path back."""
-    if place is None:
+    if meaning is None:
         return client_array(key), False
-    fqn = place.fqn if alone else key_of((*place.root, place.fqn))
-    return (model_array(fqn) if place.group == "model" else optimizer_array(place.slot, fqn)), alone
+    fqn = meaning.fqn if alone else key_of((*meaning.root, meaning.fqn))
+    return (model_array(fqn) if meaning.group == "model" else optimizer_array(meaning.slot, fqn)), alone
 
 
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:

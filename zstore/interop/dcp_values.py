@@ -106,7 +106,7 @@ def decode_value(value: Any) -> Any:
             return {decode_value(key): decode_value(item) for key, item in inner}
     except (TypeError, ValueError, binascii.Error) as error:
         raise CorruptionError(f"a value in the record's `{STATE}` is damaged: {error}") from error
-    raise CorruptionError(f"a value in the record's `{STATE}` has the unknown mark {mark!r:.50}")
+    raise CorruptionError(f"a value in the record's `{STATE}` has the unknown type {mark!r:.50}")
 
 
 @dataclass(kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CorruptionError
-from ..format.arrays import ArraySpec, model_array, numpy_dtype
+from ..format.arrays import ArraySpec, Bytes, model_array, numpy_dtype
 from ..io.files import Files
 from ..io.shards import IoResources
 from ..weights.reader import WeightsReader
-from .source import Bytes, ForeignSource, record_of
+from .source import ForeignSource, record_of
 
 
 class HuggingFaceSource(ForeignSource):

@@ -77,7 +77,7 @@ class Walk:
         """Count a step. Raises CorruptionError where there were too many."""
         self._left -= 1
         if self._left < 0:
-            raise CorruptionError(f"{self._where}: what the pickle holds has too many parts to be a checkpoint's")
+            raise CorruptionError(f"{self._where}: the pickle has too many parts for a checkpoint")
 
 
 def inert(*names: str) -> dict[str, Maker | None]:
@@ -215,20 +215,20 @@ class _Machine:
                 _STEPS[opcode](self)
             elif not self._simple(opcode):
                 raise CorruptionError(
-                    f"{self._where}: opcode {opcode:#04x} at byte {self.done - 1} is none that a checkpoint needs: the "
-                    "pickle is damaged, or of a protocol before 2"
+                    f"{self._where}: opcode {opcode:#04x} at byte {self.done - 1} is not used by checkpoints: the "
+                    "pickle is damaged, or its protocol is below 2"
                 )
 
     def _read(self, count: int) -> bytes:
         if not 0 <= count <= self._size - self.done:
             raise CorruptionError(
-                f"{self._where}: the pickle goes on behind its {self._size} bytes (at byte {self.done}, {count} more are "
-                "expected): it is cut off, damaged, or too large"
+                f"{self._where}: the pickle does not end within {self._size} bytes (at byte {self.done}, {count} more are "
+                "expected): it is truncated, damaged, or too large"
             )
         data = self._stream.read(count)
         self.done += len(data)
         if len(data) != count:
-            raise CorruptionError(f"{self._where}: the pickle is cut off at byte {self.done}")
+            raise CorruptionError(f"{self._where}: the pickle is truncated at byte {self.done}")
         return data
 
     def _number(self, form: str) -> Any:
@@ -260,7 +260,7 @@ class _Machine:
         elif opcode in _LONGS:
             length = self._number(_LONGS[opcode])
             if length > _MOST_LONG_BYTES:
-                raise CorruptionError(f"{self._where}: a whole number of {length} bytes is in no checkpoint")
+                raise CorruptionError(f"{self._where}: an integer of {length} bytes is too large for a checkpoint")
             push(int.from_bytes(self._read(length), "little", signed=True))
         else:
             return False
@@ -275,13 +275,10 @@ class _Machine:
                 f"{self._where} is a pickle of protocol {version}; {_LAST_PROTOCOL} is the last known"
             )
 
-    def _frame(self) -> None:
-        self._number("<Q")  # how much to read ahead, which nobody needs
-
     def _count(self, containers: int) -> None:
         self._containers_left -= containers
         if self._containers_left < 0:
-            raise CorruptionError(f"{self._where}: the pickle has more lists and dicts than any of a checkpoint")
+            raise CorruptionError(f"{self._where}: the pickle has too many lists and dicts for a checkpoint")
 
     def _mark(self) -> None:
         self._count(1)
@@ -292,16 +289,8 @@ class _Machine:
         items, self._stack = self._stack, self._marked.pop()
         return items
 
-    def _tuple(self) -> None:
-        items = self._unmark()  # which changes the stack
-        self._stack.append(tuple(items))
-
-    def _frozen_set(self) -> None:
-        items = self._unmark()
-        self._stack.append(_set(items))
-
-    def _twice(self) -> None:
-        self._stack.append(self._stack[-1])
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
 
     def _pop(self) -> None:
         if self._stack:
@@ -309,15 +298,9 @@ class _Machine:
         else:
             self._unmark()
 
-    def _pop_mark(self) -> None:
-        self._unmark()
-
-    def _memoize(self) -> None:
-        self._put(len(self._memo))
-
     def _put(self, place: int) -> None:
         if place > len(self._memo):
-            raise ValueError("the places of the memo are not in order")
+            raise ValueError("memo entries are out of order")
         self._memo[place : place + 1] = [self._stack[-1]]
 
     # -- containers -------------------------------------------------------------------------------------------------
@@ -358,9 +341,6 @@ class _Machine:
             data += byte
         return data.decode("utf-8")
 
-    def _global(self) -> None:
-        self._find(f"{self._line()}.{self._line()}")
-
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
@@ -370,8 +350,8 @@ class _Machine:
     def _find(self, name: str) -> None:
         if name not in self._table:
             raise CheckpointMismatchError(
-                f"{self._where} names {name[:200]!r}, which is no tensor and no plain container: nothing of it was called, and "
-                "it is not read. If you trust the file, load it with the software that wrote it, take that object out, "
+                f"{self._where} names {name[:200]!r}, which is neither a tensor nor a plain container: nothing was called, and "
+                "the file is not read. If you trust the file, load it with the software that wrote it, take that object out, "
                 "and save it again"
             )
         self._stack.append(Global(name, self._table[name]))
@@ -394,7 +374,7 @@ class _Machine:
         # What is made copies its arguments, which the memo hands out again and again.
         self._copied += sum(len(arg) for arg in args if isinstance(arg, _SIZED))
         if self._copied > 2 * self.done + _SMALL_COPIES:
-            raise CorruptionError(f"{self._where}: the pickle makes more, out of its parts, than it has bytes")
+            raise CorruptionError(f"{self._where}: the pickle copies its parts to more than its own size")
         return target.make(*args)
 
     def _build(self) -> None:
@@ -410,22 +390,22 @@ class _Machine:
         self._stack.append(self._persistent(self._stack.pop()))
 
 
-_STEPS: dict[int, Callable[[_Machine], None]] = {
+_STEPS: dict[int, Callable[[_Machine], Any]] = {
     0x80: _Machine._protocol,
-    0x95: _Machine._frame,
+    0x95: lambda machine: machine._number("<Q"),  # a frame: how much to read ahead, which nobody needs
     ord("("): _Machine._mark,
     ord("0"): _Machine._pop,
-    ord("1"): _Machine._pop_mark,
-    ord("2"): _Machine._twice,
+    ord("1"): _Machine._unmark,
+    ord("2"): lambda machine: machine._push(machine._stack[-1]),
     ord("a"): _Machine._append,
     ord("e"): _Machine._appends,
-    ord("t"): _Machine._tuple,
+    ord("t"): lambda machine: machine._push(tuple(machine._unmark())),
     ord("s"): _Machine._set_item,
     ord("u"): _Machine._set_items,
     0x90: _Machine._add_items,
-    0x91: _Machine._frozen_set,
-    0x94: _Machine._memoize,
-    ord("c"): _Machine._global,
+    0x91: lambda machine: machine._push(_set(machine._unmark())),
+    0x94: lambda machine: machine._put(len(machine._memo)),
+    ord("c"): lambda machine: machine._find(f"{machine._line()}.{machine._line()}"),
     0x93: _Machine._stack_global,
     ord("R"): _Machine._call,
     0x81: _Machine._call,

@@ -8,20 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.format import Record
 from ..checkpoint.names import array_path, step_tag, tag_text
 from ..checkpoint.source import ArraySource, StoredArray
 from ..errors import UsageError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import make_grid
 from ..io.files import Files
 from ..io.queue import Priority
 from ..io.shards import IoResources
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class ForeignSource(ArraySource):

@@ -10,45 +10,38 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError
-from ..format.arrays import ArraySpec, client_array
+from ..format.arrays import ArraySpec, Bytes, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
-from .dcp_entries import Entries, Opaque, Place
-from .dcp_names import STATE, Names, key_of, name_arrays
+from .dcp_entries import Entries, FileRange, Opaque
+from .dcp_names import STATE, Names, key_of, name_arrays, step_of
 from .dcp_names import Path as KeyPath
 from .dcp_values import make_document
 from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
-from .source import Bytes, ForeignSource, record_of
+from .source import ForeignSource, record_of
 from .torchfile import TORCH, TorchTensor, load_torch_file
 
 METADATA = ".metadata"
-_STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
 _MOST_KEPT = 4096
 """Blocks whose place in their file is remembered."""
 _MOST_BLOCK_PICKLE_BYTES = 1024 * 1024
 _LEAST_STEPS, _BYTES_A_STEP = 1_000_000, 16
 """A block costs four steps, and has well over a hundred bytes in the metadata."""
 _MODULE = "torch.distributed.checkpoint"
+_KINDS = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    *("_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
+)
 _TABLE: Table = {
     **TORCH,
     **inert(
-        f"{_MODULE}.metadata.Metadata",
-        f"{_MODULE}.metadata.TensorStorageMetadata",
-        f"{_MODULE}.metadata.BytesStorageMetadata",
-        f"{_MODULE}.metadata.ChunkStorageMetadata",
-        f"{_MODULE}.metadata.TensorProperties",
-        f"{_MODULE}.metadata._MEM_FORMAT_ENCODING",
-        f"{_MODULE}.metadata.MetadataIndex",
-        f"{_MODULE}.metadata.StorageMeta",
+        *(f"{_MODULE}.metadata.{kind}" for kind in _KINDS),
         f"{_MODULE}.filesystem._StorageInfo",
         "torch.serialization._get_layout",
         "pathlib.PosixPath",
@@ -59,11 +52,8 @@ _TABLE: Table = {
 }
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """The blocks of a tensor."""
-
-    blocks: list[tuple[Box, Place]]
+_Blocks = list[tuple[Box, FileRange]]
+"""The blocks of a tensor, and where they are stored."""
 
 
 class TorchDcpSource(ForeignSource):
@@ -78,12 +68,11 @@ class TorchDcpSource(ForeignSource):
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
         files = Files(direct=False)
         tensors, self._opaque, document = _Metadata(folder).described(Entries(files))
-        self._pieces = {name: pieces for name, (_, pieces) in tensors.items()}
-        self._found: dict[Place, TorchTensor] = {}
+        self._blocks = {name: blocks for name, (_, blocks) in tensors.items()}
+        self._found: dict[FileRange, TorchTensor] = {}
         specs = [spec for spec, _ in tensors.values()]
         specs += [ArraySpec(name=name, shape=(it.nbytes,), dtype="uint8") for name, it in self._opaque.items()]
-        step = _STEP.search(folder.resolve().name)
-        record = record_of(folder, int(step[1]) if step else 0, {STATE: document})
+        record = record_of(folder, step_of(folder.resolve().name), {STATE: document})
         super().__init__(folder, record, specs, resources, files)
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
@@ -91,14 +80,15 @@ class TorchDcpSource(ForeignSource):
             self._opaque[name].read(self._files, first, out)
             return
         spec = self.array(name).spec
-        for box, place in self._pieces[name].blocks:  # which tile it
-            gather(box, first, stop, spec.itemsize, partial(self._fetch, spec, box, place), out)
+        for box, place in self._blocks[name]:  # which tile it
 
-    def _fetch(self, spec: ArraySpec, box: Box, place: Place, start: int, out: Bytes) -> None:
-        tensor = self._tensor(spec, box, place)
-        tensor.read(self._files, start, start + out.size // spec.itemsize, out)
+            def fetch(start: int, part: Bytes, box: Box = box, place: FileRange = place) -> None:
+                tensor = self._tensor(spec, box, place)
+                tensor.read(self._files, start, start + part.size // spec.itemsize, part)
 
-    def _tensor(self, spec: ArraySpec, box: Box, place: Place) -> TorchTensor:
+            gather(box, first, stop, spec.itemsize, fetch, out)
+
+    def _tensor(self, spec: ArraySpec, box: Box, place: FileRange) -> TorchTensor:
         with self._lock:
             known = self._found.get(place)
         if known is not None:
@@ -131,11 +121,13 @@ class _Metadata:
         if not all(isinstance(key, str) for key in self._entries):
             raise self._damaged("its entries have no names")
         self._storage = self._index(self._dict(root.get("storage_data")))
-        self._paths = self._key_paths(root.get("planner_data"))
+        planner = root.get("planner_data")
+        kept = planner if isinstance(planner, dict) else {}
+        self._paths = {key: self._key_path(key, kept.get(key)) for key in self._entries}
 
     def described(
         self, looked_into: Entries
-    ) -> tuple[dict[str, tuple[ArraySpec, _Pieces]], dict[str, Opaque], dict[str, Any]]:
+    ) -> tuple[dict[str, tuple[ArraySpec, _Blocks]], dict[str, Opaque], dict[str, Any]]:
         """Return tensors by array name, opaque arrays, and the record's `state["dcp"]`."""
         tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}
         names = name_arrays({key: self._paths[key] for key in tensors})
@@ -165,7 +157,7 @@ class _Metadata:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
-    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Pieces]:
+    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Blocks]:
         shape = self._extents(entry.get("size"))
         properties = self._object(entry.get("properties"), "TensorProperties").state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
@@ -175,9 +167,12 @@ class _Metadata:
             spec = ArraySpec(name=name, shape=shape, dtype=dtype.name.removeprefix("torch."))
         except ValueError as error:
             raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
-        blocks: list[tuple[Box, Place]] = []
-        for chunk in self._items(entry.get("chunks")):
-            piece = self._object(chunk, "ChunkStorageMetadata")
+        blocks: _Blocks = []
+        chunks = entry.get("chunks")
+        if not isinstance(chunks, list):
+            raise self._damaged(f"expected a list of blocks, got {brief(chunks)}")
+        for chunk in chunks:
+            piece = self._object(chunk, "ChunkStorageMetadata")  # which counts a step
             offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
             try:
                 box = Box(shape, offsets, sizes)
@@ -186,8 +181,8 @@ class _Metadata:
             if box.numel:
                 blocks.append((box, self._place(key, offsets)))
         if not tiles(shape, (box for box, _ in blocks)):
-            raise self._damaged(f"the blocks of {key!r} are not the {spec.numel} elements that it has, each once")
-        return spec, _Pieces(blocks)
+            raise self._damaged(f"the blocks of {key!r} do not cover its {spec.numel} elements exactly once")
+        return spec, blocks
 
     def _extents(self, value: object) -> tuple[int, ...]:
         if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
@@ -196,8 +191,8 @@ class _Metadata:
 
     # -- where they lie ----------------------------------------------------------------------------------------------
 
-    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
-        found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
+        found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
         for key, value in storage.items():
             index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
             fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
@@ -208,26 +203,22 @@ class _Metadata:
                 or Path(file).name != file
                 or file in ("", ".", "..")
             ):
-                raise self._damaged(f"an entry lies in {brief(file)}, which is no file of the folder")
+                raise self._damaged(f"an entry is in {brief(file)}, which is not a file of the folder")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
-                raise self._damaged(f"{fqn!r} lies at {brief(start)}, {brief(nbytes)} bytes")
+                raise self._damaged(f"{fqn!r} is at {brief(start)}, {brief(nbytes)} bytes")
             if info.get("transform_descriptors"):
                 raise CheckpointMismatchError(
-                    f"{self._path}: {fqn!r} was written through an extension, which is not read"
+                    f"{self._path}: {fqn!r} was written through an extension, which is not supported"
                 )
-            place = Place(path=self._folder / file, offset=start, nbytes=nbytes)
+            place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
             found[fqn, None if offset is None else self._extents(offset)] = place
         return found
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Place:
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> FileRange:
         place = self._storage.get((key, offsets))
         if place is None:
-            raise self._damaged(f"nothing says where {key!r} at {offsets} lies")
+            raise self._damaged(f"no file is listed for {key!r} at {offsets}")
         return place
-
-    def _key_paths(self, planner: object) -> dict[str, KeyPath]:
-        kept = planner if isinstance(planner, dict) else {}
-        return {key: self._key_path(key, kept.get(key)) for key in self._entries}
 
     def _key_path(self, key: str, path: object) -> KeyPath:
         if isinstance(path, tuple | list) and path and all(type(part) in (str, int) for part in path):
@@ -251,12 +242,5 @@ class _Metadata:
             raise self._damaged(f"expected a dict, got {brief(value)}")
         return value
 
-    def _items(self, value: object) -> Iterator[Any]:
-        if not isinstance(value, list):
-            raise self._damaged(f"expected a list of blocks, got {brief(value)}")
-        for item in value:
-            self._walk.step()
-            yield item
-
     def _damaged(self, what: str) -> CorruptionError:
-        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in a way that is not read")
+        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in an unsupported way")

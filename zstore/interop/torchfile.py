@@ -27,11 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
-from ..format.arrays import numpy_dtype
+from ..format.arrays import Bytes, numpy_dtype
 from ..io.files import Files
 from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
-
-Bytes = npt.NDArray[np.uint8]
 
 _MAX_READ_BYTES = 32 * 1024 * 1024
 _MAX_END_BYTES = 1024 * 1024
@@ -43,7 +41,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER_BYTES = 30
 
-_STORAGES = {
+STORAGES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -58,7 +56,7 @@ _STORAGES = {
     "ComplexFloat": "complex64",
 }
 _ITEMSIZES = {"complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_DTYPES = (*_STORAGES.values(), "uint16", "uint32", "uint64", *_ITEMSIZES)
+_DTYPES = (*STORAGES.values(), "uint16", "uint32", "uint64", *_ITEMSIZES)
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}
 
 
@@ -110,7 +108,7 @@ class TorchTensor:
         return True
 
     @property
-    def place(self) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]:
+    def identity(self) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]:
         """What is equal for two names of one tensor."""
         return self.storage, self.first, self.shape, self.stride, self.dtype
 
@@ -154,44 +152,43 @@ def load_torch_file(
     bytes of one. The pickle has at most `most_bytes`. Raises CorruptionError where the file is missing, damaged or no file
     of `torch.save`; CheckpointMismatchError for what it names that is not read; StorageError where it cannot be read.
     """
-    with _opened(path) as (file, size):
+    with opened_file(path) as (file, size):
         if part is not None:
             return _archive(path, file, size, part).load(table or {}, most_bytes)
         start = file.read(4)
         file.seek(0)
         if start == b"PK\x03\x04":
-            return _Zip(path, file, size).load(table or {})
+            return _Zip(path, file, 0, size).load(table or {})
         if start[:1] == b"\x80":
             return _load_legacy(path, file, size, table or {})
     raise CorruptionError(
-        f"{path} is no file of torch.save (it begins with {start.hex() or 'nothing'}): it is damaged, was never complete, or "
-        "was written by something else"
+        f"{path} is not a file of torch.save (it begins with {start.hex() or 'nothing'}): it is damaged, incomplete, or "
+        "was written by other software"
     )
 
 
 def find_pickle(path: Path, part: tuple[int, int]) -> tuple[int, int]:
     """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises what `load_torch_file` does."""
-    with _opened(path) as (file, size):
-        archive = _archive(path, file, size, part)
-        offset, nbytes = archive.find("data.pkl")
-        return part[0] + offset, nbytes
+    with opened_file(path) as (file, size):
+        return _archive(path, file, size, part).find("data.pkl")
 
 
 def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Zip:
     offset, nbytes = part
     if offset + nbytes > size:
         raise CorruptionError(
-            f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is cut off; copy it again"
+            f"{path} has {size} bytes, expected an archive of {nbytes} at {offset}: it is truncated; copy it again"
         )
-    return _Zip(path, _Window(file, offset, nbytes), nbytes, offset)
+    return _Zip(path, file, offset, nbytes)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def opened_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file and say how many bytes it has. Raises CorruptionError where it is missing or no file, StorageError."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
-            raise CorruptionError(f"{path} is no file")
+            raise CorruptionError(f"{path} is not a regular file")
         file = path.open("rb")
     except FileNotFoundError as error:
         raise CorruptionError(f"{path} is missing: copy it again") from error
@@ -218,11 +215,11 @@ def _rebuild(
         raise ValueError("a tensor has no storage")
     for numbers in (shape, stride):
         if type(numbers) is not tuple or len(numbers) > MAX_DIMS:
-            raise ValueError("a tensor's shape or stride is no tuple of numbers")
+            raise ValueError("a tensor's shape or stride is not a tuple of integers")
     if any(type(n) is not int or not 0 <= n <= _MAX_NUMEL for n in (first, *shape, *stride)) or len(shape) != len(
         stride
     ):
-        raise ValueError("a tensor's offset, shape or stride is none")
+        raise ValueError("a tensor's offset, shape or stride is invalid")
     last = first + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
     available = storage.storage.nbytes // _itemsize(dtype)
     numel = math.prod(shape)
@@ -237,7 +234,7 @@ def _rebuild(
 
 def _rebuild_tensor(storage: Any, first: Any, shape: Any, stride: Any, *_: Any) -> TorchTensor:
     if not isinstance(storage, _TypedStorage) or storage.dtype is None:
-        raise ValueError("a tensor has no storage of a type")
+        raise ValueError("a tensor has no typed storage")
     return _rebuild(storage, first, shape, stride, storage.dtype)
 
 
@@ -247,14 +244,14 @@ def _rebuild_tensor_v3(storage: Any, first: Any, shape: Any, stride: Any, *rest:
 
 def _rebuild_parameter(data: Any, *_: Any) -> TorchTensor:
     if not isinstance(data, TorchTensor):
-        raise ValueError("a parameter is made of no tensor")
+        raise ValueError("a parameter is not made from a tensor")
     return data
 
 
 def _rebuild_from_type(function: Any, _kind: Any, args: Any, state: Any) -> TorchTensor:
     """A tensor with attributes of its own."""
     if not isinstance(function, Global) or function.make is None or type(args) is not tuple:
-        raise ValueError("a tensor is rebuilt by no function of torch's")
+        raise ValueError("a tensor is rebuilt by an unknown function")
     made = _rebuild_parameter(function.make(*args))
     kept = state[0] if isinstance(state, tuple) and state else state
     attributes = dict(kept) if isinstance(kept, dict) else {}
@@ -284,7 +281,7 @@ _TENSOR_MAKERS: dict[str, Maker | None] = {
 }
 TORCH: Table = {
     **_TENSOR_MAKERS,
-    **{f"torch.{name}Storage": None for name in _STORAGES},
+    **{f"torch.{name}Storage": None for name in STORAGES},
     **dict.fromkeys(["torch.UntypedStorage", "torch.storage.UntypedStorage"]),
     **dict.fromkeys(["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"]),
     **{f"torch.{name}": None for name in (*_DTYPES, *_ALIASES)},
@@ -298,7 +295,7 @@ def _typed(kind: Any) -> tuple[str | None, int]:
     name = kind.name.rpartition(".")[2].removesuffix("Storage") if isinstance(kind, Global) else ""
     if name == "Untyped":
         return None, 1
-    dtype = _STORAGES[name]
+    dtype = STORAGES[name]
     return dtype, _itemsize(dtype)
 
 
@@ -306,10 +303,14 @@ def _typed(kind: Any) -> tuple[str | None, int]:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """Bytes `[offset, offset + nbytes)` of a file, as a file.
 
-    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+    No read asks for more memory than a file of tensors needs for its directory.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, offset: int, nbytes: int) -> None:
         self._file = file
+        self._path = path
         self._offset = offset
         self._nbytes = nbytes
         self._at = 0
@@ -327,79 +328,58 @@ class _Window(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
+        if size > _MAX_READ_BYTES:
+            raise CorruptionError(f"{self._path}: the archive's directory is too large for a checkpoint")
         left = max(0, self._nbytes - self._at)
         self._file.seek(self._offset + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(min(_MAX_END_BYTES if size < 0 else size, left))
         self._at += len(data)
         return data
 
 
-class _Bounded(io.RawIOBase):
-    """A file of which no read asks for more memory than a file of tensors needs for its directory."""
-
-    def __init__(self, file: BinaryIO | _Window, path: Path) -> None:
-        self._file = file
-        self._path = path
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _MAX_READ_BYTES:
-            raise CorruptionError(f"{self._path}: the archive's directory is larger than any of a checkpoint")
-        return self._file.read(_MAX_END_BYTES if size < 0 else size)
-
-
 class _Zip:
-    """An archive of torch.save, while it is loaded."""
+    """An archive of torch.save, of `nbytes` at `base` of an open file, while it is loaded."""
 
-    def __init__(self, path: Path, file: BinaryIO | _Window, size: int, base: int = 0) -> None:
+    def __init__(self, path: Path, file: BinaryIO, base: int, nbytes: int) -> None:
         self._path = path
         self._file = file
-        self._size = size
         self._base = base
-        """Where the archive begins in the file of that path."""
+        self._nbytes = nbytes
         self._storages: dict[str, Storage] = {}
         try:
-            with zipfile.ZipFile(_Bounded(file, path)) as archive:
+            with zipfile.ZipFile(_Window(file, path, base, nbytes)) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
             if isinstance(error, CorruptionError):
                 raise
             raise CorruptionError(
-                f"{path} is cut off or damaged: its archive has no valid directory ({error}); copy it again"
+                f"{path} is truncated or damaged: its archive has no valid directory ({error}); copy it again"
             ) from error
         self._entries = {info.filename: info for info in infos}
         if len(self._entries) != len(infos):
             raise CorruptionError(f"{path}: the archive has two entries of one name")
         roots = [name.removesuffix("data.pkl") for name in self._entries if name.endswith("/data.pkl")]
         if len(roots) != 1 or f"{roots[0]}constants.pkl" in self._entries:
-            raise CorruptionError(f"{path} is a zip archive, but none of torch.save: expected one data.pkl")
+            raise CorruptionError(f"{path} is a zip archive, but not one of torch.save: expected one data.pkl")
         self._root = roots[0]
 
     def find(self, name: str) -> tuple[int, int]:
-        """Return offset and bytes of an entry's data."""
+        """Return offset, in the file, and bytes of an entry's data."""
         info = self._entries.get(f"{self._root}{name}")
         if info is None:
             raise CorruptionError(f"{self._path}: the archive lacks {name[:100]!r}: it is damaged; copy it again")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise CheckpointMismatchError(f"{self._path}: {name!r} is compressed or encrypted; torch.save does neither")
-        self._file.seek(min(max(info.header_offset, 0), self._size))
+        self._file.seek(self._base + min(max(info.header_offset, 0), self._nbytes))
         header = self._file.read(_LOCAL_HEADER_BYTES)
         if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
             raise CorruptionError(f"{self._path}: {name!r} is not where the archive's directory says: it is damaged")
         offset = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack_from("<HH", header, 26))
-        if offset + info.file_size > self._size:
+        if offset + info.file_size > self._nbytes:
             raise CorruptionError(
-                f"{self._path}: {name!r} goes on behind the end of the file: it is cut off; copy it again"
+                f"{self._path}: {name!r} extends past the end of the file: it is truncated; copy it again"
             )
-        return offset, info.file_size
+        return self._base + offset, info.file_size
 
     def load(self, table: Table, most_bytes: int = MAX_PICKLE_BYTES) -> Any:
         """Return what was saved; raises CorruptionError where its pickle has more than `most_bytes`."""
@@ -409,11 +389,11 @@ class _Zip:
             order = self._file.read(min(size, 16))
             if order != b"little":
                 raise CheckpointMismatchError(
-                    f"{self._path} was written with byte order {order!r}; only little is read"
+                    f"{self._path} was written with byte order {order!r}; only little-endian is supported"
                 )
         offset, size = self.find("data.pkl")
         if size > most_bytes:
-            raise CorruptionError(f"{self._path}: a pickle of {size} bytes is in no checkpoint")
+            raise CorruptionError(f"{self._path}: a pickle of {size} bytes is too large for a checkpoint")
         self._file.seek(offset)
         stream = io.BytesIO(self._file.read(size))
         return load_pickle(stream, f"{self._path}: data.pkl", {**TORCH, **table}, self._persistent, size=size)
@@ -421,11 +401,11 @@ class _Zip:
     def _persistent(self, found: Any) -> _TypedStorage:
         tag, kind, key, _, numel = found
         if tag != "storage" or not isinstance(key, str) or type(numel) is not int:
-            raise ValueError("a storage is not named as torch does")
+            raise ValueError("a storage reference is not in torch's form")
         dtype, itemsize = _typed(kind)
         if key not in self._storages:
             offset, nbytes = self.find(f"data/{key}")
-            self._storages[key] = Storage(self._path, nbytes, self._base + offset)
+            self._storages[key] = Storage(self._path, nbytes, offset)
         storage = self._storages[key]
         if numel < 0 or numel * itemsize > storage.nbytes:
             raise CorruptionError(
@@ -446,7 +426,7 @@ def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
     def persistent(found: Any) -> _TypedStorage:
         tag, kind, key, _, numel, view = found
         if tag != "storage" or not isinstance(key, str) or type(numel) is not int or numel < 0 or view is not None:
-            raise ValueError("a storage is not named as torch does")
+            raise ValueError("a storage reference is not in torch's form")
         dtype, itemsize = _typed(kind)
         if key not in storages:
             storages[key] = Storage(path, min(numel * itemsize, size)), itemsize
@@ -456,20 +436,20 @@ def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
         return load_pickle(file, where, extra, outside, size=size - file.tell())
 
     if load({}) != _MAGIC or load({}) != _LEGACY_PROTOCOL:
-        raise CorruptionError(f"{path} is a pickle, but no file of torch.save")
+        raise CorruptionError(f"{path} is a pickle, but not a file of torch.save")
     machine = load({})
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise CheckpointMismatchError(f"{path} was not written with little byte order, which alone is read")
+        raise CheckpointMismatchError(f"{path} was not written in little-endian byte order, the only one supported")
     value = load({**TORCH, **table}, persistent)
     keys = load({})
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
-        raise CorruptionError(f"{path}: the storages that the file lists are not those that its tensors have")
+        raise CorruptionError(f"{path}: the storages listed in the file do not match those of its tensors")
     for key in keys:
         storage, itemsize = storages[key]
         header = file.read(8)
         numel = int.from_bytes(header, "little")
         storage.offset = file.tell()
         if len(header) != 8 or numel * itemsize != storage.nbytes or storage.offset + storage.nbytes > size:
-            raise CorruptionError(f"{path}: storage {key!r} is cut off, or not of the size that its tensors need")
+            raise CorruptionError(f"{path}: storage {key!r} is truncated, or not of the size that its tensors need")
         file.seek(storage.offset + storage.nbytes)
     return value

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
 from ..checkpoint.verify import Fault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
+from ..format.arrays import Array
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from zarr import Group
 
-Array = npt.NDArray[Any]
 Dtype = Any
 """A data type for weights: "fp16", "bf16", "fp32" or their long names, numpy's or torch's; None: as they are stored."""
 
@@ -122,7 +121,7 @@ class Checkpoint(Mapping[str, LazyArray]):
             stored = self.source.arrays[name]
         except KeyError:
             raise KeyError(
-                f"{self.location} has no array {name!r}; it has {len(self._names)}, as {self._names[:3]}"
+                f"{self.location} has no array {name!r}; it has {len(self._names)}, for example {self._names[:3]}"
             ) from None
         return _lazy(self.source, stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
 
@@ -166,7 +165,7 @@ class Checkpoint(Mapping[str, LazyArray]):
         Arrays have their stored shape there: of more than two extents the last and all others.
         """
         if not self.source.record.id:
-            raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is no Zarr: convert it first")
+            raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is not Zarr: convert it first")
         import zarr
 
         from ..format import zarr_dtypes  # noqa: F401 - registers bfloat16
@@ -242,17 +241,17 @@ class Weights(Mapping[str, "Tensor"]):
     def _load(self, weights: list[Weight]) -> dict[str, Array]:
         self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
-        self._refuse(lost, weights)
+        self._refuse(lost)
         return found
 
     def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
         self._checkpoint.check_open()
         count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
-        self._refuse([Lost(name=weight.name, count=count)] if count else [], [weight])
+        self._refuse([Lost(name=weight.name, count=count)] if count else [])
 
-    def _refuse(self, lost: list[Lost], weights: list[Weight]) -> None:
+    def _refuse(self, lost: list[Lost]) -> None:
         if lost and self._overflow == "error":
-            dtype = next(weight.dtype for weight in weights if weight.name == lost[0].name)
+            dtype = self._weights[lost[0].name].dtype
             raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
 
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..format.arrays import ArraySpec, empty_array, numpy_dtype
+from ..format.arrays import Array, ArraySpec, empty_array, numpy_dtype
 from ..format.selection import GROUP_NUMEL, Group, Key, select
 from ..io.pool import Crew
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Array = npt.NDArray[Any]
 
 Read = Callable[[int, int, Array], None]
 """`read(first, stop, out)` puts flat elements `[first, stop)` into `out`, contiguous and of the array's data type."""
@@ -73,7 +72,7 @@ class LazyArray:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"array {self.name!r} has no extents, so it has no length")
+            raise TypeError(f"array {self.name!r} has no dimensions, so it has no length")
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -117,7 +116,7 @@ class LazyArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError(f"array {self.name!r} is on disk: it cannot be had without copying it into memory")
+            raise ValueError(f"array {self.name!r} is on disk: it cannot be read without a copy")
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 

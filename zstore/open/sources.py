@@ -95,8 +95,8 @@ def _refuse_foreign(folder: Folder) -> None:
     """Raise CheckpointMismatchError where other software's checkpoint lies behind a URL."""
     if (maker := maker_of(folder)) is not None:
         raise CheckpointMismatchError(
-            f"{folder} looks like a checkpoint of {maker}: behind a URL zstore reads its own alone, other software's from a "
-            "folder. Copy it to a folder of this machine and name that"
+            f"{folder} looks like a checkpoint of {maker}: from URLs zstore reads only its own checkpoints, other "
+            "software's from local folders. Copy it to a local folder and pass that"
         )
 
 

@@ -99,7 +99,7 @@ class RemoteCommitter:
         record = replace(record, committed_ns=max(time.time_ns(), newest + 1))
         self.target.write_small(METADATA_FILE, metadata)
         if not self.folder.has(self._lock):
-            raise CheckpointError(f"another save took the upload of {self.target} for a dead one's and removed it")
+            raise CheckpointError(f"another save considered the upload of {self.target} dead and removed its lock")
         self.target.write_small(RECORD_FILE, record.encode())
         if self.slot != self._name:
             self.folder.within(self._name).remove(RECORD_FILE)
@@ -196,7 +196,7 @@ def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
                 _remove_unfinished(folder, own[0], own[2])
                 folder.remove(lock)
         except (OSError, ZstoreError) as error:
-            messages.append(f"what an earlier upload left could not be removed: {error}")
+            messages.append(f"the files of an earlier upload could not be removed: {error}")
     for name in asides - busy:
         try:
             if _is_valid(folder.within(name)):

@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.folder import Entries, Folder, NetworkTraffic, not_local
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
+from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile
 from ..io.pool import Crew
 from ..io.shards import IoResources
 from .retries import Retries
 from .send import send_file
 from .url import shown
-
-Bytes = npt.NDArray[np.uint8]
 
 _NUM_THREADS = 16
 """Small files that are read at a time."""
@@ -75,9 +73,16 @@ class RemoteFolder(Folder):
     def _inner(self, file: str) -> str:
         return f"{self.root}/{file}"
 
-    def _run(self, operation: Callable[[], Any], what: str, file: str = "") -> Any:
+    def _run(self, operation: Callable[[], Any], what: str, file: str = "", *, listing: str | None = None) -> Any:
+        """Return what `operation` returns, tried again where it fails; fsspec forgets the folder `listing` before."""
+
+        def attempt() -> Any:
+            if listing is not None:
+                self.fs.invalidate_cache(listing)
+            return operation()
+
         self._traffic.count(requests=1)
-        return self.retries.run(operation, what, f"{self.location}/{file}" if file else self.location)
+        return self.retries.run(attempt, what, f"{self.location}/{file}" if file else self.location)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -128,23 +133,15 @@ class RemoteFolder(Folder):
     def size(self, file: str) -> int:
         """Return the file's bytes; FileNotFoundError where it is missing."""
         inner = self._inner(file)
-
-        def ask() -> Any:
-            self.fs.invalidate_cache(inner.rpartition("/")[0])
-            return self.fs.info(inner)
-
-        return int(self._run(ask, "ask for the size", file)["size"] or 0)
+        listing = inner.rpartition("/")[0]
+        return int(self._run(lambda: self.fs.info(inner), "ask for the size", file, listing=listing)["size"] or 0)
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""
-
-        def ask() -> Any:
-            self.fs.invalidate_cache(self.root)
-            return self.fs.ls(self.root, detail=True)
-
+        found = self._run(lambda: self.fs.ls(self.root, detail=True), "list the folder", listing=self.root)
         folders: list[str] = []
         files: list[str] = []
-        for entry in self._run(ask, "list the folder"):
+        for entry in found:
             name = str(entry["name"]).rstrip("/")
             if name == self.root.rstrip("/"):
                 if entry["type"] == "file":
@@ -156,13 +153,8 @@ class RemoteFolder(Folder):
     def sizes(self, top: str) -> dict[str, int | None]:
         """See `Folder.sizes`; of the folder itself where `top` is empty."""
         inner = self._inner(top) if top else self.root
-
-        def ask() -> Any:
-            self.fs.invalidate_cache(inner)
-            return self.fs.find(inner, detail=True)
-
         try:
-            found = self._run(ask, "list the folder", top)
+            found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         start = len(self.root.rstrip("/")) + 1
@@ -215,13 +207,8 @@ class RemoteFolder(Folder):
     def remove_tree(self, name: str) -> None:
         """Remove all files below the folder `name` in it; a missing one is no error."""
         inner = self._inner(name)
-
-        def remove() -> None:
-            self.fs.invalidate_cache(inner)
-            self.fs.rm(inner, recursive=True)
-
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._run(remove, "remove the folder", name)
+            self._run(lambda: self.fs.rm(inner, recursive=True), "remove the folder", name, listing=inner)
 
 
 _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
@@ -243,7 +230,7 @@ class _RemoteFiles(Files):
     ) -> Iterator[OpenFile]:
         """Yield what `read_into` takes."""
         if write or create:
-            raise UsageError(f"{path} is behind a URL: it is written by an upload, and not in place")
+            raise UsageError(f"{path} is behind a URL: it is written by uploads, not in place")
         yield OpenFile(-1, os.fspath(path), False)
 
     def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:

@@ -58,7 +58,7 @@ class Retries:
                     ) from error
             self.cancelled.wait(pause_s)
             pause_s = min(2 * pause_s, self.most_pause_s)
-        raise StorageError(f"cannot {what}: no attempt was allowed", path=url)
+        raise StorageError(f"cannot {what}: no attempts are allowed", path=url)
 
 
 PATIENT = Retries(attempts=10)

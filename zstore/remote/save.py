@@ -139,7 +139,7 @@ class _Upload:
             return error  # the local save failed, and nothing was uploaded
         return CheckpointError(
             f"checkpoint {self._request.tag!r} was not uploaded to {self._folder}: {error}. It is committed in {path}, "
-            "and stays there: upload it with zstore.remote.upload_checkpoint(path, url), or remove it"
+            f"and stays there: upload it with `zstore reshard {path} --to {self._folder}`, or remove it"
         )
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------

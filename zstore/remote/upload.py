@@ -65,7 +65,7 @@ def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
     if each > memory_bytes:
         raise BudgetError(
             f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
-            f"bytes of memory, but {memory_bytes} are left for it: give more"
+            f"bytes of memory, but {memory_bytes} are available: allow more"
         )
     return min(NUM_THREADS, memory_bytes // each)
 

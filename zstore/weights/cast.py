@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..format.arrays import numpy_dtype
+from ..format.arrays import Array, numpy_dtype
 
-Array = npt.NDArray[Any]
 Overflow = Literal["error", "inf", "clamp"]
 
 _TILE_NUMEL = 64 * 1024

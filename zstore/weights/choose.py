@@ -45,8 +45,8 @@ def frozen_weights(source: ArraySource) -> set[str]:
     parameters = {name.partition("/")[2] for name in source.arrays if name.startswith("model/")}
     if parameters and not trained:
         raise CheckpointMismatchError(
-            f"{source.location} does not say which parameters were frozen: it has no state of an optimizer, and its record "
-            "none of an engine"
+            f"{source.location} does not say which parameters were frozen: it has no optimizer state, and its record "
+            "no engine state"
         )
     return parameters - trained
 

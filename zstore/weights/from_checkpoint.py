@@ -11,21 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint.lookahead import Span, cut_spans, use_spans
 from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
-from ..format.arrays import FLOATING, empty_array, numpy_dtype
+from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
 from .cast import Overflow, cast_into
 from .layout import FileLayout, Weight
 from .writer import Lost, WeightsWriter
-
-Array = npt.NDArray[Any]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
@@ -55,8 +51,7 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
         key = name.partition("/")[2]
         if key in weights:
             raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
-        own = "float32" if dtype is None and rest_of_master(reader.arrays, name) is not None else spec.dtype
-        target = dtype if dtype is not None and spec.dtype in FLOATING else own
+        target = dtype if dtype is not None and spec.dtype in FLOATING else whole_dtype(reader, name)
         weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
         raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
@@ -70,7 +65,7 @@ def put_weights(reader: ArraySource, weights: Sequence[Weight], put: Put, advanc
 
     def use(span: Span) -> None:
         stored = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
-        for first, values in _masters(reader, span.name, span.first, stored, dtypes[span.name]):
+        for first, values in whole_values(reader, span.name, span.first, stored, dtypes[span.name]):
             put(span.name, first, values)
         if advance is not None:
             advance(span.nbytes)
@@ -78,21 +73,29 @@ def put_weights(reader: ArraySource, weights: Sequence[Weight], put: Put, advanc
     use_spans(reader, ranges, use, "zstore-weights")
 
 
-def _masters(reader: ArraySource, name: str, first: int, stored: Array, dtype: str) -> Iterator[tuple[int, Array]]:
-    """Yield `stored`, elements of an array from `first` on; of a split master the whole values, in pieces.
+def whole_dtype(source: ArraySource, name: str) -> str:
+    """Return the data type that an array has with what completes it: a split master is float32."""
+    return "float32" if rest_of_master(source.arrays, name) is not None else source.arrays[name].spec.dtype
 
-    A master's own weight is its nearest bf16 already.
+
+def whole_values(
+    source: ArraySource, name: str, first: int, stored: Array, dtype: str | None = None
+) -> Iterator[tuple[int, Array]]:
+    """Yield `stored`, elements of an array from `first` on; of a split master the fp32 values, in bounded pieces.
+
+    Before each piece stands its first element. For bf16 as the `dtype` wanted, a master's own weight is its nearest
+    already, and yielded as it is.
     """
-    if dtype == DTYPES["bf16"] or rest_of_master(reader.arrays, name) is None:
+    if dtype == DTYPES["bf16"] or rest_of_master(source.arrays, name) is None:
         yield first, stored
         return
-    chunk_numel = max(1, reader.arrays[name].grid.chunk_numel)
+    chunk_numel = max(1, source.arrays[name].grid.chunk_numel)
     # Pieces end where chunks do, so that none of what completes them is read twice.
     step = max(1, _PIECE_NUMEL // chunk_numel) * chunk_numel
     low = 0
     while low < stored.size:
         high = min(stored.size, low + step - (first + low) % chunk_numel)
-        master = complete_master(reader, name, first + low, stored[low:high])
+        master = complete_master(source, name, first + low, stored[low:high])
         if master is not None:
             yield first + low, master
         low = high
@@ -108,7 +111,7 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
     for span in cut_spans(array, first, first + out.size, _READ_BYTES):
         stored = np.empty(span.stop - span.first, numpy_dtype(array.spec.dtype))
         reader.read(span.name, span.first, span.stop, stored)
-        for low, values in _masters(reader, span.name, span.first, stored, weight.dtype):
+        for low, values in whole_values(reader, span.name, span.first, stored, weight.dtype):
             target = out[low - first : low - first + values.size]
             lost += cast_into(values, target, weight.dtype, overflow)
     return lost

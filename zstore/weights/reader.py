@@ -16,8 +16,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, storage_error
+from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
 from ..format.arrays import MAX_NAME, numpy_dtype
+from ..io.files import Files, OpenFile
 from .layout import SAFETENSORS_DTYPES
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
@@ -56,7 +57,8 @@ class WeightsReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[Path, int] = {}
+        self._files = Files(direct=False)
+        self._opened: dict[Path, OpenFile] = {}
         self._ends = contextlib.ExitStack()
         self.read_bytes = 0
         """Bytes of tensors read so far."""
@@ -91,7 +93,7 @@ class WeightsReader:
         if found:
             raise UsageError(
                 f"{self.folder} has {len(found)} safetensors files and no model.safetensors.index.json that says which "
-                "belong together: save the model anew with transformers' save_pretrained()"
+                "belong together: save the model again with transformers' save_pretrained()"
             )
         pickled = [path.name for pattern in _PICKLED for path in sorted(self.folder.glob(pattern))]
         if pickled:
@@ -112,7 +114,7 @@ class WeightsReader:
             text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
         except OSError as error:
             raise storage_error(error, "the weights cannot be read", path=str(path)) from error
-        self._files[path] = file
+        self._opened[path] = OpenFile(file, str(path), direct=False)
         try:
             if not text or len(text) != length:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -122,28 +124,16 @@ class WeightsReader:
         except UsageError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise CorruptionError(f"{path} is no whole safetensors file: {error!s:.200}") from error
+            raise CorruptionError(f"{path} is not a valid safetensors file: {error!s:.200}") from error
 
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
 
         Raises StorageError where the file cannot be read, or has become shorter.
         """
-        data: Any = out.view(np.uint8)
-        memory = memoryview(data)
-        offset, done = weight.offset + first * out.itemsize, 0
-        path = str(weight.path)
-        while done < len(memory):
-            try:
-                count = os.preadv(self._files[weight.path], [memory[done:]], offset + done)
-            except OSError as error:
-                raise storage_error(
-                    error, f"reading {weight.name!r} failed", path=path, offset=offset + done, nbytes=len(memory) - done
-                ) from error
-            if count == 0:
-                raise StorageError(f"{weight.name!r}: the file has ended", path=path, offset=offset + done)
-            done += count
-        self.read_bytes += done
+        data = out.view(np.uint8)
+        self._files.read_into(self._opened[weight.path], data, weight.offset + first * out.itemsize)
+        self.read_bytes += data.size
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
@@ -170,21 +160,21 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise ValueError(f"it has {size} bytes")
         placed = _json(index.read_bytes())["weight_map"]
         if not all(isinstance(name, str) for name in placed.values()):
-            raise TypeError("its files are no names")
+            raise TypeError("its file names are not text")
     except OSError as error:
         raise storage_error(error, "the index cannot be read", path=str(index)) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CorruptionError(f"{index} is no index of safetensors files: {error!r:.200}") from error
+        raise CorruptionError(f"{index} is not a valid index of safetensors files: {error!r:.200}") from error
     return dict(placed)
 
 
 def _weight(name: str, entry: dict[str, Any], path: Path, data_offset: int, size: int) -> StoredWeight:
     theirs, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
     if type(begin) is not int or type(end) is not int or len(shape) > _MAX_DIMS or len(name) > MAX_NAME:
-        raise ValueError(f"{name[:100]!r} has no such place, shape or name in a file")
+        raise ValueError(f"{name[:100]!r} has an invalid offset, shape or name")
     if theirs not in _DTYPES:
         raise UsageError(
-            f"{name!r} in {path} is of type {theirs}, which is not trained: expected one of {', '.join(_DTYPES)}"
+            f"{name!r} in {path} is of type {theirs}, which cannot be trained: expected one of {', '.join(_DTYPES)}"
         )
     weight = StoredWeight(name=name, dtype=_DTYPES[theirs], shape=shape, path=path, offset=data_offset + begin)
     nbytes = weight.numel * numpy_dtype(weight.dtype).itemsize

@@ -81,7 +81,7 @@ class WeightsWriter:
             piece = values[start // itemsize : (start + view.size) // itemsize]
             lost += cast_into(piece, view.view(numpy_dtype(weight.dtype)), weight.dtype, self._overflow)
 
-        if self._is_in_vain:
+        if self._is_refused:
             put(0, np.empty(values.size * itemsize, np.uint8))
         else:
             self._file(layout).fill(offset + first * itemsize, values.size * itemsize, put)
@@ -90,7 +90,7 @@ class WeightsWriter:
                 self._lost[weight.name] = self._lost.get(weight.name, 0) + lost
 
     @property
-    def _is_in_vain(self) -> bool:
+    def _is_refused(self) -> bool:
         return bool(self._lost) and self._overflow == "error"
 
     def _file(self, layout: FileLayout) -> BlockFile:
@@ -107,7 +107,7 @@ class WeightsWriter:
 
         Does nothing and returns no name where values could not be held and overflow is "error".
         """
-        if self._is_in_vain:
+        if self._is_refused:
             return []
         for layout in self._layouts:
             file = self._file(layout)

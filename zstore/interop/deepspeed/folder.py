@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...checkpoint.names import tag_text
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from ...weights.layout import natural_key
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt\Z")
@@ -30,7 +31,7 @@ _MOST_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
+class CheckpointFiles:
     """The files of one checkpoint. See [Note: the folders]."""
 
     path: Path
@@ -45,7 +46,7 @@ class Folder:
     """What was on NVMe: files by rank and name."""
 
 
-def find(location: Path, tag: str | None) -> Folder | None:
+def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
 
     Without a tag it is what `latest` names, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
@@ -55,7 +56,7 @@ def find(location: Path, tag: str | None) -> Folder | None:
         if tag is not None and tag != location.name:
             return None
         return _files(location)
-    tags = sorted((path.name for path in _folders(location) if _is_checkpoint(path)), key=_natural)
+    tags = sorted((path.name for path in _folders(location) if _is_checkpoint(path)), key=natural_key)
     if not tags:
         return None
     wanted = tag if tag is not None else _hinted(location)
@@ -85,10 +86,6 @@ def _folders(path: Path) -> list[Path]:
     return [path / name for name in _names(path) if (path / name).is_dir()]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _hinted(root: Path) -> str | None:
     """Return the tag that the root's hint names, None where there is none."""
     for name in _HINTS:
@@ -101,12 +98,12 @@ def _hinted(root: Path) -> str | None:
             return tag_text(text.decode().strip())
         except (UnicodeDecodeError, UsageError) as error:
             raise CorruptionError(
-                f"{root / name} names no tag, but {text[:60]!r}: give the tag's folder instead"
+                f"{root / name} does not name a tag, but has {text[:60]!r}: give the tag's folder instead"
             ) from error
     return None
 
 
-def _files(path: Path) -> Folder:
+def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
     _refuse_parallel(path, names)
     optimizer: dict[int, Path] = {}
@@ -127,7 +124,7 @@ def _files(path: Path) -> Folder:
     state = path / _UNIVERSAL / "optimizer_state.pt"
     if universal and state.is_file():
         universal[state.name] = state
-    return Folder(
+    return CheckpointFiles(
         path=path, tag=path.name, model=model, optimizer=optimizer, universal=universal, offloaded=_offloaded(path)
     )
 
@@ -166,7 +163,7 @@ def _offloaded(path: Path) -> dict[int, dict[str, Path]]:
     return ranks
 
 
-def check_ranks(folder: Folder, files: dict[int, Path], world_size: int, what: str) -> None:
+def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int, what: str) -> None:
     """Raise CorruptionError unless there is one file for each of `world_size` ranks."""
     missing = [rank for rank in range(min(world_size, 2**20)) if rank not in files]
     if missing:
@@ -177,6 +174,6 @@ def check_ranks(folder: Folder, files: dict[int, Path], world_size: int, what: s
         )
     if len(files) > world_size:
         raise CorruptionError(
-            f"{folder.path} has {what} of {len(files)} ranks, but {world_size} trained: some are left of another save; remove "
+            f"{folder.path} has {what} of {len(files)} ranks, but {world_size} trained: some are from another save; remove "
             "those"
         )

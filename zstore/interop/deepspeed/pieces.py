@@ -1,4 +1,4 @@
-"""Where the elements of a global tensor lie in the ranks' flat tensors. Pure, but for reading one piece.
+"""The trained parameters of a DeepSpeed checkpoint, and where their elements lie in the ranks' flat tensors.
 
 [Note: flat tensors]
 At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
@@ -9,48 +9,17 @@ parts of a group of tensors lie one behind the other (`Striped`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...format.arrays import numpy_dtype
+from ...format.arrays import Bytes
 from ...io.files import Files
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Part(Protocol):
-    """A flat tensor in a file."""
-
-    @property
-    def dtype(self) -> str:
-        """Type of the elements, as Zarr names it."""
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-
-    def read(self, files: Files, first: int, stop: int, out: Bytes) -> None:
-        """Read elements `[first, stop)` into `out`."""
-
-
-@dataclass(frozen=True)
-class RawPart:
-    """Elements that fill a file from its beginning on."""
-
-    path: Path
-    dtype: str
-    numel: int
-
-    def read(self, files: Files, first: int, stop: int, out: Bytes) -> None:
-        """See Part."""
-        with files.opened(self.path) as file:
-            files.read_into(file, out, first * numpy_dtype(self.dtype).itemsize)
+from ..torchfile import TorchTensor
 
 
 @dataclass(frozen=True)
@@ -62,19 +31,16 @@ class MemoryPart:
 
     @property
     def numel(self) -> int:
-        """See Part."""
+        """Elements."""
         return self.values.size
 
     def read(self, files: Files, first: int, stop: int, out: Bytes) -> None:
-        """See Part."""
+        """Read elements `[first, stop)` into `out`, as `TorchTensor.read` does."""
         out[:] = self.values.reshape(-1)[first:stop].view(np.uint8)
 
 
-class Elements(Protocol):
-    """The elements of one global tensor."""
-
-    def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield the part, and the range in it, of each piece of flat elements `[first, stop)`, in order."""
+Part = TorchTensor | MemoryPart
+"""A flat tensor that holds a part of others."""
 
 
 class Vector:
@@ -84,11 +50,6 @@ class Vector:
         self.parts = parts
         self.starts = [0, *accumulate(part.numel for part in parts)]
         """Elements before each part, and all of them."""
-
-    @property
-    def dtype(self) -> str:
-        """Type of the elements."""
-        return self.parts[0].dtype
 
     @property
     def numel(self) -> int:
@@ -103,8 +64,13 @@ class Joined:
     vector: Vector
     start: int = 0
 
+    @property
+    def dtype(self) -> str:
+        """Type of the elements, as Zarr names it."""
+        return self.vector.parts[0].dtype
+
     def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """See Elements."""
+        """Yield the part, and the range in it, of each piece of flat elements `[first, stop)`, in order."""
         parts, starts = self.vector.parts, self.vector.starts
         position, end = self.start + first, self.start + stop
         while position < end:
@@ -122,11 +88,57 @@ class Striped:
     start: int
     part_numel: int
 
+    @property
+    def dtype(self) -> str:
+        """Type of the elements, as Zarr names it."""
+        return self.parts[0].dtype
+
     def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """See Elements."""
+        """Yield as `Joined.pieces` does."""
         position = first
         while position < stop:
             rank, inside = divmod(position, self.part_numel)
             count = min(stop - position, self.part_numel - inside)
             yield self.parts[rank], self.start + inside, self.start + inside + count
             position += count
+
+
+Elements = Joined | Striped
+"""The elements of one global tensor."""
+
+
+def whole(part: Part) -> Joined:
+    """Return the elements of a tensor that is one part."""
+    return Joined(Vector([part]))
+
+
+MASTER = "fp32"
+"""The master among a parameter's states; the others are the optimizer's slots, by their names."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class TrainedParameter:
+    """One parameter that the optimizer updates."""
+
+    shape: tuple[int, ...]
+    states: dict[str, Elements]
+    """The master and each slot."""
+    scalars: dict[str, float]
+
+
+@dataclass
+class States:
+    """What the optimizer's files hold."""
+
+    stage: int
+    world_size: int
+    parameters: dict[str, TrainedParameter] = field(default_factory=dict)
+    groups: list[Mapping[Any, Any]] = field(default_factory=list)
+    """The optimizer's parameter groups: their settings."""
+    scaler: Any = None
+    """The loss scaler, an object or a dict."""
+    num_offloaded: int = 0
+    """Flat tensors that were on NVMe."""
+    notes: list[str] = field(default_factory=list)

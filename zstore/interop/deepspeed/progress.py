@@ -9,65 +9,22 @@ from typing import Any
 from ...checkpoint.format import Record
 from ...io.files import Files
 from ..pickles import PickledObject
-from .trained import States
+from .pieces import States
 from .values import Fields, Plain, number_of, table_of
 
-_DEEPSPEEDS_OWN = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "num_experts",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "universal_checkpoint_info",
-        "ds_config",
-        "ds_version",
-    }
+_DEEPSPEEDS_OWN = (
+    {"module", "buffer_names", "optimizer", "lr_scheduler", "ds_config", "ds_version", "data_sampler", "random_ltd"}
+    | {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "universal_checkpoint_info"}
+    | {"skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size"}
+    | {"checkpoint_parallel_dimensions", "num_experts", "ds_autoep_layers", "autoep_layers"}
+    | {"sparse_tensor_module_names", "csr_tensor_module_names"}
 )
 """Entries of the model states; all others are the client's."""
 
-_SETTINGS = frozenset(
-    (
-        "lr",
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "alpha",
-        "centered",
-        "lr_decay",
-        "rho",
-        "momentum_decay",
-        "amsgrad",
-        "maximize",
-        "lambd",
-        "t0",
-        "etas",
-        "step_sizes",
-        "max_momentum",
-        "base_momentum",
-    )
+_SETTINGS = (
+    {"lr", "initial_lr", "max_lr", "min_lr", "lr_decay", "weight_decay", "eps", "maximize"}
+    | {"betas", "amsgrad", "momentum_decay", "rho", "alpha", "centered", "lambd", "t0", "etas", "step_sizes"}
+    | {"momentum", "dampening", "nesterov", "max_momentum", "base_momentum"}
 )
 """Settings of parameter groups that torch's optimizers and schedulers know."""
 

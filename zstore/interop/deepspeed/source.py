@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
-from ...format.arrays import ArraySpec, buffer_array, model_array, optimizer_array
+from ...format.arrays import ArraySpec, Bytes, buffer_array, model_array, optimizer_array
 from ...io.files import Files
 from ...io.shards import IoResources
-from ..source import Bytes, ForeignSource
+from ..source import ForeignSource
 from ..torchfile import TorchTensor
-from .folder import Folder, check_ranks, find, refusal
-from .pieces import Elements, Joined, MemoryPart, Striped, Vector
+from .folder import CheckpointFiles, check_ranks, find, refusal
+from .pieces import MASTER, Elements, MemoryPart, States, Striped, whole
 from .progress import Progress
 from .states import StateReader
-from .trained import MASTER, States
-from .values import Fields, shapes_of, table_of, tensor_of
+from .values import Fields, buffer_names, shapes_of, table_of, tensor_of
 
 _ALWAYS_LOST = "the states of random number generators"
 
@@ -43,7 +42,7 @@ def open_deepspeed(
 class DeepSpeedSource(ForeignSource):
     """An open checkpoint of DeepSpeed. See [Note: which value a parameter has]."""
 
-    def __init__(self, folder: Folder, resources: IoResources | None = None) -> None:
+    def __init__(self, folder: CheckpointFiles, resources: IoResources | None = None) -> None:
         files = Files(direct=False)
         self._folder = folder
         self._model = _model_states(folder)
@@ -56,7 +55,8 @@ class DeepSpeedSource(ForeignSource):
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
         record = progress.record(folder.tag, parameters)
         for name, value in progress.client_tensors.items():
-            self._add_client(name, value)
+            part = value if isinstance(value, TorchTensor) else MemoryPart(value.reshape(-1), value.dtype.name)
+            self._add(name, value.shape, whole(part))
         super().__init__(folder.path, record, self._specs.values(), resources, files)
         self.kind = _kind(folder, states, progress)
         self.notes = (*progress.notes, _ALWAYS_LOST)
@@ -70,11 +70,9 @@ class DeepSpeedSource(ForeignSource):
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
-    def _add(
-        self, name: str, shape: tuple[int, ...], dtype: str, elements: Elements, aliases: tuple[str, ...] = ()
-    ) -> None:
+    def _add(self, name: str, shape: tuple[int, ...], elements: Elements, aliases: tuple[str, ...] = ()) -> None:
         try:
-            self._specs[name] = ArraySpec(name=name, shape=shape, dtype=dtype, aliases=aliases)
+            self._specs[name] = ArraySpec(name=name, shape=shape, dtype=elements.dtype, aliases=aliases)
         except ValueError as error:
             raise CheckpointMismatchError(f"{self._folder.path}: {error}") from error
         self._elements[name] = elements
@@ -85,11 +83,12 @@ class DeepSpeedSource(ForeignSource):
         for alias, name in aliases.items():
             other_names[name] = (*other_names.get(name, ()), alias)
         for name, parameter in states.parameters.items():
-            for key, (dtype, elements) in parameter.states.items():
-                group = model_array(name) if key == MASTER else optimizer_array(key, name)
-                self._add(group, parameter.shape, dtype, elements, other_names.get(name, ()) if key == MASTER else ())
-        names = self._model.get("buffer_names")
-        buffers = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+            for key, elements in parameter.states.items():
+                if key == MASTER:
+                    self._add(model_array(name), parameter.shape, elements, other_names.get(name, ()))
+                else:
+                    self._add(optimizer_array(key, name), parameter.shape, elements)
+        buffers = buffer_names(self._model)
         known = {*states.parameters, *aliases, *buffers}
         self._add_buffers(buffers)
         striped = states.stage == 3
@@ -97,17 +96,14 @@ class DeepSpeedSource(ForeignSource):
             self._add_frozen_fragments(states.world_size, other_names)
         for name, value in table_of(self._model.get("module")).items():
             if isinstance(name, str) and name not in known and isinstance(value, TorchTensor) and not striped:
-                self._add_whole(model_array(name), value, other_names.get(name, ()))
-
-    def _add_whole(self, name: str, value: TorchTensor, aliases: tuple[str, ...] = ()) -> None:
-        self._add(name, value.shape, value.dtype, Joined(Vector([value])), aliases)
+                self._add(model_array(name), value.shape, whole(value), other_names.get(name, ()))
 
     def _add_buffers(self, names: set[str]) -> None:
         seen = set()
         for name, value in self._model.fields("module").entries.items():
-            if name in names and isinstance(value, TorchTensor) and (not value.numel or value.place not in seen):
-                seen.add(value.place)
-                self._add_whole(buffer_array(name), value)
+            if name in names and isinstance(value, TorchTensor) and (not value.numel or value.identity not in seen):
+                seen.add(value.identity)
+                self._add(buffer_array(name), value.shape, whole(value))
 
     def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
         found = self._model.get("frozen_param_shapes")
@@ -125,7 +121,7 @@ class DeepSpeedSource(ForeignSource):
                     f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
                     "on NVMe, of which DeepSpeed saves no parameters): save again without offload_param"
                 )
-            self._add(model_array(name), shape, parts[0].dtype, Striped(parts, 0, cut), aliases.get(name, ()))
+            self._add(model_array(name), shape, Striped(parts, 0, cut), aliases.get(name, ()))
 
     def _aliases(self, states: States) -> dict[str, str]:
         """Return the names of tied parameters that stand under another name."""
@@ -136,30 +132,25 @@ class DeepSpeedSource(ForeignSource):
         aliases: dict[str, str] = {}
         for name, value in table_of(self._model.get("module")).items():
             if isinstance(name, str) and isinstance(value, TorchTensor) and value.numel and states.stage != 3:
-                kept = first.setdefault(value.place, name)
+                kept = first.setdefault(value.identity, name)
                 if kept != name:
                     aliases[name] = kept
         return aliases
 
-    def _add_client(self, name: str, value: Any) -> None:
-        if isinstance(value, TorchTensor):
-            self._add_whole(name, value)
-            return
-        dtype = value.dtype.name
-        self._add(name, value.shape, dtype, Joined(Vector([MemoryPart(value.reshape(-1), dtype)])))
 
-
-def _model_states(folder: Folder) -> Fields:
+def _model_states(folder: CheckpointFiles) -> Fields:
     if not folder.model:
         raise CorruptionError(
             f"{folder.path} has no *_model_states.pt: it is incomplete; copy it again, or take another tag"
         )
     if 0 not in folder.model:
-        raise CorruptionError(f"{folder.path} has no model states of rank 0: copy them from the machine that it ran on")
+        raise CorruptionError(
+            f"{folder.path} has no model states of rank 0: copy them from the machine that rank 0 ran on"
+        )
     return Fields.load(folder.model[0])
 
 
-def _refuse_parallel(folder: Folder, model: Fields) -> None:
+def _refuse_parallel(folder: CheckpointFiles, model: Fields) -> None:
     """Raise CheckpointMismatchError where the model states tell of a layout that file names do not."""
     dims = table_of(model.get("checkpoint_parallel_dimensions"))
     degrees = {
@@ -178,7 +169,7 @@ def _degree(value: Any) -> int:
     return value if type(value) is int else 1
 
 
-def _kind(folder: Folder, states: States, progress: Progress) -> str:
+def _kind(folder: CheckpointFiles, states: States, progress: Progress) -> str:
     details = [f"stage {states.stage}", progress.precision]
     if folder.universal:
         details.append("universal")

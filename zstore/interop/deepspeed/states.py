@@ -15,18 +15,17 @@ from typing import Any
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...io.files import Files
 from ..pickles import brief
-from ..torchfile import TorchTensor, load_torch_file
-from .folder import Folder, check_ranks, refusal
-from .pieces import Elements, Joined, Part, RawPart, Striped, Vector
-from .trained import MASTER, Shapes, States, TrainedParameter
-from .values import CLASSES, Fields, enum_value, flat_of, number_of, shapes_of, table_of, tensor_of
+from ..torchfile import Storage, TorchTensor, load_torch_file
+from .folder import CheckpointFiles, check_ranks, refusal
+from .pieces import MASTER, Elements, Joined, Part, Shapes, States, Striped, TrainedParameter, Vector, whole
+from .values import CLASSES, Fields, enum_value, flat_of, number_of, scalars_of, shapes_of, table_of, tensor_of
 from .whole import WholeStates
 
 
 class StateReader:
     """Reads the optimizer's files of a folder whose model states, rank 0's, are `model`."""
 
-    def __init__(self, folder: Folder, model: Fields, files: Files) -> None:
+    def __init__(self, folder: CheckpointFiles, model: Fields, files: Files) -> None:
         self._folder = folder
         self._model = model
         self._files = files
@@ -48,9 +47,9 @@ class StateReader:
         ranks = [self._state_of(self._folder.optimizer[rank]) if rank != first else head for rank in range(world_size)]
         states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
         if stage == 3:
-            _Striped(self._folder, self._files, ranks, states).read(self._shapes("param_shapes"))
+            _Stage3(self._folder, self._files, ranks, states).read(self._shapes("param_shapes"))
         else:
-            _Joined(self._folder, self._files, ranks, states).read(self._joined_shapes(ranks))
+            _Stage2(self._folder, self._files, ranks, states).read(self._joined_shapes(ranks))
         return states
 
     def _state_of(self, path: Any) -> Fields:
@@ -99,26 +98,23 @@ class StateReader:
             raise CorruptionError(
                 f"{self._folder.path}: the universal folder lacks parameter {name[:200]!r}: it is incomplete"
             )
-        found: dict[str, tuple[str, Elements]] = {}
+        found: dict[str, Elements] = {}
         for file in sorted(base.iterdir()):
             key = file.name.removesuffix(".pt")
             if key == file.name:
                 continue
-            value = self._universal_value(file)
+            value = load_torch_file(file, CLASSES)
+            value = value.get("param") if isinstance(value, dict) else value
             if key == "step":
                 step = number_of(value, self._files)
                 continue
             tensor = flat_of(value, str(file))
             if tensor.numel != math.prod(shape):
                 raise CorruptionError(f"{file} holds {tensor.numel} elements, parameter {name!r} has shape {shape}")
-            found[key] = (tensor.dtype, Joined(Vector([tensor])))
+            found[key] = whole(tensor)
         if MASTER not in found:
             raise CorruptionError(f"{base} has no {MASTER}.pt: the universal folder is incomplete")
         return TrainedParameter(shape, found, {} if step is None else {"step": step})
-
-    def _universal_value(self, file: Any) -> Any:
-        value = load_torch_file(file, CLASSES)
-        return value.get("param") if isinstance(value, dict) else value
 
 
 def _stage_of(state: Fields) -> int:
@@ -126,7 +122,7 @@ def _stage_of(state: Fields) -> int:
     if stage is None:
         return 1 if state.get("single_partition_of_fp32_groups") is not None else 0
     if stage not in (1, 2, 3):
-        raise CheckpointMismatchError(f"{state.where}: stage {brief(stage)} of ZeRO is not known")
+        raise CheckpointMismatchError(f"{state.where}: unknown ZeRO stage {brief(stage)}")
     return int(stage)
 
 
@@ -134,7 +130,7 @@ def _world_size_of(state: Fields) -> int:
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(n) is not int or not 0 < n <= 2**20 for n in counts):
-        raise CorruptionError(f"{state.where}: the number of partitions is not valid")
+        raise CorruptionError(f"{state.where}: invalid number of partitions")
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
             refusal(
@@ -148,21 +144,10 @@ def _world_size_of(state: Fields) -> int:
 class _Layout:
     """What the two layouts share. `ranks` are the optimizer's states of each rank."""
 
-    folder: Folder
+    folder: CheckpointFiles
     files: Files
     ranks: Sequence[Fields]
     states: States
-
-    def settings(self, base: Fields) -> None:
-        """Keep the optimizer's parameter groups."""
-        self.states.groups = [table_of(group) for group in base.items("param_groups")]
-
-    def scalars(self, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> dict[str, float]:
-        """Return the optimizer's numbers of a flat tensor; some optimizers keep the step count in the group."""
-        found = {key: number_of(value, self.files) for key, value in state.items() if isinstance(key, str)}
-        if found.get("step") is None:
-            found["step"] = number_of(group.get("step"), self.files)
-        return {key: value for key, value in found.items() if value is not None}
 
     def same_scalars(self, where: str, each: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return the numbers that all ranks have. Raises CorruptionError where they differ."""
@@ -183,18 +168,20 @@ class _Layout:
             if key and "/" not in key and is_slot(value):
                 names.append(key)
             else:
-                self.states.notes.append(f"the optimizer's {key[:80]!r}, which is not cut as the parameters are")
+                self.states.notes.append(
+                    f"the optimizer's {key[:80]!r}, which is not partitioned as the parameters are"
+                )
         return names
 
 
-class _Joined(_Layout):
-    """Stages 1 and 2, and bf16 without a stage."""
+class _Stage2(_Layout):
+    """Flat groups: stages 1 and 2, and bf16 without a stage."""
 
     def read(self, groups: Sequence[Shapes]) -> None:
         """Fill in the parameters."""
         base = self.ranks[0].get("base_optimizer_state")
         if isinstance(base, dict):
-            self.settings(Fields(base, self.ranks[0].where))
+            self.states.groups = [table_of(group) for group in Fields(base, self.ranks[0].where).items("param_groups")]
         else:  # an "elastic" checkpoint has no settings: whoever loads it keeps its own
             self.states.groups = [{} for _ in groups]
         all_paddings = self.ranks[0].get("param_alignment_paddings")
@@ -225,7 +212,7 @@ class _Joined(_Layout):
         flat: dict[str, Vector] = {MASTER: _vector(masters, where)}
         for name in names:
             flat[name] = _vector([flat_of(s.get(name), f"{where}: {name}") for s in states], where)
-        scalars = self.same_scalars(where, [self.scalars(s, group) for s in states])
+        scalars = self.same_scalars(where, [scalars_of(s, group, self.files) for s in states])
         if (
             "step" not in scalars
             and (step := number_of(self.ranks[0].get("base_optimizer_state_step"), self.files)) is not None
@@ -234,7 +221,7 @@ class _Joined(_Layout):
         start = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             self.states.parameters[name] = TrainedParameter(
-                shape, {key: (vector.dtype, Joined(vector, start)) for key, vector in flat.items()}, dict(scalars)
+                shape, {key: Joined(vector, start) for key, vector in flat.items()}, dict(scalars)
             )
             start += math.prod(shape)
             end, start = start, start + padding
@@ -256,13 +243,13 @@ class _Joined(_Layout):
         return table_of(table_of(fields.get("state")).get(key))
 
 
-class _Striped(_Layout):
-    """Stage 3."""
+class _Stage3(_Layout):
+    """Tensors that are cut one by one."""
 
     def read(self, groups: Sequence[Shapes]) -> None:
         """Fill in the parameters."""
         bases = [rank.fields("optimizer_state_dict") for rank in self.ranks]
-        self.settings(bases[0])
+        self.states.groups = [table_of(group) for group in bases[0].items("param_groups")]
         owners = {key: group for group in self.states.groups for key in _indices(group)}
         for number, shapes in enumerate(groups):
             states = [table_of(table_of(base.get("state")).get(number)) for base in bases]
@@ -286,11 +273,11 @@ class _Striped(_Layout):
         for name in self.slot_names(states[0], lambda value: value.numel in (0, numel)):
             tensors = [tensor_of(state.get(name), f"{where}: {name}") for state in states]
             flat[name] = [self._part(t, numel, rank, f"{name}-{keys[rank]}", where) for rank, t in enumerate(tensors)]
-        scalars = self.same_scalars(where, [self.scalars(state, group) for state in states])
+        scalars = self.same_scalars(where, [scalars_of(state, group, self.files) for state in states])
         start = 0
         for (name, shape), cut in zip(shapes.items(), cuts, strict=True):
-            elements = {key: (parts[0].dtype, Striped(parts, start, cut)) for key, parts in flat.items()}
-            self.states.parameters[name] = TrainedParameter(shape, dict(elements), dict(scalars))
+            elements: dict[str, Elements] = {key: Striped(parts, start, cut) for key, parts in flat.items()}
+            self.states.parameters[name] = TrainedParameter(shape, elements, dict(scalars))
             start += cut
 
     def _part(self, value: TorchTensor, numel: int, rank: int, file: str, where: str) -> Part:
@@ -306,14 +293,11 @@ class _Striped(_Layout):
                 f"{self.folder.path}: state of {where} of rank {rank} was on NVMe, and offloaded_tensors/rank{rank:02d} does "
                 f"not have {file[:80]!r}: copy that folder from the machine that rank ran on"
             )
-        part = RawPart(path, value.dtype, numel)
-        found = path.stat().st_size
-        if found < numel * value.itemsize:
-            raise CorruptionError(
-                f"{path} has {found} bytes, expected at least {numel * value.itemsize}: it is cut off"
-            )
+        found, expected = path.stat().st_size, numel * value.itemsize
+        if found < expected:
+            raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
         self.states.num_offloaded += 1
-        return part
+        return TorchTensor(storage=Storage(path, expected), dtype=value.dtype, first=0, shape=(numel,), stride=(1,))
 
 
 def _vector(parts: Sequence[TorchTensor], where: str) -> Vector:
@@ -333,7 +317,7 @@ def _item(items: Sequence[Any], number: int, where: str) -> Any:
     return items[number]
 
 
-def _short(folder: Folder, where: str, found: int, expected: int) -> CorruptionError:
+def _short(folder: CheckpointFiles, where: str, found: int, expected: int) -> CorruptionError:
     return CorruptionError(
         f"{folder.path}: {where} has {found} elements, its parameters need {expected}: files of two runs are mixed, or damaged"
     )

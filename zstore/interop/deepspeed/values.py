@@ -115,6 +115,20 @@ def number_of(value: Any, files: Files) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def scalars_of(state: Mapping[Any, Any], group: Mapping[Any, Any], files: Files) -> dict[str, float]:
+    """Return the numbers in an optimizer's state; some optimizers keep the step count in the parameter group."""
+    found = {key: number_of(value, files) for key, value in state.items() if isinstance(key, str)}
+    if found.get("step") is None:
+        found["step"] = number_of(group.get("step"), files)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def buffer_names(model: Fields) -> set[str]:
+    """Return which entries of the module's state are buffers."""
+    names = model.get("buffer_names")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
 def enum_value(value: Any) -> Any:
     """Return the value of an enum's member."""
     return value.args[0] if isinstance(value, PickledObject) and len(value.args) == 1 else value
@@ -164,11 +178,11 @@ class Plain:
     def _aside(self, value: Any, where: str) -> Any:
         name = client_array(where)
         if name in self.tensors:
-            return self._leave(where, "another one of that name")
+            return self._leave(where, "a duplicate name")
         if not isinstance(value, TorchTensor) and value.base is None:  # not over the pickle's own bytes
             self._copied_bytes += value.nbytes
             if self._copied_bytes > _MOST_COPIED_BYTES:
-                return self._leave(where, "arrays in Fortran order or big endian, of more bytes than are held")
+                return self._leave(where, "arrays in Fortran order or big endian, too large to convert")
         self.tensors[name] = value
         return {"$tensor": name}
 

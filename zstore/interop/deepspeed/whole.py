@@ -18,14 +18,11 @@ import numpy as np
 
 from ...format.arrays import numpy_dtype
 from ...io.files import Files
-from ..torchfile import Storage, TorchTensor
-from .pieces import Joined, Vector
-from .trained import MASTER, States, TrainedParameter
-from .values import Fields, number_of, table_of
+from ..torchfile import TorchTensor
+from .pieces import MASTER, Joined, States, TrainedParameter, Vector, whole
+from .values import Fields, buffer_names, scalars_of, table_of
 
 _COMPARED_NUMEL = 4096
-
-Place = tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]
 
 
 class _UnmatchedError(Exception):
@@ -38,8 +35,7 @@ class WholeStates:
     def __init__(self, model: Fields, files: Files) -> None:
         self._model = model
         self._files = files
-        buffers = model.get("buffer_names")
-        self._buffers = {name for name in buffers if isinstance(name, str)} if isinstance(buffers, list) else set()
+        self._buffers = buffer_names(model)
 
     def read(self) -> States:
         """Return the states; without parameters where the optimizer kept none, or none that can be matched."""
@@ -63,20 +59,14 @@ class WholeStates:
 
     def _candidates(self) -> dict[str, TorchTensor]:
         """Return the model's parameters, tied ones under their first name, in order."""
-        seen: set[Place] = set()
+        seen: set[Any] = set()
         found: dict[str, TorchTensor] = {}
         for name, value in self._model.fields("module").entries.items():
-            if not isinstance(value, TorchTensor) or name in self._buffers or (value.numel and value.place in seen):
+            if not isinstance(value, TorchTensor) or name in self._buffers or (value.numel and value.identity in seen):
                 continue
-            seen.add(value.place)
+            seen.add(value.identity)
             found[name] = value
         return found
-
-    def _scalars(self, state: Mapping[Any, Any], group: Mapping[Any, Any]) -> dict[str, float]:
-        found = {key: number_of(value, self._files) for key, value in state.items() if isinstance(key, str)}
-        if found.get("step") is None:
-            found["step"] = number_of(group.get("step"), self._files)
-        return {key: value for key, value in found.items() if value is not None}
 
     # -- one flat tensor for each group -------------------------------------------------------------------------------
 
@@ -100,8 +90,8 @@ class WholeStates:
                 shape = candidates.pop(name).shape
                 states.parameters[name] = TrainedParameter(
                     shape,
-                    {key: (vector.dtype, Joined(vector, start)) for key, vector in vectors.items()},
-                    self._scalars(own, group),
+                    {key: Joined(vector, start) for key, vector in vectors.items()},
+                    scalars_of(own, group, self._files),
                 )
                 start += math.prod(shape)
 
@@ -151,7 +141,7 @@ class WholeStates:
                     names = names[names.index(name) + 1 :]
                     shapes_of_groups[-1].add(candidates[name].shape)
                 states.parameters[name] = self._parameter(
-                    candidates.pop(name), slots, master, self._scalars(own, group)
+                    candidates.pop(name), slots, master, scalars_of(own, group, self._files)
                 )
         if not isinstance(masters, list) and any(
             one & other for i, one in enumerate(shapes_of_groups) for other in shapes_of_groups[:i]
@@ -175,4 +165,4 @@ class WholeStates:
     ) -> TrainedParameter:
         best = master if isinstance(master, TorchTensor) else weight
         found = {MASTER: best} | {key: value for key, value in slots.items() if isinstance(key, str) and "/" not in key}
-        return TrainedParameter(weight.shape, {k: (v.dtype, Joined(Vector([v]))) for k, v in found.items()}, scalars)
+        return TrainedParameter(weight.shape, {key: whole(value) for key, value in found.items()}, scalars)
