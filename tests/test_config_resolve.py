@@ -17,7 +17,7 @@ from zstore.engine.config import (
     load_config,
     read_answers,
 )
-from zstore.engine.config.keys import known_keys, rule_of
+from zstore.engine.config.keys import answer_type, known_keys
 from zstore.engine.config.resolve import open_keys, solve_batch
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError, UsageError
@@ -166,7 +166,7 @@ def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
 
 def test_every_key_that_may_be_auto_can_be_answered() -> None:
     values: list[Any] = [1, True, [0.5, 0.5]]
-    keys = {path for path, field in known_keys(Settings) if (rule := rule_of(field)) is not None and rule.auto}
+    keys = {path for path, field in known_keys(Settings) if answer_type(field) is not None}
     assert len(keys) > 15
     for key in keys:
         accepted = []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zstore.engine.config.keys import Section, Status, about, known_keys, rule_of, section_of
+from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
 from zstore.engine.config.schema import Settings
-from zstore.engine.config.values import show
+from zstore.engine.config.values import expected, show
 
 _INTRO = """\
 # Configuration
@@ -73,11 +73,13 @@ def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> st
         return f"| `{name}` | an object, by `type`: {links} | | | {_cell((inner and inner.__doc__) or '')} |"
     if inner is not None:
         return f"| `{name}` | [an object](#{_anchor(path)}) | | | {_cell(inner.__doc__ or '')} |"
-    status, why, _ = about(field)
+    status, why = about(field)
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
     text = (field.description or "") + (f" Also written {', '.join(also)}." if also else "")
     text += f" {status.value.capitalize()}: {why}." if status is not Status.BUILT else ""
-    return f"| `{name}` | {_cell(str(rule_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
+    return (
+        f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
+    )
 
 
 def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[str]:

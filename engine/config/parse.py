@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .keys import Section, Status, about, known_keys, rule_of
+from .keys import Section, Status, about, known_keys, type_of
 from .schema import Settings
-from .values import Anything, is_off, show
+from .values import expected, refusal, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
 
@@ -51,18 +51,25 @@ class Problem:
 def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
     """Return settings, problems and notices of `raw`, all of them; with problems, the settings mean nothing."""
     problems: list[Problem] = []
-    sound = dict(raw)
+    sound, removed = dict(raw), set[tuple[str, ...]]()
     while True:
         try:
             settings = Settings.model_validate(sound)
             break
         except ValidationError as failure:
             # What is wrong is taken out and the rest is read again, so that checks across keys are made too.
-            seen = sound
+            seen, before = sound, frozenset(removed)
             for error in failure.errors(include_url=False):
-                path = tuple(map(str, error["loc"]))
-                problems.append(_problem(seen, path, error))
-                sound = _without(sound, path)
+                path, problem = _problem(seen, error)
+                wrong = path
+                if _is_missing(error, path):  # then its section goes, or what that belongs to
+                    wrong = path[:-1]
+                    while path in before and wrong in before:
+                        wrong = wrong[:-1]
+                if path not in removed:  # else taken out itself, or refused by the other members of a union too
+                    problems.append(problem)
+                removed |= {path, wrong}
+                sound = _without(sound, wrong)
     broken = {key for problem in problems for key in problem.keys}
     for section in ("optimizer", "scheduler"):
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
@@ -72,28 +79,42 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
     return settings, problems, notices
 
 
-def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
-    """Return what pydantic's `error` at `path` means, with the key as it was written."""
-    section: type[Section] = Settings
+def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
+    """Return the path of the key that pydantic's `error` is about, as the schema spells it, and what it means, with the
+    key as it was written."""
+    section: type[Section] | None = Settings
+    field: FieldInfo | None = None
     variants: Mapping[str, type[Section]] = {}
+    path: list[str] = []
     written: list[str] = []
-    for name in path:
-        spelled = _spelled(raw, section, name)
-        written.append(spelled)
-        inner = section.section_at(name, raw)
-        if inner is not None:
-            variants, section = section.variants.get(name, {}), inner
-        raw = raw.get(spelled) if isinstance(raw, Mapping) else None
+    for name in map(str, error["loc"]):
+        if section is None:  # inside a value
+            break
+        holder = section
+        path.append(name)
+        written.append(_spelled(raw, section, name))
+        field = section.model_fields.get(name)
+        section = section.section_at(name, raw)
+        raw = raw.get(written[-1]) if isinstance(raw, Mapping) else None
+        if section is not None:
+            variants = holder.variants.get(name, {})
     key = ".".join(written)
     if error["type"] == "extra_forbidden":
         others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
         here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
-        return Problem(keys=(key,), message=f"{key}: unknown key{here}{nearest_key(section, path)}")
-    if error["type"] == "missing":
-        rule = rule_of(section.model_fields[path[-1]])
-        return Problem(keys=(key,), message=f"{key}: the key is missing; expected {rule}")
-    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    return Problem(keys=(key,), message=f"{key}: {message}" if key else message)
+        message = f"unknown key{here}{nearest_key(holder, path)}"
+    elif field is None or section is not None:
+        message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    elif _is_missing(error, path):
+        message = f"the key is missing; expected {expected(type_of(field))}"
+    else:
+        message = refusal(type_of(field), raw, error)
+    return tuple(path), Problem(keys=(key,), message=f"{key}: {message}" if key else message)
+
+
+def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
+    """Return whether `error` is about a key that is not there, and not about an item of a value."""
+    return error["type"] == "missing" and len(error["loc"]) == len(path)
 
 
 def nearest_key(section: type[Section], path: Sequence[str]) -> str:
@@ -140,29 +161,17 @@ def _spelled(raw: Any, section: type[Section], name: str) -> str:
     return next((other for other, target in section.renames.items() if target == name and other in raw), name)
 
 
-def _without(raw: Any, path: tuple[str, ...], section: type[Section] = Settings) -> Any:
-    """Return a copy of `raw` without the key at `path`, however spelled; without its section if that needs the key."""
-    if not path or not isinstance(raw, Mapping):
+def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Settings) -> Any:
+    """Return a copy of `raw` without the key at `path`, however spelled."""
+    if not path or section is None or not isinstance(raw, Mapping):
         return {}
-    names = {path[0], *(other for other, target in section.renames.items() if target == path[0])}
-    copy = {name: value for name, value in raw.items() if str(name) not in names}
-    inner = section.section_at(path[0], raw)
-    if inner is not None and len(path) > 1:
-        spelled = _spelled(raw, section, path[0])
-        if spelled in raw and not _needs(inner, path[1:], raw[spelled]):
-            copy[spelled] = _without(raw[spelled], path[1:], inner)
+    name, *rest = path
+    names = {name, *(other for other, target in section.renames.items() if target == name)}
+    copy = {other: value for other, value in raw.items() if str(other) not in names}
+    spelled = _spelled(raw, section, name)
+    if rest and spelled in raw:
+        copy[spelled] = _without(raw[spelled], rest, section.section_at(name, raw))
     return copy
-
-
-def _needs(section: type[Section], path: tuple[str, ...], raw: Any) -> bool:
-    """Return whether `section`, written as `raw`, cannot be without the key at `path`."""
-    field = section.model_fields.get(path[0])
-    if field is None or not field.is_required():
-        return False
-    inner = section.section_at(path[0], raw)
-    if inner is None or len(path) == 1:
-        return True
-    return _needs(inner, path[1:], raw.get(_spelled(raw, section, path[0])) if isinstance(raw, Mapping) else None)
 
 
 def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:
@@ -180,20 +189,14 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
             problems += inner[0]
             notices += inner[1]
             continue
-        status, why, quiet = about(field)
-        asks = value != field.default and value not in quiet and not _can_be_off(field, value)
+        status, why = about(field)
+        asks = value != field.default
         off_switch = name == section.switch and section.is_off
         if status is Status.REFUSED and asks:
             problems.append(Problem(keys=(key,), message=f"{key}: {show(value)} is not supported: {why}"))
         elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
             notices.append(Notice(key=key, message=f"{status.value}: {why}"))
     return problems, notices + ([] if prefix else list(_idle(section)))
-
-
-def _can_be_off(field: FieldInfo, value: object) -> bool:
-    """Whether a value whose content is not read asks for nothing."""
-    rule = rule_of(field)
-    return isinstance(rule, Anything) and rule.can_be_off and is_off(value)
 
 
 def _idle(settings: Section) -> Iterator[Notice]:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from .keys import Section, rule_of
+from .keys import Section, answer_type
 from .schema import Settings
 from .sections import OptimizerSection
 
@@ -104,10 +104,9 @@ def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths that still say "auto" and must not when the engine reads them."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        rule = rule_of(info)
         if isinstance(value, Section):
             yield from open_keys(value, f"{prefix}{name}.")
-        elif value == "auto" and rule is not None and rule.auto:
+        elif value == "auto" and answer_type(info) is not None:
             yield prefix + name
 
 

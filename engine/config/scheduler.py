@@ -3,23 +3,20 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import Section, built
-from .values import Auto, AutoPositive, Bool, Count, Number, OneOf, PerGroup, Positive, Real, Whole
+from .values import Auto, BelowOne, Bool, Count, OneOf, Position, Positive, Real, Words, expected
 
 ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
 
-Rates = Annotated[float | tuple[float, ...], PlainValidator(PerGroup())]
-AutoRates = Annotated[float | tuple[float, ...] | Auto, PlainValidator(PerGroup(auto=True))]
-MaybeAutoRates = Annotated[float | tuple[float, ...] | Auto | None, PlainValidator(PerGroup(auto=True))]
-Momenta = Annotated[float | tuple[float, ...], PlainValidator(PerGroup(item=Number(maximum=1.0, open_end=True)))]
-WarmupType = Annotated[Literal["log", "linear"], PlainValidator(OneOf(options=("log", "linear")))]
-Position = Annotated[int, PlainValidator(Whole(minimum=-1))]
-Stairs = Annotated[int, PlainValidator(Whole(minimum=-1))]
-MaybeStairs = Annotated[int | None, PlainValidator(Whole(minimum=-1))]
-MaybeCount = Annotated[int | None, PlainValidator(Whole())]
+_PER_GROUP = ", or a list with one for each parameter group"
+Rates = Annotated[Real | Annotated[tuple[Real, ...], Field(min_length=1)], Words(f"{expected(Real)}{_PER_GROUP}")]
+Momenta = Annotated[
+    BelowOne | Annotated[tuple[BelowOne, ...], Field(min_length=1)], Words(f"{expected(BelowOne)}{_PER_GROUP}")
+]
+WarmupType = Annotated[Literal["log", "linear"], OneOf()]
 
 
 class SchedulerParams(Section):
@@ -29,11 +26,11 @@ class SchedulerParams(Section):
 class WarmupLRParams(SchedulerParams):
     """The rate climbs from the least to the most and stays there."""
 
-    warmup_min_lr: AutoRates = built(0.0)
+    warmup_min_lr: Rates | Auto = built(0.0)
     """Learning rate at the first step. "auto": what the caller answers, else 0."""
-    warmup_max_lr: MaybeAutoRates = built(None)
+    warmup_max_lr: Rates | Auto | None = built(None)
     """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
-    warmup_num_steps: AutoPositive = built(1000)
+    warmup_num_steps: Positive | Auto = built(1000)
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
     tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
@@ -45,22 +42,22 @@ class WarmupLRParams(SchedulerParams):
 class WarmupDecayLRParams(WarmupLRParams):
     """The rate climbs from the least to the most, then falls back in a line."""
 
-    total_num_steps: AutoPositive
+    total_num_steps: Positive | Auto
     """Step at which the rate is the least again, and stays so. "auto": what the caller answers, as `zstore train` does; there
     is no default."""
-    warmup_max_lr: MaybeAutoRates = built(0.001)
+    warmup_max_lr: Rates | Auto | None = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
 
 class WarmupCosineLRParams(SchedulerParams):
     """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
-    total_num_steps: AutoPositive
+    total_num_steps: Positive | Auto
     """Step at which the rate is least. "auto": what the caller answers, as `zstore train` does; there
     is no default."""
     warmup_min_ratio: Real = built(0.0)
     """Part of the group's lr at the second step, where the warm-up begins."""
-    warmup_num_steps: AutoPositive = built(1000)
+    warmup_num_steps: Positive | Auto = built(1000)
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
     tenth of the steps, at most that."""
     cos_min_ratio: Real = built(0.0001)
@@ -82,11 +79,11 @@ class OneCycleParams(SchedulerParams):
     """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
     cycle_first_step_size: Positive = built(2000)
     """Steps of the climb."""
-    cycle_second_step_size: MaybeCount = built(None)
+    cycle_second_step_size: Count | None = built(None)
     """Steps of the fall. Unset: as many as the climb has."""
-    cycle_first_stair_count: Stairs = built(0)
+    cycle_first_stair_count: Position = built(0)
     """Stairs of the climb; 0: a line."""
-    cycle_second_stair_count: MaybeStairs = built(None)
+    cycle_second_stair_count: Position | None = built(None)
     """Stairs of the fall; 0: a line. Unset: as many as the climb has."""
     decay_step_size: Count = built(0)
     """Steps of an interval of decay after the cycle; 0: no decay."""
@@ -125,10 +122,7 @@ SCHEDULES: Mapping[str, type[SchedulerParams]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
 }
-_NAMES = OneOf(
-    options=tuple(SCHEDULES),
-    hint="; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
-)
+_OTHERS = "; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out"
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
@@ -142,7 +136,7 @@ class SchedulerSection(Section):
 
     variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": SCHEDULES}
 
-    type: Annotated[ScheduleName, PlainValidator(_NAMES)]
+    type: Annotated[ScheduleName, OneOf(lambda _: _OTHERS)]
     """Name of the schedule."""
     params: Annotated[SchedulerParams, PlainValidator(_by_type)]
 
