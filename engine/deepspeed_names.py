@@ -55,7 +55,7 @@ class DeepSpeedNames:
 
     def steps_per_print(self) -> int:
         """Return the steps from one line of progress to the next; 0: none."""
-        return self.training_state.config.steps_per_print
+        return self.training_state.config.settings.steps_per_print
 
     def dump_state(self) -> bool:
         """Return whether the state was printed at the start, as the config asks."""

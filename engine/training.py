@@ -288,7 +288,7 @@ class Training:
         try:
             self.require_whole()
             self.gradients.reduce()
-            if not self.config.ignore_unused_parameters:
+            if not self.config.zero.ignore_unused_parameters:
                 self._require_gradients()
             norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.sharding.optimizer_state)
             self.norm = norm / self.scaler.scale

@@ -85,13 +85,13 @@ def wire(
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
         types = GradientTypes.of(config, world.world_size)
-        splits = config.splits_master
+        splits = config.own.split_master
         state = OptimizerState(store, kernels, transfers, splits=splits, keeps_whole=whole, types=types)
         layout = _Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
         _warn_of_fallbacks(store, world)
-        live_numel = config.live_numel if sharding.parameters else None
+        live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         hooks = None
@@ -130,7 +130,7 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     if optimizer.kind in ELEMENT_WISE or not whole:
         return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     check_client(optimizer.client)
-    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.splits_master)):
+    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.own.split_master)):
         if unfit:
             raise UsageError(
                 f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
@@ -256,8 +256,8 @@ def _gradients(
     within = config.step_overlap == "backward"
     reduce = ReduceRules(
         bucket_numel=config.reduce_bucket_numel,
-        scatter=config.reduce_scatter,
-        overlap=config.overlap_comm,
+        scatter=config.zero.reduce_scatter,
+        overlap=config.zero.overlap_comm,
         types=GradientTypes.of(config, world.world_size),
     )
     # Alone, they are taken off the device as they come where they wait in host memory.

@@ -197,11 +197,11 @@ def test_whole_floats_are_whole_numbers() -> None:
     config = load_config({"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
     assert config.settings.zero_optimization.reduce_bucket_size == 200_000_000
     assert type(config.settings.zero_optimization.reduce_bucket_size) is int
-    assert config.seed == 3
+    assert config.settings.seed == 3
 
 
 def test_an_endless_steps_per_print_is_never() -> None:
-    assert load_config({"steps_per_print": float("inf")}).steps_per_print == 0
+    assert load_config({"steps_per_print": float("inf")}).settings.steps_per_print == 0
 
 
 def test_a_dict_is_not_changed_and_not_kept() -> None:

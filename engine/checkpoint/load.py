@@ -227,14 +227,14 @@ class Restore:
             if state:
                 load_rng_state(dict(state))
                 return
-        derive_rng_state(self._training.config.seed, step, world.rank)
+        derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # those say it
             _log.warning(
                 "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
                 "%d, step %d and rank",
                 record.training_world_size,
                 world.world_size,
-                self._training.config.seed,
+                self._training.config.settings.seed,
                 step,
             )
 

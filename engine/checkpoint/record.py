@@ -27,7 +27,7 @@ def engine_record(training: Training) -> dict[str, Any]:
     return {
         "counters": asdict(training.counters),
         "batch": asdict(training.batch),
-        "seed": training.config.seed,
+        "seed": training.config.settings.seed,
         "precision": training.config.precision,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],

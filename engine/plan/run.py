@@ -34,7 +34,7 @@ def budget_of_rank(config: Config, world: World, memory: HostMemory | None = Non
 
     Raises UsageError where "auto" cannot be told.
     """
-    budget = config.host_budget_bytes
+    budget = config.own.host_budget_bytes
     if budget == "auto":
         available = (memory or read_host_memory()).available_bytes
         if available is None:
@@ -60,7 +60,10 @@ def plan_run(
     `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
     cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
     """
-    shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
+    shapes, units = (
+        shapes_of_model(model, config.precision),
+        units_of_model(model, config.zero.stage3_max_live_parameters),
+    )
     with world.agreeing():
         plan = make_plan(
             find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units),

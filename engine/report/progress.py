@@ -49,7 +49,7 @@ class RunReport:
     def step_ended(self) -> None:
         """Say what is to be said after an optimizer step, taken or skipped."""
         training = self._training
-        every, step = training.config.steps_per_print, training.counters.global_steps
+        every, step = training.config.settings.steps_per_print, training.counters.global_steps
         prints = every > 0 and step % every == 0
         if training.world.rank != 0 or not self._losses or not (prints or self.monitors):
             return
