@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,8 +35,8 @@ from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import ConfigError, StorageError
 from zstore.io.files import UnsyncedFiles
 
-from ..runtime.interrupts import interrupts_wait
 from .client_state import ClientValues
+from .pending import PendingSave
 from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snapshots, sweep
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ _log = logging.getLogger("zstore")
 ClientState = ClientValues | Callable[[], ClientValues]
 
 _MOST_PAUSE_S = 0.005
-_END_WELL_S = 5.0
-"""How long a snapshot may go on after a rank failed."""
 
 
 def present(state: ClientState) -> ClientValues:
@@ -117,7 +114,7 @@ class StepSnapshots:
         """Snapshots begun; with the above it gives each an id that all ranks know."""
         self._folders: list[str] = []
         """Where the run has its checkpoints."""
-        self._under_way: SaveHandle | None = None
+        self._pending = PendingSave(training.world)
         self._pinned_step: int | None = None
         """Step of the snapshot that was begun last."""
         self._said: set[str] = set()
@@ -131,7 +128,6 @@ class StepSnapshots:
         self.stall_s = 0.0
         """Seconds for which snapshots held training up."""
         training.before_change = self.complete
-        training.world.when_broken.append(self._give_up_later)
         self._look_after_folder()
 
     def _look_after_folder(self) -> None:
@@ -152,24 +148,8 @@ class StepSnapshots:
             return
         started = time.perf_counter()
         self.complete()
-        step, world = self._training.counters.global_steps, self._training.world
-        error: Exception | None = None
-        handle: SaveHandle | None = None
-        try:
-            if self._pinned_step is None:
-                self._check_first(folder)
-            with interrupts_wait():
-                handle = self._under_way = self._begin(folder, step)
-        except Exception as raised:
-            raised.add_note(f"The snapshot of step {step} could not be taken; the state in memory is whole.")
-            error = raised
-        try:
-            world.raise_together(error)
-        except BaseException:
-            self._under_way = None
-            if handle is not None:
-                handle.cancel()
-            raise
+        step = self._training.counters.global_steps
+        self._pending.begin(lambda: self._begin(folder, step))
         self._pinned_step = step
         self.stall_s += time.perf_counter() - started
 
@@ -184,18 +164,24 @@ class StepSnapshots:
                 _name(folder, others)
 
     def _begin(self, folder: Path, step: int) -> SaveHandle:
+        try:
+            if self._pinned_step is None:
+                self._check_first(folder)
+            return save_checkpoint(self._request(folder, step))
+        except Exception as error:
+            error.add_note(f"The snapshot of step {step} could not be taken; the state in memory is whole.")
+            raise
+
+    def _request(self, folder: Path, step: int) -> SaveRequest:
         training = self._training
         tag = f"{step_tag(step)}-{training.run_id[:8]}"
         self._count += 1
         save_id = hashlib.sha256(f"{self._id} {self._count}".encode()).hexdigest()[:32]
         # The other ranks' copies of what rank 0 stores whole do not count.
-        state = self._state() if training.world.rank == 0 else {}
+        state = present(self.client_state) if training.world.rank == 0 else {}
         small = self._checkpoints.collect_small(state)
         # Nobody counts a snapshot's files, but a step waits for it.
         request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
-        return save_checkpoint(self._completed(request))
-
-    def _completed(self, request: SaveRequest) -> SaveRequest:
         return replace(
             request,
             resources=self._resources,
@@ -213,12 +199,9 @@ class StepSnapshots:
         spare, self._spare = self._spare, None
         return spare
 
-    def _state(self) -> ClientValues:
-        return present(self.client_state)
-
     def complete(self) -> None:
         """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
-        handle = self._under_way
+        handle = self._pending.handle
         if handle is None:
             return
         started = time.perf_counter()
@@ -233,7 +216,7 @@ class StepSnapshots:
                 "snapshot before it is whole."
             )
             error, messages = raised, ()
-        self._under_way = None
+        self._pending.handle = None
         self.stall_s += time.perf_counter() - started
         if error is not None:
             raise error
@@ -242,14 +225,6 @@ class StepSnapshots:
             if message not in self._said:
                 self._said.add(message)
                 _log.warning("%s", message)
-
-    def _give_up_later(self) -> None:
-        """Give the snapshot under way the time to end well, which it may where all ranks did their part."""
-        handle = self._under_way
-        if handle is not None:
-            timer = threading.Timer(_END_WELL_S, handle.cancel)
-            timer.daemon = True
-            timer.start()
 
     # -- saves, loads and the end -----------------------------------------------------------------------------------
 
