@@ -74,7 +74,7 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
-        with self.timers.forward(), self.access.during("forward"):
+        with self.timers.phase("forward"), self.access.during("forward"):
             return self.module(*args, **kwargs)
 
     @phase("backward")
@@ -95,7 +95,7 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         if self.training_state.updates_within:
             self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
         self.report.add_loss(loss)
-        with self.timers.backward(), self.access.during("backward"):
+        with self.timers.phase("backward"), self.access.during("backward"):
             scaled = self.training_state.scaled(loss, divide=scale_wrt_gas)
             self.training_state.backward(scaled, retain_graph=retain_graph)
         return loss
@@ -115,7 +115,7 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         training.was_applied = False
         try:
             if boundary:
-                with self.timers.optimizer():
+                with self.timers.phase("optimizer"):
                     training.step()
         finally:
             training.counters.micro_steps += 1

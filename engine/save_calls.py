@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from zstore.checkpoint.handle import SaveHandle
 from zstore.errors import CheckpointExistsError
 
 from .batches import BatchCalls
@@ -14,7 +15,7 @@ from .calls import StateCalls
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
-from .checkpoint.save import Checkpoints, SaveOptions, SaveTicket
+from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .runtime.distributed import phase
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
@@ -46,7 +47,7 @@ class SaveCalls(StateCalls, BatchCalls):
         metrics: Mapping[str, float] | None = None,
         wait: bool = True,
         overwrite: bool = False,
-    ) -> SaveTicket:
+    ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
         Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
@@ -93,7 +94,7 @@ class SaveCalls(StateCalls, BatchCalls):
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last load read, linked, missed and left over on this rank; None before the first."""
+        """What the last load read and linked on this rank, and what was missing or not used; None before the first."""
         return self.checkpoints.report
 
     @phase("save")

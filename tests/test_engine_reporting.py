@@ -180,9 +180,9 @@ def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
 def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() -> None:
     calls: list[str] = []
     timers = Timers(lambda: calls.append("wait"))
-    with timers.forward():
+    with timers.phase("forward"):
         calls.append("forward")
-    with timers.optimizer():
+    with timers.phase("optimizer"):
         calls.append("step")
     assert calls == ["wait", "forward", "wait", "wait", "step", "wait"]
     times = timers.times()
@@ -210,8 +210,12 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_sizes_are_short() -> None:
     sizes = dict.fromkeys(MemoryStatistics.__dataclass_fields__, 0) | {"host_bytes": 999, "disk_bytes": 1_234_567}
-    assert MemoryStatistics(**sizes).line().startswith("state on device 0 B, host 999 B, disk 1.23 MB; buffers 0 B,")
-    assert "of CUDA 2 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
+    assert (
+        MemoryStatistics(**sizes)
+        .line()
+        .startswith("state on device 0 bytes, host 999 bytes, disk 1.23 MB; buffers 0 bytes,")
+    )
+    assert "of CUDA 2.00 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
 
 
 def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -381,7 +381,7 @@ def test_a_save_given_up_leaves_no_pin(monkeypatch: pytest.MonkeyPatch, nvme: Pa
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
-        ticket.give_up()
+        ticket.cancel()
         files.open_gate()
         with pytest.raises(CheckpointError, match="cancelled"):
             engine.wait_for_checkpoint()

@@ -4,11 +4,11 @@
 The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
 elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
 resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
-neither trained nor saved until a load mends it.
+neither trained nor saved until a load replaces it.
 
 [Note: loading by links]
-An array that rests on disk, which the checkpoint has cut alike on the same file system, is not read: its file becomes the
-array's, by a link, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
+An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
+into the run folder, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
 that is damaged raises CorruptionError there, and another checkpoint has to be loaded. What the model computes with is
 not left for later: masters of which parameters are cast are read by the load.
 """
@@ -64,24 +64,20 @@ class Restore:
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for; return the checkpoint's path and the client's state (all ranks)."""
         training = self._training
-        error: Exception | None = None
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
         with ExitStack() as opened:
-            try:
-                resources, options_of = training.state.store.resources, training.config.storage_options
-                reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
-                buffers = {name for name, _ in stored_buffers(training.model)}
-                reader = as_the_model_calls_it(reader, options.names, buffers)
-                plan = plan_load(training, reader, options)
-                check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
-            except CheckpointNotFoundError as missing:
-                if tag is not None:
-                    error = missing
-            except Exception as raised:
-                error = raised
-            # Until here nothing was changed, on any rank.
-            training.world.raise_together(error)
+            with training.world.agreeing():  # until here nothing was changed, on any rank
+                try:
+                    resources, given = training.state.store.resources, training.config.storage_options
+                    reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
+                    buffers = {name for name, _ in stored_buffers(training.model)}
+                    reader = as_the_model_calls_it(reader, options.names, buffers)
+                    plan = plan_load(training, reader, options)
+                    check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
+                except CheckpointNotFoundError:
+                    if tag is not None:
+                        raise
             self._check_all_found(reader is not None)
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
@@ -122,7 +118,7 @@ class Restore:
         self.report = LoadReport(
             path=reader.location,
             missing=tuple(plan.missing),
-            left_over=tuple(plan.left_over),
+            unexpected=tuple(plan.unexpected),
             read_bytes=reader.read_bytes,
             linked_bytes=self._linked_bytes,
         )
@@ -230,7 +226,7 @@ class Restore:
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # those say it
             _log.warning(
-                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
+                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from seed "
                 "%d, step %d and rank",
                 record.training_world_size,
                 world.world_size,

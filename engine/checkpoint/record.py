@@ -131,7 +131,7 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
         return training.batch
     total, micro = int(saved["train_batch_size"]), training.batch.micro_batch_size
     if total < 1:
-        raise CorruptionError(f"the checkpoint's global batch of {total} samples is none")
+        raise CorruptionError(f"the checkpoint's global batch size must be at least 1, got {total}")
     if total % (micro * world_size):
         # A smaller micro-batch may fit, where the config leaves it open.
         good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]

@@ -64,27 +64,6 @@ class SaveOptions:
     leaves_out_frozen: bool = False
 
 
-class SaveTicket:
-    """A save under way, or done."""
-
-    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
-        self._handle = handle
-        self.stall_s = stall_s
-        """Seconds that training stood still for the save."""
-
-    def wait(self, timeout_s: float | None = None) -> SaveSummary:
-        """Return what was written once the checkpoint is committed; raise what went wrong."""
-        return self._handle.wait(timeout_s)
-
-    def done(self) -> bool:
-        """Return whether `wait` would not wait."""
-        return self._handle.done()
-
-    def give_up(self) -> None:
-        """Let `wait` fail soon, because a rank will not do its part."""
-        self._handle.cancel()
-
-
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
@@ -100,7 +79,7 @@ class Checkpoints:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, options: SaveOptions) -> SaveTicket:
+    def save(self, options: SaveOptions) -> SaveHandle:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
@@ -118,12 +97,11 @@ class Checkpoints:
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
         handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small))
-        ticket = SaveTicket(handle, time.perf_counter() - started)
         if options.wait:
             self.wait()
-            ticket.stall_s = time.perf_counter() - started
-        self.stall_s += ticket.stall_s
-        return ticket
+        handle.stall_s = time.perf_counter() - started
+        self.stall_s += handle.stall_s
+        return handle
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)

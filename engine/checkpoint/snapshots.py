@@ -65,39 +65,32 @@ def require_shared_folder(config: Config, world: World) -> None:
     Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
     """
     folder = config.step_folder
-    if folder is None or not _is_offered(config, folder):
+    # An `nvme_path` that is missing is an error of its own.
+    if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
         return
-    error: Exception | None = None
     mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
+    with world.agreeing():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if world.rank == 0:
+                (folder / mark).touch()
+        except OSError as error:
+            raise StorageError(
+                'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write '
+                "in zstore.durability_path",
+                path=str(folder),
+                errno=error.errno,
+            ) from error
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            (folder / mark).touch()
-    except OSError as raised:
-        error = StorageError(
-            'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write in '
-            "zstore.durability_path",
-            path=str(folder),
-            errno=raised.errno,
-        )
-    world.raise_together(error)
-    try:
-        if not (folder / mark).exists():
-            error = ConfigError(
-                f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is local to '
-                "a machine; give one that all ranks share in zstore.durability_path"
-            )
-        world.raise_together(error)
+        with world.agreeing():
+            if not (folder / mark).exists():
+                raise ConfigError(
+                    f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is '
+                    "local to a machine; give one that all ranks share in zstore.durability_path"
+                )
     finally:
         if world.rank == 0:
             (folder / mark).unlink(missing_ok=True)
-
-
-def _is_offered(config: Config, folder: Path) -> bool:
-    """Return whether the folder may be made: an `nvme_path` that is missing is an error of its own."""
-    if config.settings.zstore.durability_path is not None:
-        return True
-    return folder.parent.parent.is_dir()
 
 
 class StepSnapshots:
@@ -131,7 +124,7 @@ class StepSnapshots:
         self._look_after_folder()
 
     def _look_after_folder(self) -> None:
-        """Remove what former runs left that nobody needs, and name what stays where no snapshots are taken."""
+        """Remove superseded snapshots of earlier runs, and name those that stay where no snapshots are taken."""
         folder = self._training.config.possible_step_folder
         if self._training.world.rank > 0 or folder is None:
             return
@@ -169,7 +162,7 @@ class StepSnapshots:
                 self._check_first(folder)
             return save_checkpoint(self._request(folder, step))
         except Exception as error:
-            error.add_note(f"The snapshot of step {step} could not be taken; the state in memory is whole.")
+            error.add_note(f"The snapshot of step {step} could not be taken; the state in memory is intact.")
             raise
 
     def _request(self, folder: Path, step: int) -> SaveRequest:
@@ -182,6 +175,7 @@ class StepSnapshots:
         small = self._checkpoints.collect_small(state)
         # Nobody counts a snapshot's files, but a step waits for it.
         request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
+        spare, self._spare = self._spare, None
         return replace(
             request,
             resources=self._resources,
@@ -190,14 +184,10 @@ class StepSnapshots:
             keep=Keep(last=1),
             known={**request.known, **self._known},
             spares=True,
-            spare=self._take_spare(),
+            spare=spare,
             overwrite=True,
             most_pause_s=_MOST_PAUSE_S,
         )
-
-    def _take_spare(self) -> Spare | None:
-        spare, self._spare = self._spare, None
-        return spare
 
     def complete(self) -> None:
         """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
@@ -212,8 +202,8 @@ class StepSnapshots:
             messages, self._known, self._spare = summary.messages, summary.known, summary.spare
         except Exception as raised:
             raised.add_note(
-                f"This happened as the snapshot of step {self._pinned_step} was taken; nothing was changed since, and the "
-                "snapshot before it is whole."
+                f"This happened while the snapshot of step {self._pinned_step} was taken; nothing has changed since, and the "
+                "snapshot before it is intact."
             )
             error, messages = raised, ()
         self._pending.handle = None
@@ -252,7 +242,7 @@ class StepSnapshots:
         if chosen is None:
             return folder, tag
         if world.rank == 0:
-            _log.info("going on from the snapshot of a step, %s, which is newer than what %s has", chosen[1], folder)
+            _log.info("resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen[1], folder)
         return chosen[0], chosen[1]
 
     def settle(self) -> None:
@@ -267,9 +257,10 @@ class StepSnapshots:
         saved as a checkpoint too, nothing is kept."""
         training = self._training
         self.settle()
-        if (spare := self._take_spare()) is not None:
+        if self._spare is not None:
             with contextlib.suppress(OSError):
-                spare.remove(self._files)
+                self._spare.remove(self._files)
+            self._spare = None
         if self._folder is None or self._pinned_step is None or training.world.rank > 0:
             return
         sweep(self._folder, self._files, self._folders)
@@ -278,7 +269,7 @@ class StepSnapshots:
 def _name(folder: Path, steps: list[int]) -> None:
     """Warn of snapshots of other runs, which may be all that is left of them."""
     _log.warning(
-        "%s holds step %s of former runs, newer than their last checkpoints: load one with load_checkpoint(%r), or remove "
+        "%s holds step %s of earlier runs, newer than their last checkpoints: load one with load_checkpoint(%r), or remove "
         "the folder",
         folder,
         ", ".join(map(str, steps)),

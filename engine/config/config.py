@@ -329,12 +329,12 @@ def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadC
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
-    """Say in one line what was taken for each "auto" that nobody answered."""
+    """Say in one line what was taken for each "auto" without an answer."""
     taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
     first = next(iter(defaults))
     return Notice(
         key='"auto"',
-        message=f"nobody answered, so these defaults are used: {taken}. For other values write them into the config, or pass "
+        message=f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or pass "
         f'initialize(..., auto={{"{first}": ...}})',
     )
 

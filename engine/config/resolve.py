@@ -118,7 +118,7 @@ class Resolution:
     problems: tuple[str, ...]
     """What cannot be filled in, or contradicts. With any, the settings mean nothing."""
     defaults: Mapping[str, Any]
-    """Keys that nobody answered, and the defaults that were taken."""
+    """Keys without an answer, and the defaults that were taken."""
 
 
 def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:

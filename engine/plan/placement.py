@@ -20,6 +20,7 @@ stays on the device and its optimizer state does not, the state has a master of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -31,7 +32,6 @@ from zstore.store.store import SMALL_SHARD_BYTES
 
 from .plan import FP32, Field, Held, Need, Placement, PlacementSettings, Plan, Rest, Traffic, cached_layout
 from .report import over_budget
-from .spread import spread_turns
 
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
@@ -288,6 +288,26 @@ def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: Pl
                 choices.append(replace(bare, memory_bytes=memory_bytes, saved_bytes=saved_bytes))
     choices.sort(key=lambda choice: choice.rank)
     return _within_max_in_cpu(choices, settings)
+
+
+def spread_turns(sizes: Sequence[int]) -> list[int]:
+    """Return the turn of each thing: where the middle of it lies among all, in at most as many parts as there are
+    things, with binary digits in reverse. A second one in a part comes after the first ones of all.
+
+    Were the first parameters in memory and the last ones on disk, the drive would rest in one half of a pass and hold it up
+    in the other. Source: the van der Corput sequence.
+    """
+    total = max(sum(sizes), 1)
+    bits = max(len(sizes).bit_length() - 1, 1)
+    turns: list[int] = []
+    seen: Counter[int] = Counter()
+    before = 0
+    for size in sizes:
+        place = min(((2 * before + size) << bits) // (2 * total), (1 << bits) - 1)
+        turns.append((seen[place] << bits) + int(f"{place:0{bits}b}"[::-1], 2))
+        seen[place] += 1
+        before += size
+    return turns
 
 
 def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> list[_Choice]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Timers:
         self._seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: Literal["forward", "backward", "optimizer"]) -> Iterator[None]:
+        """Count a block as this phase."""
         self._settle()
         start = time.perf_counter()
         try:
@@ -50,18 +52,6 @@ class Timers:
     def _settle(self) -> None:
         if self._wait_for_device is not None:
             self._wait_for_device()
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Count a block as forward."""
-        return self._phase("forward")
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Count a block as backward."""
-        return self._phase("backward")
-
-    def optimizer(self) -> AbstractContextManager[None]:
-        """Count a block as optimizer step."""
-        return self._phase("optimizer")
 
     def times(self) -> PhaseTimes:
         """Return the times so far."""

@@ -30,6 +30,8 @@ class SaveHandle:
         self._job = job
         self._summary: SaveSummary | None = None
         self._error: BaseException | None = None
+        self.stall_s = 0.0
+        """Seconds that training stood still for the save, where an engine took it."""
         # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ended = threading.Event()
         # Not a daemon: the interpreter waits for it at its end.
