@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from .report.monitors import EventMonitor
+    from .report.monitors import Monitors
     from .training import Training
 
 
@@ -15,7 +15,7 @@ class DeepSpeedNames:
     """What the run's config says and how far it is, under DeepSpeed's names."""
 
     training_state: Training
-    monitor: EventMonitor
+    monitor: Monitors
     """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
 
     @property

@@ -24,7 +24,7 @@ from .loader import TrainingLoader
 from .optim.optimizer import ZeroOptimizer
 from .params.guard import ParameterGuard
 from .params.tensors import cast_floating
-from .report.monitors import EventMonitor, Monitors
+from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import Timers
@@ -50,9 +50,7 @@ class Engine(SaveCalls, DeepSpeedNames, nn.Module):
         self._unchecked = []
         self.timers = Timers(_wait_for(training.device) if settings.wall_clock_breakdown else None)
         self.report = RunReport(training, self.timers, monitors)
-        self.monitor = EventMonitor(
-            monitors, enabled=any(s.enabled for s in (settings.tensorboard, settings.csv_monitor, settings.wandb))
-        )
+        self.monitor = monitors
         training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
         # Not a method of this object, which would then never be collected.

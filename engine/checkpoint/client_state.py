@@ -68,7 +68,9 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         name = client_array(where)
         if name in tensors:
-            raise UsageError(f"client_state: two tensors would be stored as {where!r}, because a key contains a `.`; rename one")
+            raise UsageError(
+                f"client_state: two tensors would be stored as {where!r}: a key contains a `.`; rename one"
+            )
         try:
             dtype_name(value.dtype)
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()

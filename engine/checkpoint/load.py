@@ -226,8 +226,8 @@ class Restore:
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # those say it
             _log.warning(
-                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from seed "
-                "%d, step %d and rank",
+                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from "
+                "seed %d, step %d and rank",
                 record.training_world_size,
                 world.world_size,
                 self._training.config.settings.seed,

@@ -242,7 +242,9 @@ class StepSnapshots:
         if chosen is None:
             return folder, tag
         if world.rank == 0:
-            _log.info("resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen[1], folder)
+            _log.info(
+                "resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen[1], folder
+            )
         return chosen[0], chosen[1]
 
     def settle(self) -> None:

@@ -334,8 +334,8 @@ def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
     first = next(iter(defaults))
     return Notice(
         key='"auto"',
-        message=f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or pass "
-        f'initialize(..., auto={{"{first}": ...}})',
+        message=f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
+        f'pass initialize(..., auto={{"{first}": ...}})',
     )
 
 

@@ -22,21 +22,27 @@ WarmupType = Annotated[Literal["log", "linear"], OneOf()]
 class SchedulerParams(Section):
     """Arguments of a schedule."""
 
+    last_batch_iteration: Position = built(-1)
+    """Step to start from; -1: the beginning. A loaded checkpoint has its own."""
 
-class WarmupLRParams(SchedulerParams):
+
+class WarmupParams(SchedulerParams):
+    """Arguments of a schedule that begins with a warm-up."""
+
+    warmup_num_steps: Positive | Auto = built(1000)
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
+    tenth of the steps, at most that."""
+    warmup_type: WarmupType = built("log")
+    """Shape of the climb, by default DeepSpeed's."""
+
+
+class WarmupLRParams(WarmupParams):
     """The rate climbs from the least to the most and stays there."""
 
     warmup_min_lr: Rates | Auto = built(0.0)
     """Learning rate at the first step. "auto": what the caller answers, else 0."""
     warmup_max_lr: Rates | Auto | None = built(None)
     """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
-    warmup_num_steps: Positive | Auto = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
-    tenth of the steps, at most that."""
-    warmup_type: WarmupType = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -49,7 +55,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
 
-class WarmupCosineLRParams(SchedulerParams):
+class WarmupCosineLRParams(WarmupParams):
     """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
     total_num_steps: Positive | Auto
@@ -57,15 +63,8 @@ class WarmupCosineLRParams(SchedulerParams):
     is no default."""
     warmup_min_ratio: Real = built(0.0)
     """Part of the group's lr at the second step, where the warm-up begins."""
-    warmup_num_steps: Positive | Auto = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
-    tenth of the steps, at most that."""
     cos_min_ratio: Real = built(0.0001)
     """Part of the group's lr at the end, and from there on."""
-    warmup_type: WarmupType = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class OneCycleParams(SchedulerParams):
@@ -96,8 +95,6 @@ class OneCycleParams(SchedulerParams):
     """Momentum at the end of the cycle."""
     decay_mom_rate: Real = built(0.0)
     """After the cycle momentum is cycle_max_mom x (1 + decay_mom_rate x intervals of decay_step_size)."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class LRRangeTestParams(SchedulerParams):
@@ -111,8 +108,6 @@ class LRRangeTestParams(SchedulerParams):
     """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
     lr_range_test_staircase: Bool = built(False)
     """Count whole intervals only."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 SCHEDULES: Mapping[str, type[SchedulerParams]] = {

@@ -171,32 +171,26 @@ class AioSection(Section):
     """Read straight into device memory."""
 
 
-class TensorboardSection(Section):
-    """Metrics for TensorBoard, on rank 0, against the samples seen: loss, learning rate, loss scale in fp16, gradient
-    norm, and the times of forward, backward and step."""
-
-    switch = "enabled"
-
-    enabled: Bool = built(False)
-    """Write them, in an event file. Needs `pip install 'zstore[tensorboard]'`."""
-    output_path: Name = built("")
-    """Folder; a relative one lies in the working folder at the start."""
-    job_name: Name = built("DeepSpeedJobName")
-    """Folder in that folder, by default DeepSpeed's."""
-
-
 class CsvMonitorSection(Section):
     """The metrics of `tensorboard` as CSV files, one for each, named after it: `step,<metric>`, where a step is the
-    samples seen. A later run goes on at their ends."""
+    samples seen. A later run appends to them."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
     """Write them."""
     output_path: Name = built("")
-    """Folder; a relative one lies in the working folder at the start."""
+    """Folder; a relative path is relative to the working folder at the start."""
     job_name: Name = built("DeepSpeedJobName")
-    """Folder in that folder, by default DeepSpeed's."""
+    """Subfolder of that folder, by default DeepSpeed's."""
+
+
+class TensorboardSection(CsvMonitorSection):
+    """Metrics for TensorBoard, on rank 0, against the samples seen: loss, learning rate, loss scale in fp16, gradient
+    norm, and the times of forward, backward and step."""
+
+    enabled: Bool = built(False)
+    """Write them, in an event file. Needs `pip install 'zstore[tensorboard]'`."""
 
 
 class WandbSection(Section):
