@@ -117,8 +117,8 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     (line,) = [str(notice) for notice in config.notices() if notice.key == '"auto"']
     assert (
         "optimizer.params.lr = 0.001, optimizer.params.betas = [0.9, 0.999], optimizer.params.eps = 1e-08, "
-        "optimizer.params.weight_decay = 0.0, scheduler.params.warmup_min_lr = 0.0, "
-        "scheduler.params.warmup_num_steps = 1000. "
+        "optimizer.params.weight_decay = 0.0, scheduler.params.warmup_num_steps = 1000, "
+        "scheduler.params.warmup_min_lr = 0.0. "
     ) in line
     assert 'initialize(..., auto={"optimizer.params.lr": ...})' in line
 

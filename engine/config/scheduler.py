@@ -33,11 +33,11 @@ class WarmupParams(SchedulerParams):
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
     tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
+    """Shape of the rise, by default DeepSpeed's."""
 
 
 class WarmupLRParams(WarmupParams):
-    """The rate climbs from the least to the most and stays there."""
+    """The rate rises from the minimum to the maximum and stays there."""
 
     warmup_min_lr: Rates | Auto = built(0.0)
     """Learning rate at the first step. "auto": what the caller answers, else 0."""
@@ -46,29 +46,29 @@ class WarmupLRParams(WarmupParams):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """The rate climbs from the least to the most, then falls back in a line."""
+    """The rate rises from the minimum to the maximum, then falls back linearly."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate is the least again, and stays so. "auto": what the caller answers, as `zstore train` does; there
-    is no default."""
+    """Step at which the rate is back at its minimum, where it stays. "auto": what the caller answers, as `zstore train`
+    does; there is no default."""
     warmup_max_lr: Rates | Auto | None = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
+    """The rate rises to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate is least. "auto": what the caller answers, as `zstore train` does; there
+    """Step at which the rate reaches its minimum. "auto": what the caller answers, as `zstore train` does; there
     is no default."""
     warmup_min_ratio: Real = built(0.0)
-    """Part of the group's lr at the second step, where the warm-up begins."""
+    """Fraction of the group's lr at the second step, where the warm-up begins."""
     cos_min_ratio: Real = built(0.0001)
-    """Part of the group's lr at the end, and from there on."""
+    """Fraction of the group's lr at the end, and from there on."""
 
 
 class OneCycleParams(SchedulerParams):
-    """The rate climbs from the least to the most and falls back, once; then it decays. Momentum goes the other way."""
+    """The rate rises from the minimum to the maximum and falls back, once; then it decays. Momentum goes the other way."""
 
     cycle_min_lr: Rates
     """Learning rate at the beginning and at the end of the cycle."""
@@ -77,13 +77,13 @@ class OneCycleParams(SchedulerParams):
     decay_lr_rate: Real = built(0.0)
     """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
     cycle_first_step_size: Positive = built(2000)
-    """Steps of the climb."""
+    """Steps of the rise."""
     cycle_second_step_size: Count | None = built(None)
-    """Steps of the fall. Unset: as many as the climb has."""
+    """Steps of the fall. Unset: as many as the rise has."""
     cycle_first_stair_count: Position = built(0)
-    """Stairs of the climb; 0: a line."""
+    """Steps of the staircase of the rise; 0: linear."""
     cycle_second_stair_count: Position | None = built(None)
-    """Stairs of the fall; 0: a line. Unset: as many as the climb has."""
+    """Steps of the staircase of the fall; 0: linear. Unset: as many as the rise has."""
     decay_step_size: Count = built(0)
     """Steps of an interval of decay after the cycle; 0: no decay."""
     cycle_momentum: Bool = built(True)
@@ -98,7 +98,7 @@ class OneCycleParams(SchedulerParams):
 
 
 class LRRangeTestParams(SchedulerParams):
-    """The rate grows without end, to find the largest that trains."""
+    """The rate grows without limit, to find the largest that trains."""
 
     lr_range_test_min_lr: Rates = built(0.001)
     """Learning rate at the first step."""
@@ -121,7 +121,7 @@ _OTHERS = "; or pass any other scheduler to initialize(lr_scheduler=...) and lea
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the schedule's own; where its name is wrong, that alone is told."""
+    """Read the arguments as the schedule's own; where its name is wrong, only that is reported."""
     kind = SCHEDULES.get(info.data.get("type", ""))
     return SchedulerParams() if kind is None else kind.model_validate(value)
 

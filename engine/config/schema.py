@@ -30,7 +30,7 @@ from .zero import ZeroSection
 
 _NO_MONITOR = "no metrics go there; use tensorboard, wandb or csv_monitor"
 _MEAN = (
-    "gradients are averaged in one fixed way, the one whose bits are tested; against overflow in fp16 lower "
+    "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"
 )
 
@@ -39,45 +39,45 @@ class ZstoreSection(Section):
     """Settings of zstore's own."""
 
     host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
-    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme what does
-    not fit rests on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as can be: buffers,
-    shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme the rest
+    is on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as possible: buffers, shards
+    under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
     micro-batch 4."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)
-    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object, of
-    which any reason will do. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
+    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object,
+    any of whose reasons keeps one. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
     best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
-    "tags": a list of names, or patterns of names. Unset: all, since deleting is not ours to start."""
+    "tags": a list of names, or patterns of names. Unset: all."""
     storage_options: Options | None = built(None)
-    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: what the environment says, where
+    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment, where
     credentials belong. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
-    """Where a checkpoint for a URL is committed first, to be uploaded behind training. All ranks must see it. Unset: beside
+    """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it. Unset: beside
     the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
     keep_local: Bool = built(False)
-    """Leave that local checkpoint there once it is uploaded; `keep` holds for it too."""
+    """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
     io_threads: Positive | None = built(None)
-    """The same as aio.thread_count; unset: what stands there."""
+    """The same as aio.thread_count; unset: that key's value."""
     silent_rank_s: Real = built(45.0)
-    """Seconds without a sign of life after which a rank counts as dead and all stop: one that was killed is noticed at
-    once, one that is stopped or whose machine is lost is not. A slow rank gives signs. 0: wait for the timeout of
+    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
+    this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
     torch.distributed."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
-    """When the update runs; the same bits in all. "none": in step(). "forward": behind it, each unit before the next
-    forward needs it. "backward": each unit as its gradients arrive, which cannot take back a step that is not finite;
+    """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
+    forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
     with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
     "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
-    is never updated behind step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
     split_master: Bool = built(False)
-    """Keep each fp32 master as the bf16 weight and what that lacks, 2 1/8 bytes an element in place of 4: less memory and
+    """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
     durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
     """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
-    on disk costs links, state in memory is written. After a power cut the last checkpoint holds in both."""
+    on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
     durability_path: Folders | None = built(None)
-    """Folder for the snapshots of "durability": "step", one that all ranks share. Unset: on the first `nvme_path`; needed
+    """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed
     where nothing is offloaded to a drive."""
 
 
@@ -108,15 +108,15 @@ class Settings(Section):
     seed: Count = built(1234)
     """Seed of data order and dropout. Fixed, so that two runs that say nothing about it agree."""
     steps_per_print: Count = built(10)
-    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO, and where nobody configured
-    logging to stderr."""
+    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO; without a logging
+    configuration, to stderr."""
     wall_clock_breakdown: Bool = built(False)
     """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device at both
     ends of each, so that they are the device's times."""
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes beside the
+    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes on the
     table of where state rests: padding, room on the drive, the drive's life."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
@@ -132,8 +132,8 @@ class Settings(Section):
     )
     """How much is logged."""
     disable_python_gc: Bool = built(False)
-    """Hold Python's collector of reference cycles still until the engine is closed: it stops all ranks when one
-    collects. Call gc.collect() where it suits."""
+    """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
+    gc.collect() where it suits."""
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()
@@ -174,12 +174,12 @@ class Settings(Section):
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
     timers: Unread = not_built(
-        None, "no line tells the throughput; engine.statistics() has times and bytes, wall_clock_breakdown adds a line"
+        None, "throughput is not logged; engine.statistics() has times and bytes, wall_clock_breakdown logs phase times"
     )
     """How time is taken."""
     nebula: Unread = not_built(
         None,
-        "checkpoints go to the folder or URL of save_checkpoint() alone; with wait=False they do not hold up training",
+        "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
     )
     """Another checkpoint service."""
     datastates_ckpt: Unread = not_built(
@@ -188,7 +188,7 @@ class Settings(Section):
     """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
-    amp: Unread = refused(None, "Apex is no longer kept up; use bf16 or fp16")
+    amp: Unread = refused(None, "Apex is no longer maintained; use bf16 or fp16")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""

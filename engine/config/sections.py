@@ -24,7 +24,7 @@ from .values import (
 )
 
 _CLIENT = "pass an optimizer that does it to initialize(optimizer=...)"
-_OTHER = "it belongs to another optimizer and means nothing to Adam; remove it"
+_OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
 KERNEL = "there is one update kernel, torch's fused one, on every device"
 _FP32 = (
     "masters and moments are kept in fp32, which takes 12 bytes a parameter; zstore.split_master saves nearly 2 of them, and "
@@ -49,7 +49,7 @@ class Fp16Section(Section):
     loss_scale: Real = built(0.0)
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
-    """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low small gradients."""
+    """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low loses small gradients."""
     loss_scale_window: Positive = built(1000)
     """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
@@ -59,7 +59,7 @@ class Fp16Section(Section):
     min_loss_scale: Real = built(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = built(True)
-    """End with an error at an overflow with the scale at its least; false: skip that step too."""
+    """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""
     auto_cast: Bool = built(False)
     """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
     fp16_master_weights_and_grads: Bool = not_built(False, _FP32)
@@ -73,7 +73,7 @@ class Bf16Section(Section):
 
     enabled: Bool | Auto = built(False)
     """Train in bf16. "auto": where the device computes bf16 natively and fp16 is not on."""
-    immediate_grad_update: Bool = no_effect(False, "gradients are always taken as they come")
+    immediate_grad_update: Bool = no_effect(False, "gradients are always accumulated as they arrive")
     """Accumulate a gradient as soon as it exists."""
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
@@ -98,8 +98,8 @@ class OptimizerParams(Section):
     """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
     torch_adam: Bool = built(False)
     """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
-    bias_correction: Bool = refused(True, f"the moments are always corrected for their start; {_CLIENT}")
-    """Correct the moments for having started at zero."""
+    bias_correction: Bool = refused(True, f"the moments are always bias-corrected; {_CLIENT}")
+    """Correct the moments for starting at zero."""
     amsgrad: Bool = refused(False, _CLIENT)
     """Use the largest second moment seen."""
     maximize: Bool = refused(False, _CLIENT)
@@ -162,13 +162,13 @@ class AioSection(Section):
     queue_depth: Positive = built(32)
     """Requests that may wait for a thread; one more blocks the caller."""
     thread_count: Positive = built(8)
-    """Threads, so requests under way at once; each waits in the kernel, so more than cores is right."""
+    """I/O threads, and so requests in flight; each waits in the kernel, so there may be more than cores."""
     single_submit: Bool = no_effect(False, _IO)
     """Submit requests one at a time."""
     overlap_events: Bool = no_effect(True, _IO)
     """Submit before earlier requests are done."""
     use_gds: Bool = not_built(False, "offloaded state passes through host memory, where it is checked and updated")
-    """Read straight into device memory."""
+    """Read directly into device memory."""
 
 
 class CsvMonitorSection(Section):
@@ -186,7 +186,7 @@ class CsvMonitorSection(Section):
 
 
 class TensorboardSection(CsvMonitorSection):
-    """Metrics for TensorBoard, on rank 0, against the samples seen: loss, learning rate, loss scale in fp16, gradient
+    """Metrics for TensorBoard, from rank 0, by the samples seen: loss, learning rate, loss scale in fp16, gradient
     norm, and the times of forward, backward and step."""
 
     enabled: Bool = built(False)
@@ -194,8 +194,8 @@ class TensorboardSection(CsvMonitorSection):
 
 
 class WandbSection(Section):
-    """The metrics of `tensorboard` for Weights & Biases, against `Train/samples`. A run that the script began is used
-    and left open. The environment variable WANDB_MODE=offline keeps them on this machine."""
+    """The metrics of `tensorboard` for Weights & Biases, against `Train/samples`. A run that the script started is
+    used and left open. The environment variable WANDB_MODE=offline keeps them on this machine."""
 
     switch = "enabled"
 
@@ -270,7 +270,7 @@ class CheckpointSection(Section):
     """How checkpoints are written."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()] = not_built(
-        "Warn", "where ranks do not agree on a tag, rank 0's is used and a warning says so"
+        "Warn", "where the ranks' tags differ, rank 0's is used, with a warning"
     )
     """Compare the tags of all ranks."""
     load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
@@ -286,7 +286,7 @@ class CheckpointSection(Section):
 
 
 class DataTypesSection(Section):
-    """Data types of single parts."""
+    """Data types of individual parts."""
 
     grad_accum_dtype: DataType | None = built(None)
     """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since

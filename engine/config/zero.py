@@ -12,11 +12,11 @@ Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 _EXACT = (
     "nothing is quantized on its way, so that stages and tiers give the same bits; it takes the bytes of the full type"
 )
-_ONE_WAY = "there is one way to gather, flat and by unit"
+_ONE_WAY = "parameters are always gathered flat, unit by unit"
 _ALL_RANKS = (
     "parameters are sharded over all ranks, and gathered from all: the least memory, and more traffic between nodes"
 )
-_PIPELINE = "an update always reads ahead and writes behind, as far as its buffers go"
+_PIPELINE = "an update always prefetches and writes back in the background, as far as its buffers allow"
 
 
 class OffloadOptimizerSection(Section):
@@ -31,12 +31,13 @@ class OffloadOptimizerSection(Section):
     its folders; two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
-    Where that cannot be, plain memory and one warning."""
+    Where that fails: pageable memory, and one warning."""
     buffer_count: Positive | None = no_effect(
-        None, "the update lends parts of one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes"
+        None,
+        "the update takes its buffers from one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes",
     )
     """Buffers for state on its way; DeepSpeed's default is 4."""
-    fast_init: Bool = no_effect(False, "new moments are never written: what was not written yet reads as zeros")
+    fast_init: Bool = no_effect(False, "new moments are not written at all: what was never written reads as zeros")
     """Make new optimizer state without writing it first."""
     ratio: Fraction = built(1.0)
     """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it."""
@@ -57,8 +58,8 @@ class OffloadOptimizerSection(Section):
 
 
 class OffloadParamSection(Section):
-    """Where parameters rest between their uses, at stage 3. Below it the section is reported, and parameters stay on the
-    device."""
+    """Where parameters rest between their uses, at stage 3. Below it parameters stay on the device, and the section is
+    reported."""
 
     switch = "device"
 
@@ -69,8 +70,8 @@ class OffloadParamSection(Section):
     pin_memory: Bool = built(False)
     """The same as offload_optimizer.pin_memory: one of the two is enough."""
     buffer_count: Positive = built(5)
-    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; who finds no buffer
-    waits."""
+    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; without a free
+    buffer a transfer waits."""
     buffer_size: Positive = built(100_000_000)
     """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
     little."""
@@ -126,7 +127,7 @@ class ZeroSection(Section):
     """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
     loads from there. At every stage; in the background, before the checkpoint is committed."""
     contiguous_gradients: Bool = no_effect(
-        True, "gradients are always reduced from flat buckets, which are freed at once, so nothing is left in pieces"
+        True, "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"
     )
     """Copy gradients into one buffer as they come, against fragmentation."""
     reduce_scatter: Bool = built(True)
@@ -140,9 +141,7 @@ class ZeroSection(Section):
     overlap_comm: Bool = built(True)
     """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
     not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
-    round_robin_gradients: Bool = no_effect(
-        False, "each rank copies the rows that it owns, all ranks at once, so there is nothing to take turns at"
-    )
+    round_robin_gradients: Bool = no_effect(False, "each rank copies its own rows, all ranks at once")
     """Spread the copies of gradients to the host over the ranks."""
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
@@ -150,7 +149,7 @@ class ZeroSection(Section):
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Checkpoints that load at another world size."""
     load_from_fp32_weights: Bool = not_built(
-        True, "masters are loaded from the fp32 weights, always: 16-bit ones would lose what training has gained"
+        True, "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"
     )
     """Load fp32 master weights, not the 16-bit ones."""
     use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
@@ -208,10 +207,10 @@ class ZeroSection(Section):
     )
     """Modules that are gathered as a whole."""
     cpu_offload_use_pin_memory: Bool = no_effect(
-        False, "without cpu_offload there is nothing to pin; beside an offload section, write pin_memory into that"
+        False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"
     )
     """Old form of `pin_memory`, taken with `cpu_offload` and `cpu_offload_param`."""
-    zenflow: Unread = refused(None, "updates that are late by design would change the result; remove the key")
+    zenflow: Unread = refused(None, "delayed updates would change the result; remove the key")
     """Update the most important gradients first, the others later."""
 
     @classmethod
