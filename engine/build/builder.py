@@ -31,9 +31,10 @@ from torch import nn
 
 from zstore.errors import RankError, UsageError
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid
+from zstore.format.partition import make_grid
 from zstore.ranks.world import World
 from zstore.store import TensorStore
+from zstore.store.tiers import LocalShard
 
 from ..optim.state import TierName
 from ..params.tensors import as_bytes, as_torch, dtype_name, return_free_memory
@@ -63,29 +64,6 @@ class BuildStatistics:
     """Bytes of rows that rest in the store now."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """This rank's rows of a parameter, in a store."""
-
-    spec: ArraySpec
-    dtype: torch.dtype
-    device: torch.device
-    """Where the parameter was built."""
-    grid: Grid
-    shard: int
-
-    @property
-    def owned_numel(self) -> int:
-        """Elements of the rows."""
-        return self.grid.shard_valid_numel(self.shard)
-
-    @property
-    def owned_range(self) -> tuple[int, int]:
-        """Flat elements `[first, stop)` of the parameter."""
-        first = min(self.spec.numel, self.shard * self.grid.shard_numel)
-        return first, first + self.owned_numel
-
-
 @dataclass(eq=False)
 class Built:
     """A large parameter of a model that is being built. See [Note: a released parameter]."""
@@ -96,8 +74,10 @@ class Built:
     """A module that has it."""
     label: str
     """For messages: its own name and its module's type."""
-    rows: Rows | None = None
-    """Its array, where there is one; out of date while the parameter is live."""
+    device: torch.device
+    """Where it was built."""
+    rows: LocalShard | None = None
+    """This rank's rows in the store, where there are any; out of date while the parameter is live."""
     placeholder: torch.Tensor | None = None
     """The one NaN that it is a view of; None while it is live."""
     live_bytes: int = 0
@@ -163,7 +143,7 @@ class Builder:
 
     def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         self._sweep()
-        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label)
+        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
         built.ref = weakref.ref(parameter, partial(_note_death, weakref.ref(self), built))
         self._count += 1
         self._by_id[id(parameter)] = built
@@ -172,10 +152,10 @@ class Builder:
     def enter_at_rest(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
         """Take note of a released parameter whose rows `fill` sets; its memory is not looked at."""
         built = self._note(parameter, owner, label)
-        rows = self.make_rows(built, tuple(parameter.shape), parameter.dtype, parameter.device)
+        rows = self._make_rows(built, parameter)
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
-                fill(rows.owned_range[0] + tile.first, as_torch(tile.views[0]))
+                fill(rows.base + tile.first, as_torch(tile.views[0]))
         self.set_placeholder(built, parameter)
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
@@ -246,11 +226,10 @@ class Builder:
     def release(self, built: Built, parameter: nn.Parameter) -> None:
         """Write this rank's rows to the store, and free the memory."""
         values = parameter.data.contiguous().view(-1)
-        rows = self._rows_for(built, parameter.data)
+        rows = self._rows_for(built, parameter)
         if self.world.world_size > 1:
             built.crc = crc32c(as_bytes(values.cpu()))
-        first, stop = rows.owned_range
-        mine = values[first:stop]
+        mine = values[rows.base :][: rows.valid_numel]
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
                 as_torch(tile.views[0]).copy_(mine[tile.first : tile.stop])
@@ -264,51 +243,48 @@ class Builder:
 
     def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
         """Let the parameter be a view of one NaN; its rows are in the store."""
-        placeholder = torch.zeros(
-            1, dtype=parameter.dtype, device=built.rows.device if built.rows else parameter.device
-        )
+        placeholder = torch.zeros(1, dtype=parameter.dtype, device=built.device)
         if placeholder.is_floating_point():
             placeholder.fill_(torch.nan)
         built.placeholder = placeholder
         parameter.data = placeholder.expand(parameter.numel()).view(parameter.shape)
         self._note_not_live(built)
 
-    def _rows_for(self, built: Built, values: torch.Tensor) -> Rows:
-        """Return the array for values of this shape and type: the one there is, or a new one."""
+    def _rows_for(self, built: Built, parameter: nn.Parameter) -> LocalShard:
+        """Return the array for a parameter as it is now: the one there is, or a new one where shape or type are others."""
         rows = built.rows
-        if rows is not None and (rows.spec.shape, rows.dtype) == (tuple(values.shape), values.dtype):
+        kind = tuple(parameter.shape), dtype_name(parameter.dtype)
+        if rows is not None and (rows.spec.shape, rows.spec.dtype) == kind:
             return rows
         self._drop_rows(built)
-        return self.make_rows(built, tuple(values.shape), values.dtype, values.device)
+        return self._make_rows(built, parameter)
 
-    def make_rows(self, built: Built, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Rows:
+    def _make_rows(self, built: Built, parameter: nn.Parameter) -> LocalShard:
         """Create the array of a parameter, all zeros."""
-        spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype_name(dtype))
+        shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
+        spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype)
         grid = make_grid(spec.stored_shape, self.world.world_size)
         self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
-        built.rows = Rows(spec=spec, dtype=dtype, device=device, grid=grid, shard=self.world.rank)
-        self._note_resting(built.rows, 1)
+        built.rows, built.device = self.store.local(spec.name), parameter.device
+        self._statistics.resting_bytes += built.rows.nbytes
         return built.rows
-
-    def _note_resting(self, rows: Rows, sign: int) -> None:
-        self._statistics.resting_bytes += sign * rows.owned_numel * rows.dtype.itemsize
 
     def _drop_rows(self, built: Built) -> None:
         rows, built.rows = built.rows, None
         if rows is not None:
             self.store.remove(rows.spec.name)
-            self._note_resting(rows, -1)
+            self._statistics.resting_bytes -= rows.nbytes
 
     # -- values -----------------------------------------------------------------------------------------------------
 
     def own_rows(self, built: Built) -> torch.Tensor:
         """Return this rank's rows of a released parameter, 1-D on the CPU, in memory of their own."""
         rows = _rows_of(built)
-        out = torch.empty(rows.owned_numel, dtype=rows.dtype)
+        out = torch.empty(rows.valid_numel, dtype=_dtype(rows))
         self._read_into(rows, out)
         return out
 
-    def _read_into(self, rows: Rows, out: torch.Tensor) -> None:
+    def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise gone()
         # Not `read`: its ticket would go on using the memory, for nobody knows how long.
@@ -318,25 +294,25 @@ class Builder:
 
     def _empty(self, built: Built) -> torch.Tensor:
         rows = _rows_of(built)
-        return torch.empty(rows.spec.shape, dtype=rows.dtype, device=rows.device)
+        return torch.empty(rows.spec.shape, dtype=_dtype(rows), device=built.device)
 
     def whole(self, built: Built) -> torch.Tensor:
         """Return the values of a released parameter, on the device where it was built (all ranks)."""
         rows, world = _rows_of(built), self.world
         self._statistics.unsharded += 1
         if world.world_size == 1:
-            return self.own_rows(built).view(rows.spec.shape).to(rows.device)
-        mine = torch.zeros(rows.grid.shard_numel, dtype=rows.dtype)
+            return self.own_rows(built).view(rows.spec.shape).to(built.device)
+        mine = torch.zeros(rows.grid.shard_numel, dtype=_dtype(rows))
         error: Exception | None = None
         try:
-            self._read_into(rows, mine[: rows.owned_numel])
+            self._read_into(rows, mine[: rows.valid_numel])
         except Exception as raised:
             error = raised
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
-        everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=rows.dtype, device=world.device)
+        everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=mine.dtype, device=world.device)
         world.all_gather(everyone, mine.to(world.device))
         # A copy: the collective goes on using its memory, for nobody knows how long.
-        return everyone[: rows.spec.numel].view(rows.spec.shape).to(rows.device, copy=True)
+        return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
@@ -396,7 +372,7 @@ class Builder:
     def give(self, built: Built, *, keep_rows: bool = False) -> None:
         """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
         if keep_rows and built.rows is not None:
-            self._note_resting(built.rows, -1)
+            self._statistics.resting_bytes -= built.rows.nbytes
             built.rows = None
         parameter = built.ref()
         if parameter is not None:
@@ -426,10 +402,15 @@ def gone() -> UsageError:
     return UsageError("the values of this model went when its zstore.Init was closed: build it again")
 
 
-def _rows_of(built: Built) -> Rows:
+def _rows_of(built: Built) -> LocalShard:
     if built.rows is None:
         raise UsageError(f"{built.label} is not in the store")
     return built.rows
+
+
+def _dtype(rows: LocalShard) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, rows.spec.dtype)
+    return dtype
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:

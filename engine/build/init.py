@@ -328,7 +328,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _whole_bytes(built: Built) -> int:
     rows = built.rows
-    return 0 if rows is None else rows.spec.numel * rows.dtype.itemsize
+    return 0 if rows is None else rows.spec.numel * rows.spec.itemsize
 
 
 def _can_rest(parameter: nn.Parameter) -> bool:
