@@ -113,17 +113,17 @@ class Config:
 
         Raises ConfigError that names all keys that cannot be, or contradict at this world size.
         """
-        resolution = resolve_settings(self.settings, context)
-        if resolution.problems:
-            raise ConfigError(problem_text(self.source, resolution.problems))
+        settings, problems, defaults = resolve_settings(self.settings, context)
+        if problems:
+            raise ConfigError(problem_text(self.source, problems))
         notices = list(self.reported)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
-        if resolution.defaults:
-            notices.append(_defaults_notice(resolution.defaults))
-        resolved = replace(self, settings=resolution.settings, reported=tuple(notices), resolved=True)
+        if defaults:
+            notices.append(_defaults_notice(defaults))
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 

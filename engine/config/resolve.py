@@ -110,17 +110,6 @@ def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resolution:
-    """Settings without "auto", or what is in the way."""
-
-    settings: Settings
-    problems: tuple[str, ...]
-    """What cannot be filled in, or contradicts. With any, the settings mean nothing."""
-    defaults: Mapping[str, Any]
-    """Keys without an answer, and the defaults that were taken."""
-
-
 def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before
     fp16; none of them where the config demands the other."""
@@ -137,9 +126,13 @@ _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_pre
 """Sizes of buckets, in hundredths of the hidden size squared."""
 
 
-def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
+def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Settings, tuple[str, ...], dict[str, Any]]:
     """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
-    from the model and from other keys, else by the key's default."""
+    from the model and from other keys, else by the key's default.
+
+    With it come problems: what cannot be filled in, or contradicts (with any, the settings mean nothing); and the keys
+    without an answer, with the defaults that were taken.
+    """
     if context.client_optimizer:
         settings = settings.model_copy(update={"optimizer": None})
     if context.client_scheduler:
@@ -164,10 +157,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
             '"bf16": {"enabled": true}, or leave split_master out'
         )
     derived, defaults, missing = _fill(settings, context.hidden_size)
-    problems += missing
-    return Resolution(
-        settings=_replaced(settings, values | derived | defaults), problems=tuple(problems), defaults=defaults
-    )
+    return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 
 
 def answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
