@@ -11,7 +11,6 @@ from zstore.engine.config import (
     BatchSizes,
     Config,
     IoConfig,
-    LossScaling,
     OptimizerConfig,
     ResolveContext,
     load_config,
@@ -251,21 +250,16 @@ def test_precision(fp16: object, bf16: object, native: str, precision: str) -> N
 
 def test_loss_scaling() -> None:
     dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
-    assert resolved({"fp16": dynamic}).loss_scaling == LossScaling(
-        static_scale=None,
-        init_scale=256.0,
-        window=5,
-        hysteresis=3,
-        min_scale=2.0,
-        consecutive_hysteresis=False,
-        raise_at_min=True,
-    )
+    scaling = resolved({"fp16": dynamic}).loss_scaling
+    assert scaling is not None
+    assert scaling.model_dump(include={*dynamic, "loss_scale"}) == dynamic | {"loss_scale": 0.0}
+    assert (scaling.consecutive_hysteresis, scaling.raise_error_at_min_scale) == (False, True)
     freely = resolved({"fp16": dynamic | {"raise_error_at_min_scale": False}}).loss_scaling
     assert freely is not None
-    assert not freely.raise_at_min
+    assert not freely.raise_error_at_min_scale
     static = resolved({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scaling
     assert static is not None
-    assert static.static_scale == 128.0
+    assert static.loss_scale == 128.0
     assert resolved({"fp16": {"enabled": False, "loss_scale": 128}}).loss_scaling is None
 
 

@@ -16,7 +16,9 @@ not left for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
+from zstore.store.tiers import LocalShard
 
 from ..params.model import stored_buffers
 from ..params.tensors import as_numpy, as_torch, dtype_name
@@ -146,12 +149,11 @@ class Restore:
     def _link(self, reader: ArraySource, one: LoadedArray) -> bool:
         """Link the file of an array into the run folder where it is as the run has it. See [Note: loading by links]."""
         name, store = one.into[0], self._training.state.store
-        local, stored = store.local(name), reader.array(one.stored[0])
-        alike = (stored.grid, stored.spec.dtype) == (local.grid, local.spec.dtype)
-        if one.converts or not alike or not local.valid_numel or store.tier_of(name) != "disk":
+        local = store.local(name)
+        if one.converts or not local.valid_numel or store.tier_of(name) != "disk":
             return False
-        path, crcs = reader.file_of(one.stored[0], local.shard), reader.shard_crcs(one.stored[0], local.shard)
-        if path is None or crcs is None or not store.adopt(name, path, crcs):
+        found = _file_of(reader, one.stored[0], local)
+        if found is None or not store.adopt(name, *found):
             return False
         self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
         return True
@@ -203,14 +205,11 @@ class Restore:
             name = one.into[0]
             if name not in frozen or one.converts:
                 continue
-            grid, stored = state.grid_in_files(frozen[name], name), reader.array(name)
-            alike = (stored.grid, stored.spec.dtype) == (grid, state.store.spec(name).dtype)
-            if not alike or not grid.shard_valid_numel(rank):
-                continue
-            path, crcs = reader.file_of(name, rank), reader.shard_crcs(name, rank)
-            if path is not None and crcs is not None:
-                known = KnownFile.of(path, version=state.store.version(name), crcs=tuple(crcs))
-                self.known |= {} if known is None else {name: known}
+            shard = LocalShard(state.store.spec(name), state.grid_in_files(frozen[name], name), rank)
+            found = _file_of(reader, name, shard) if shard.valid_numel else None
+            version = state.store.version(name)
+            known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
+            self.known |= {} if known is None else {name: known}
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +244,16 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
         f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from: pass "
         "load_module_only=True for its weights"
     )
+
+
+def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
+    """Return the checkpoint's file of a shard and its chunks' checksums; None where it has the array in another layout or
+    type, or has no such file."""
+    stored = reader.array(name)
+    if (stored.grid, stored.spec.dtype) != (shard.grid, shard.spec.dtype):
+        return None
+    path, crcs = reader.file_of(name, shard.shard), reader.shard_crcs(name, shard.shard)
+    return None if path is None or crcs is None else (path, crcs)
 
 
 def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:

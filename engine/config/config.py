@@ -17,26 +17,9 @@ from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import ScheduleName
 from .schema import Settings, ZstoreSection
+from .sections import Fp16Section
 from .values import show
 from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaling:
-    """How the loss is scaled in fp16."""
-
-    static_scale: float | None
-    """Fixed factor, or None: the scale is dynamic, by the fields below."""
-    init_scale: float
-    window: int
-    """Steps without overflow after which the scale doubles."""
-    hysteresis: int
-    """Overflows after which the scale halves."""
-    min_scale: float
-    consecutive_hysteresis: bool
-    """Whether a step without overflow restores the hysteresis."""
-    raise_at_min: bool
-    """Whether an overflow at `min_scale` is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,20 +161,9 @@ class Config:
         return "fp16" if self._plain(self.settings.fp16.enabled) else "fp32"
 
     @property
-    def loss_scaling(self) -> LossScaling | None:
+    def loss_scaling(self) -> Fp16Section | None:
         """How the loss is scaled; None but in fp16."""
-        fp16 = self.settings.fp16
-        if self.precision != "fp16":
-            return None
-        return LossScaling(
-            static_scale=fp16.loss_scale or None,
-            init_scale=2.0**fp16.initial_scale_power,
-            window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            min_scale=fp16.min_loss_scale,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            raise_at_min=fp16.raise_error_at_min_scale,
-        )
+        return self.settings.fp16 if self.precision == "fp16" else None
 
     @property
     def skips_overflow(self) -> bool:
