@@ -55,7 +55,7 @@ def test_configs_that_people_have_become_plain_data(path: Path) -> None:
     assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * context.world_size
     # The section of our own keeps "auto" where it is a choice.
     for name in [name for name, value in vars(Config).items() if isinstance(value, property) and name != "own"]:
-        assert "auto" not in repr(getattr(plain, name))
+        assert "'auto'" not in repr(getattr(plain, name))
     assert plain.resolve(context) == plain
 
 

@@ -103,7 +103,7 @@ class Config:
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
-                notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
+                notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
         resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
@@ -126,7 +126,7 @@ class Config:
             )
         elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
-        return None if message is None else Notice(key="zstore.step_overlap", message=message)
+        return None if message is None else Notice("zstore.step_overlap", message)
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:
@@ -305,8 +305,8 @@ def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
     taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
     first = next(iter(defaults))
     return Notice(
-        key='"auto"',
-        message=f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
+        '"auto"',
+        f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
         f'pass initialize(..., auto={{"{first}": ...}})',
     )
 

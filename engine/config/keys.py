@@ -1,7 +1,6 @@
 """What a config key is here: its status, and the base of all sections of the schema."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
 from enum import Enum
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Union, get_args
@@ -137,24 +136,13 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
 
 def acting(section: Section) -> dict[str, Any]:
     """Return the keys of `section` that act, with their values as JSON data, and the sections in it that hold any."""
-    found: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            inner = acting(value)
-            if inner:
-                found[name] = inner
-        elif section_of(field) is None and about(field)[0] is Status.BUILT:
-            found[name] = _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a key as JSON would give it back."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items() if item not in (None, ())}
-    if isinstance(value, Mapping):
-        return f"{len(value)} keys, not shown: they may be secret"
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    fields = type(section).model_fields.items()
+    values = {name for name, field in fields if section_of(field) is None and about(field)[0] is Status.BUILT}
+    found = section.model_dump(mode="json", include=values)
+    inner = {
+        name: acting(value)
+        for name in type(section).model_fields
+        if isinstance(value := getattr(section, name), Section)
+    }
+    found |= {name: keys for name, keys in inner.items() if keys}
+    return {name: found[name] for name in type(section).model_fields if name in found}

@@ -27,7 +27,7 @@ _TELLING = 5
 """Letters without which a part of a name says little."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Notice:
     """A key that was set and does not act, or not as it could be read."""
 
@@ -40,12 +40,18 @@ class Notice:
         return f"{self.key}: {self.message}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """What is wrong, and the keys that it is about."""
 
     keys: tuple[str, ...]
-    message: str
+    what: str
+
+    @property
+    def message(self) -> str:
+        """What is wrong, after the names of the keys."""
+        named = " and ".join(filter(None, self.keys))
+        return f"{named}: {self.what}" if named else self.what
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
@@ -75,6 +81,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
             problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
     found, notices = _review(settings, sound)
+    notices += _idle(settings)
     problems += [problem for problem in [*found, *_contradictions(settings)] if not broken & set(problem.keys)]
     return settings, problems, notices
 
@@ -109,7 +116,7 @@ def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
         message = f"the key is missing; expected {expected(type_of(field))}"
     else:
         message = refusal(type_of(field), raw, error)
-    return tuple(path), Problem(keys=(key,), message=f"{key}: {message}" if key else message)
+    return tuple(path), Problem((key,), message)
 
 
 def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
@@ -193,68 +200,60 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
         asks = value != field.default
         off_switch = name == section.switch and section.is_off
         if status is Status.REFUSED and asks:
-            problems.append(Problem(keys=(key,), message=f"{key}: {show(value)} is not supported: {why}"))
+            problems.append(Problem((key,), f"{show(value)} is not supported: {why}"))
         elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
-            notices.append(Notice(key=key, message=f"{status.value}: {why}"))
-    return problems, notices + ([] if prefix else list(_idle(section)))
+            notices.append(Notice(key, f"{status.value}: {why}"))
+    return problems, notices
 
 
-def _idle(settings: Section) -> Iterator[Notice]:
+def _idle(settings: Settings) -> Iterator[Notice]:
     """Yield the keys that act in general, but not with the other keys of this config."""
-    if not isinstance(settings, Settings):
-        return
-    zero = settings.zero_optimization
+    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
     if zero.stage != 3 and "stage3_param_persistence_threshold" in zero.model_fields_set:
-        key = "zero_optimization.stage3_param_persistence_threshold"
         yield Notice(
-            key=key, message=f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}"
+            "zero_optimization.stage3_param_persistence_threshold",
+            f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}",
         )
     if zero.stage != 3 and zero.offload_param.device != "none":
         yield Notice(
-            key="zero_optimization.offload_param",
-            message="not built: parameters are offloaded at stage 3 only. At stage "
+            "zero_optimization.offload_param",
+            "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
-        yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
-    if settings.zstore.durability != "step" and settings.zstore.durability_path is not None:
-        yield Notice(key="zstore.durability_path", message='no effect: zstore.durability is not "step"')
+        yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
+    if own.durability != "step" and own.durability_path is not None:
+        yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
-            yield Notice(key=key, message="no effect: its line comes with those of progress, and steps_per_print is 0")
-    optimizer = settings.optimizer
+            yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
     if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
-        yield Notice(key="optimizer.params.adam_w_mode", message=message)
+        yield Notice("optimizer.params.adam_w_mode", message)
 
 
 def _contradictions(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong between keys that are each right by themselves."""
-    zero = settings.zero_optimization
+    zero, own = settings.zero_optimization, settings.zstore
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
-        yield _clash(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
+        yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         key = f"zero_optimization.{name}"
         ignored = offload is zero.offload_param and zero.stage != 3
         if offload.device == "nvme" and offload.nvme_path is None and not ignored:
             message = 'the device is "nvme"; give the absolute path of a folder on the drive'
-            yield _clash((f"{key}.nvme_path", f"{key}.device"), message)
+            yield Problem((f"{key}.nvme_path", f"{key}.device"), message)
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
-        yield _clash(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
-    own = settings.zstore
+        yield Problem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
     nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
-        yield _clash(("zstore.durability", "zstore.durability_path"), message)
+        yield Problem(("zstore.durability", "zstore.durability_path"), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
-        yield Problem(keys=("zstore.durability_path",), message=f"zstore.durability_path: {message}")
-    threads = settings.zstore.io_threads
-    if threads is not None and "thread_count" in settings.aio.model_fields_set and threads != settings.aio.thread_count:
-        message = f"these are the same setting, but one is {threads} and one {settings.aio.thread_count}; keep one"
-        yield _clash(("zstore.io_threads", "aio.thread_count"), message)
-
-
-def _clash(keys: tuple[str, ...], message: str) -> Problem:
-    return Problem(keys=keys, message=f"{' and '.join(keys)}: {message}")
+        yield Problem(("zstore.durability_path",), message)
+    threads, aio = own.io_threads, settings.aio
+    if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
+        message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
+        yield Problem(("zstore.io_threads", "aio.thread_count"), message)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     GetCoreSchemaHandler,
+    PlainSerializer,
     Strict,
     StrictBool,
     StrictStr,
@@ -196,8 +197,18 @@ Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
 Folder = Annotated[Path, BeforeValidator(_absolute)]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("an absolute path, or a list of them")]
-Options = Annotated[dict[str, Any], BeforeValidator(_options), Words("an object")]
-Rules = Annotated[Keep, BeforeValidator(_keep), Words(_KEEP)]
+Options = Annotated[
+    dict[str, Any],
+    BeforeValidator(_options),
+    PlainSerializer(lambda options: f"{len(options)} keys, not shown: they may be secret"),
+    Words("an object"),
+]
+Rules = Annotated[
+    Keep,
+    BeforeValidator(_keep),
+    PlainSerializer(lambda keep: {name: value for name, value in asdict(keep).items() if value not in (None, ())}),
+    Words(_KEEP),
+]
 Anything = Annotated[Any, Words("anything")]
 Unread = Annotated[Anything, AfterValidator(_none_if_off)]
 """Its content is not read; "none", false, 0, an empty and a disabled object ask for nothing."""
