@@ -134,11 +134,11 @@ class Access:
         """Return the record of a parameter of which the optimizer keeps `slot`."""
         record = self.record(name)
         if record.group is None:
-            raise UsageError(f"parameter {name!r} is not trained, so the optimizer keeps nothing of it")
+            raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
         state = self.training.state
         slots = (*state.kernels[record.group].slots, *state.scalars[record])
         if slot not in slots:
-            raise UsageError(f"the optimizer keeps no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
+            raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
 
     def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:

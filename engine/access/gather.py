@@ -183,9 +183,9 @@ class _RunBlock:
         self._restore(found)
         names = ", ".join(repr(record.name) for record in found[:5])
         raise UsageError(
-            f"gather() without modifier_rank is for reading, but {names} changed in the block on some rank; the change is "
-            "undone (but for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep what that rank "
-            "makes of them"
+            f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
+            "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
+            "changes"
         )
 
     def _differ(self) -> list[bool]:
@@ -258,8 +258,8 @@ class _BuiltBlock:
                 self.world.raise_together(error)
                 if self._modifier_rank is None and any(agree_any(self.world, changed)):
                     raise UsageError(
-                        "gather() without modifier_rank is for reading, but parameters changed in the block on some rank; the "
-                        "change is undone. Pass modifier_rank=RANK to keep what that rank makes of them"
+                        "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
+                        "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
                     )
                 kept = self._modifier_rank is not None
         finally:

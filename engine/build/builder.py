@@ -329,8 +329,8 @@ class Builder:
                 pairs = zip(resting, told[0], theirs, strict=False)
                 odd = next((built.label for built, one, other in pairs if one != other), "their number")
                 raise UsageError(
-                    f"rank {rank} built other values than rank 0, first {odd}: within zstore.Init every rank needs the same "
-                    "seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, and what differs by "
+                    f"rank {rank} built different values from rank 0's, first {odd}: within zstore.Init every rank needs the "
+                    "same seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, and what differs by "
                     "rank after it; set every parameter"
                 )
 
@@ -359,7 +359,7 @@ class Builder:
         if not alike:
             listed = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told))
             raise UsageError(
-                f"the ranks build the model in different ways, they are at: {listed}. Run the same code on every rank"
+                f"the ranks build the model differently; they are at: {listed}. Run the same code on every rank"
             )
 
     # -- ends -------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Builder:
 
 def gone() -> UsageError:
     """Return the error of a model whose store is closed."""
-    return UsageError("the values of this model went when its zstore.Init was closed: build it again")
+    return UsageError("the values of this model were dropped when its zstore.Init was closed: build it again")
 
 
 def _rows_of(built: Built) -> LocalShard:

@@ -78,7 +78,7 @@ class Init(AbstractContextManager["Init"]):
             raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
         if mpu is not None:
             raise UsageError(
-                "Init(mpu=...): parameters are sharded over all ranks, for there is no model parallelism; leave mpu out"
+                "Init(mpu=...): parameters are sharded over all ranks, since there is no model parallelism; leave mpu out"
             )
         self._source = config if config is not None else config_dict_or_path
         self._remote_device = remote_device

@@ -244,8 +244,8 @@ class _Filling:
         dtype = self._type_of(weight)
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
-                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() reads "
-                "no quantised weights"
+                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
+                "not read quantized weights"
             )
         rests = self._builder is not None and meta.numel() >= self._builder.threshold_numel
         memory = torch.empty(1, dtype=dtype).expand(meta.shape) if rests else torch.empty(meta.shape, dtype=dtype)

@@ -241,7 +241,7 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     if options.load_module_only:
         return {"groups": []}  # weights need nothing of it
     raise CheckpointMismatchError(
-        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from: pass "
+        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to resume from: pass "
         "load_module_only=True for its weights"
     )
 
