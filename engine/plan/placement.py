@@ -58,7 +58,7 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
             taken = used_bytes + choice.memory_bytes <= settings.budget_bytes
         if taken:
             name = choice.need.name
-            places[name] = choice.applied_to(places[name])
+            places[name] = _in_memory(choice.need, choice.field, places[name])
             used_bytes += choice.memory_bytes
     stored = [one for need in needs for one in _stored(need, places[need.name], settings)]
     return Plan(
@@ -252,16 +252,6 @@ class _Choice:
     turn: int
     """Sorts alike ones: see `spread_turns`."""
 
-    def applied_to(self, place: Placement) -> Placement:
-        """Return `place` with this in host memory."""
-        match self.field:
-            case "parameter":
-                return replace(place, parameter="host", state="host" if self.need.slots is None else place.state)
-            case "gradient":
-                return replace(place, gradient="host")
-            case "state":
-                return replace(place, state="host")
-
     @property
     def rank(self) -> tuple[Fraction, int, int]:
         """Sorts the densest first; among equals parameters, gradients, state."""
@@ -280,12 +270,13 @@ def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: Pl
         for field in names:
             if getattr(place, field) != "disk" or (field == "state" and frozen):
                 continue
-            bare = _Choice(need=need, field=field, memory_bytes=0, saved_bytes=0, turn=turns[need.name])
-            after = bare.applied_to(place)
-            memory_bytes = _budget_bytes(need, after, settings) - _budget_bytes(need, place, settings)
-            saved_bytes = _step_bytes(need, place, settings) - _step_bytes(need, after, settings)
-            if memory_bytes:
-                choices.append(replace(bare, memory_bytes=memory_bytes, saved_bytes=saved_bytes))
+            memory, moved = _cost(need, place, settings)
+            new_memory, new_moved = _cost(need, _in_memory(need, field, place), settings)
+            if new_memory > memory:
+                saved, turn = moved - new_moved, turns[need.name]
+                choices.append(
+                    _Choice(need=need, field=field, memory_bytes=new_memory - memory, saved_bytes=saved, turn=turn)
+                )
     choices.sort(key=lambda choice: choice.rank)
     return _within_max_in_cpu(choices, settings)
 
@@ -326,12 +317,21 @@ def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> l
     return kept
 
 
-def _budget_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
-    return sum(one.budget_bytes for one in _stored(need, place, settings))
+def _in_memory(need: Need, field: Field, place: Placement) -> Placement:
+    """Return `place` with a part of it in host memory."""
+    match field:
+        case "parameter":
+            return replace(place, parameter="host", state="host" if need.slots is None else place.state)
+        case "gradient":
+            return replace(place, gradient="host")
+        case "state":
+            return replace(place, state="host")
 
 
-def _step_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
-    return sum(one.traffic.total for one in _stored(need, place, settings))
+def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[int, int]:
+    """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
+    stored = list(_stored(need, place, settings))
+    return sum(one.budget_bytes for one in stored), sum(one.traffic.total for one in stored)
 
 
 # -- the budget ---------------------------------------------------------------------------------------------------------
