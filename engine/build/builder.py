@@ -23,7 +23,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from crc32c import crc32c
@@ -144,7 +143,8 @@ class Builder:
     def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         self._sweep()
         built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
-        built.ref = weakref.ref(parameter, partial(_note_death, weakref.ref(self), built))
+        dead = self._dead  # Python calls this wherever it likes; the builder must not be kept alive by it
+        built.ref = weakref.ref(parameter, lambda _: dead.append(built))
         self._count += 1
         self._by_id[id(parameter)] = built
         return built
@@ -178,10 +178,6 @@ class Builder:
             self._by_id = {key: other for key, other in self._by_id.items() if other is not built}
             self._note_not_live(built)
             self._drop_rows(built)
-
-    def note_death(self, built: Built) -> None:
-        """Take note that a parameter is gone; called by Python wherever it likes."""
-        self._dead.append(built)
 
     # -- live or released -------------------------------------------------------------------------------------------
 
@@ -417,12 +413,6 @@ def _is_sole_owner(parameter: nn.Parameter) -> bool:
     """Return whether nothing but the parameter uses its memory."""
     # The other owner is the Python object of the storage, made by this very call.
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) <= 2
-
-
-def _note_death(builder: weakref.ref[Builder], built: Built, _: weakref.ref[nn.Parameter]) -> None:
-    alive = builder()
-    if alive is not None:
-        alive.note_death(built)
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
