@@ -115,7 +115,7 @@ class Init(AbstractContextManager["Init"]):
         return self
 
     def _open(self) -> None:
-        """Open the store, where there is something to put away."""
+        """Open the store, where there is something to shard."""
         if self._builder is not None and not (self._builder.is_closed or self._builder.is_handed_over):
             self._began_empty = False
             return
