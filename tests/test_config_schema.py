@@ -321,6 +321,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         rf'write "{Path.home()}/nvme"',
     ),
     ({"sparse_attention": {"mode": "fixed"}}, r"sparse_attention: .* is not supported"),
+    (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
+        r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
+    ),
     ({"elasticity": {"enabled": True}}, r"elasticity: .* is not supported: set train_batch_size"),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),

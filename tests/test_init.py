@@ -104,7 +104,7 @@ def _build_on_ranks(rank: int, folder: str, names: list[str]) -> list[str]:
         with init:
             found += [f"{name}: {other}" for other in differences(values_of(model), values_of(seeded(MODELS[name])))]
         if num_released(model) < 3:
-            found.append(f"{name}: nothing was put away")
+            found.append(f"{name}: nothing was released")
         del model
         init.close()
     return found

@@ -76,6 +76,8 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
                     problems.append(problem)
                 removed |= {path, wrong}
                 sound = _without(sound, wrong)
+            if sound == seen:  # what is wrong was written as another key, in an older form
+                sound = _without(sound, path[:1])
     broken = {key for problem in problems for key in problem.keys}
     for section in ("optimizer", "scheduler"):
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
@@ -115,7 +117,7 @@ def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
     elif _is_missing(error, path):
         message = f"the key is missing; expected {expected(type_of(field))}"
     else:
-        message = refusal(type_of(field), raw, error)
+        message = refusal(type_of(field), error["input"] if raw is None else raw, error)
     return tuple(path), Problem((key,), message)
 
 
