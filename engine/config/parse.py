@@ -70,9 +70,10 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
                 wrong = path
                 if _is_missing(error, path):  # then its section goes, or what that belongs to
                     wrong = path[:-1]
-                    while path in before and wrong in before:
+                    while wrong in before:
                         wrong = wrong[:-1]
-                if path not in removed:  # else taken out itself, or refused by the other members of a union too
+                # Else it was taken out, alone or with its section, or is refused by the other members of a union too.
+                if path not in removed and not any(path[:depth] in before for depth in range(1, len(path))):
                     problems.append(problem)
                 removed |= {path, wrong}
                 sound = _without(sound, wrong)
