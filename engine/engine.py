@@ -16,6 +16,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 import torch
 from torch import nn
 
+from zstore.checkpoint.handle import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
@@ -29,12 +30,12 @@ from .batches import call_with, loss_of, mean_loss, repeat, take_batches
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
-from .checkpoint.save import Checkpoints, SaveOptions, SaveTicket
+from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .loader import TrainingLoader
 from .optim.optimizer import ZeroOptimizer
 from .params.tensors import cast_floating
-from .report.monitors import EventMonitor, Monitors
+from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import PhaseTimes
@@ -88,9 +89,7 @@ class Engine(nn.Module):
         if settings.wall_clock_breakdown and training.world.device.type == "cuda":
             self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
         self.report = RunReport(training, self.times, monitors)
-        self.monitor = EventMonitor(
-            monitors, enabled=any(s.enabled for s in (settings.tensorboard, settings.csv_monitor, settings.wandb))
-        )
+        self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
@@ -411,7 +410,7 @@ class Engine(nn.Module):
         metrics: Mapping[str, float] | None = None,
         wait: bool = True,
         overwrite: bool = False,
-    ) -> SaveTicket:
+    ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
         Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
@@ -682,7 +681,7 @@ class Engine(nn.Module):
 
     def steps_per_print(self) -> int:
         """Return the steps from one line of progress to the next; 0: none."""
-        return self.training_state.config.steps_per_print
+        return self.training_state.config.settings.steps_per_print
 
     def dump_state(self) -> bool:
         """Return whether the state was printed at the start, as the config asks."""

@@ -89,7 +89,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
-    with _watched(world, resolved.silent_s):
+    with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
@@ -185,7 +185,7 @@ def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collat
         batch=config.batch,
         rank=world.rank,
         world_size=world.world_size,
-        seed=config.seed,
+        seed=config.settings.seed,
         drop_last=config.settings.dataloader_drop_last,
         collate_fn=collate_fn,
     )

@@ -153,7 +153,7 @@ class Training:
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
         self._clip_norm = self.config.gradient_clipping
-        self._needs_gradients = not self.config.ignore_unused_parameters
+        self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
 
     @property

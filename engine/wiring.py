@@ -81,13 +81,13 @@ def wire(
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
         types = GradientTypes.of(config, world.world_size)
-        splits = config.splits_master
+        splits = config.own.split_master
         state = OptimizerState(store, kernels, transfers, splits=splits, keeps_whole=whole, types=types)
         layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
         _warn_of_fallbacks(store, world)
-        live_numel = config.live_numel if sharding.parameters else None
+        live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         hooks = None
@@ -149,7 +149,7 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     if optimizer.kind in ELEMENT_WISE or not whole:
         return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
     check_client(optimizer.client)
-    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.splits_master)):
+    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.own.split_master)):
         if unfit:
             raise UsageError(
                 f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
@@ -194,8 +194,8 @@ def _gradients(
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
     rules = GradientRules(
         bucket_numel=config.reduce_bucket_numel,
-        scatter=config.reduce_scatter or sharding.parameters,
-        overlap=config.overlap_comm or sharding.parameters,
+        scatter=config.zero.reduce_scatter or sharding.parameters,
+        overlap=config.zero.overlap_comm or sharding.parameters,
         types=GradientTypes.of(config, world.world_size),
         # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),

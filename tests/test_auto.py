@@ -88,7 +88,7 @@ def test_all_auto_trains_through_the_train_command(
     said = capsys.readouterr().err
     assert said.count("ds.json: chosen, since the config leaves it open: train_micro_batch_size_per_gpu = 1") == 1
     (line,) = [record.message for record in caplog.records if record.message.startswith('ds.json: "auto": ')]
-    assert "nobody answered, so these defaults are used: optimizer.params.betas = [0.9, 0.999], " in line
+    assert "no answer was given, so these defaults are used: optimizer.params.betas = [0.9, 0.999], " in line
     assert "optimizer.params.lr" not in line.partition("initialize")[0]
 
 

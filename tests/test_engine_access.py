@@ -159,7 +159,7 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
             engine.get_full_parameter("blocks.0.up.wait")
         with pytest.raises(UsageError, match=r"no parameter 'xyz'; there are 'start', .* and \d+ more"):
             engine.get_gradient("xyz")
-        with pytest.raises(UsageError, match=r"keeps no 'exp_avg_sqr' of parameter 'mix'; did you mean 'exp_avg_sq'"):
+        with pytest.raises(UsageError, match=r"has no 'exp_avg_sqr' of parameter 'mix'; did you mean 'exp_avg_sq'"):
             engine.get_optimizer_state("mix", "exp_avg_sqr")
         with pytest.raises(UsageError, match=r"'frozen.weight' is not trained"):
             engine.get_optimizer_state("frozen.weight", "exp_avg")
@@ -342,7 +342,7 @@ def check_refusals(run: Run) -> None:
     is_its_own_master = run.case.precision == "fp32" and run.case.tier == "none" and run.case.stage < 3
     if not is_its_own_master:
         with (
-            pytest.raises(UsageError, match=r"is for reading, but 'blocks.0.up.weight' changed"),
+            pytest.raises(UsageError, match=r"is read-only, but 'blocks.0.up.weight' changed"),
             zstore.gather(up),
             torch.no_grad(),
         ):

@@ -190,7 +190,7 @@ def test_a_run_does_not_take_anothers_snapshot(nvme: Path, tmp_path: Path, caplo
     with trained(nvme, 0) as engine:
         assert engine.load_checkpoint(str(tmp_path / "two")) == (None, {})
         step(engine)
-        assert "holds step 2 of former runs" in caplog.text
+        assert "holds step 2 of earlier runs" in caplog.text
         engine.save_checkpoint(str(tmp_path / "two"))
     # The run that ended well needs none any more; the other's is all that there is of it.
     assert [info.record.step for info in tags(steps_of(nvme))] == [2]
@@ -242,7 +242,7 @@ def test_a_snapshot_of_before_a_power_cut_counts_where_it_is_whole(
     with trained(nvme, 0) as engine:
         engine.load_checkpoint(ckpt)
         assert engine.global_steps == 1
-    assert "is not whole, as after a power cut" in caplog.text
+    assert "is incomplete, as after a power cut" in caplog.text
 
 
 def test_a_folder_whose_latest_is_missing_or_wrong(nvme: Path, tmp_path: Path) -> None:

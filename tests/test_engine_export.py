@@ -87,14 +87,14 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     with start() as engine:
         engine.save_16bit_model(tmp_path / "out")
         before = files_of(tmp_path / "out")
-        with pytest.raises(CheckpointExistsError, match=r"has weights already, as model.safetensors: remove them"):
+        with pytest.raises(CheckpointExistsError, match=r"already has weights \(model.safetensors\): remove them"):
             engine.save_16bit_model(tmp_path / "out")
         with pytest.raises(UsageError, match=r"filename='model.h5'\): expected a name that ends with"):
             engine.save_16bit_model(tmp_path / "out", "model.h5")
         with pytest.raises(UsageError, match=r"dtype='int8'\): expected one of fp16, bf16, fp32"):
             engine.save_16bit_model(tmp_path / "out", dtype="int8")
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(CheckpointExistsError, match="is no folder"):
+        with pytest.raises(CheckpointExistsError, match="is not a folder"):
             engine.save_16bit_model(tmp_path / "file")
         engine.set_full_parameter("mix", torch.full((2, 3, 56), 1e6))
         with pytest.raises(

@@ -59,7 +59,7 @@ def test_a_function_renames_everything(saved: tuple[str, dict[str, Any]], tmp_pa
         step(plain)
         engine.load_checkpoint(folder, names=inner)
         assert engine.load_report is not None
-        assert (engine.load_report.missing, engine.load_report.left_over) == ((), ())
+        assert (engine.load_report.missing, engine.load_report.unexpected) == ((), ())
         assert engine.global_steps == 2
         step(engine)
         assert unwrapped(engine_digests(engine)) == engine_digests(plain)
@@ -120,7 +120,7 @@ def test_a_mapping_names_what_differs_and_the_report_the_rest(saved: tuple[str, 
     assert report.path.endswith("/base")
     slots = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
     assert set(report.missing) == {f"{slot}/fresh.{name}" for slot in slots for name in ("weight", "bias")}
-    assert set(report.left_over) == {f"{slot}/unused.{name}" for slot in slots for name in ("weight", "bias")}
+    assert set(report.unexpected) == {f"{slot}/unused.{name}" for slot in slots for name in ("weight", "bias")}
 
 
 def test_everything_under_one_name_is_given(saved: tuple[str, dict[str, Any]]) -> None:

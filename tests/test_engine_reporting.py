@@ -201,7 +201,7 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         memory = engine.statistics().memory
     (line,) = [line for line in lines_of(caplog) if line.startswith("step 2: state on device")]
     found = re.fullmatch(
-        r"step 2: state on device ([\d.]+ \w+), host ([\d.]+ \w+), disk ([\d.]+ \w+); buffers 67.1 MB, "
+        r"step 2: state on device ([\d.]+ \w+), host ([\d.]+ \w+), disk ([\d.]+ \w+); buffers 67.11 MB, "
         r"at most ([\d.]+ \w+) in use; peak of the process ([\d.]+ \w+)",
         line,
     )
@@ -212,8 +212,12 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_sizes_are_short() -> None:
     sizes = dict.fromkeys(MemoryStatistics.__dataclass_fields__, 0) | {"host_bytes": 999, "disk_bytes": 1_234_567}
-    assert MemoryStatistics(**sizes).line().startswith("state on device 0 B, host 999 B, disk 1.23 MB; buffers 0 B,")
-    assert "of CUDA 2 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
+    assert (
+        MemoryStatistics(**sizes)
+        .line()
+        .startswith("state on device 0 bytes, host 999 bytes, disk 1.23 MB; buffers 0 bytes,")
+    )
+    assert "of CUDA 2.00 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
 
 
 def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

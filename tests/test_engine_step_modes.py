@@ -374,7 +374,7 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
-        ticket.give_up()
+        ticket.cancel()
         files.open_gate()
         with pytest.raises(CheckpointError, match="cancelled"):
             engine.wait_for_checkpoint()

@@ -22,7 +22,7 @@ from tests.engine_models import make_net
 from tests.engine_runs import make_config, state_of, step
 from tests.init_models import Handmade, Stack, seeded
 from tests.transformers_models import ARCHITECTURES
-from zstore.engine.build.parked import find_built
+from zstore.engine.build.builder import find_built
 from zstore.engine.plan import run as placing
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
 from zstore.io.hostmemory import HostMemory
@@ -61,7 +61,7 @@ def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return [*names, *(name for name in found if name not in expected)]
 
 
-def num_put_away(model: nn.Module) -> int:
+def num_released(model: nn.Module) -> int:
     return sum(find_built(parameter) is not None for parameter in model.parameters())
 
 
@@ -77,7 +77,7 @@ def files_in(folder: Path) -> list[str]:
 def test_values_are_the_plain_models(name: str, live_bytes: int, tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path), live_bytes=live_bytes) as init:
         model = seeded(MODELS[name])
-    assert num_put_away(model) > 3
+    assert num_released(model) > 3
     assert init.statistics().live_bytes == 0
     with init:
         found = values_of(model)
@@ -103,8 +103,8 @@ def _build_on_ranks(rank: int, folder: str, names: list[str]) -> list[str]:
             model = seeded(MODELS[name])
         with init:
             found += [f"{name}: {other}" for other in differences(values_of(model), values_of(seeded(MODELS[name])))]
-        if num_put_away(model) < 3:
-            found.append(f"{name}: nothing was put away")
+        if num_released(model) < 3:
+            found.append(f"{name}: nothing was released")
         del model
         init.close()
     return found
@@ -123,7 +123,7 @@ def _train(config: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     if in_shards:
         with zstore.Init(config=config, live_bytes=0):
             model = make_net()
-        assert num_put_away(model) > 3
+        assert num_released(model) > 3
     else:
         model = make_net()
     with zstore.initialize(model=model, config=config)[0] as engine:
@@ -140,7 +140,7 @@ def test_training_goes_as_from_a_plain_model(place: tuple[int, str, str], precis
         config["zero_optimization"].pop("stage3_param_persistence_threshold")
         with zstore.Init(config=config) as init:
             model = make_net(vocab=2000)
-        assert init.statistics().put_away == 1
+        assert init.statistics().released == 1
         with zstore.initialize(model=model, config=config)[0] as engine:
             step(engine)
             found = state_of(engine)
@@ -231,11 +231,11 @@ def test_a_budget_is_that_of_the_store_that_is_taken_over(
         assert trained == state_of(engine)
 
 
-def test_a_model_may_be_put_away_after_it_was_built(tmp_path: Path) -> None:
+def test_a_model_may_be_release_after_it_was_built(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     model = make_net()
     zstore.Init(module=model, config=config)
-    assert num_put_away(model) > 3
+    assert num_released(model) > 3
     with zstore.initialize(model=model, config=config)[0] as engine:
         step(engine)
         found = state_of(engine)
@@ -248,8 +248,8 @@ def test_a_model_built_without_a_config_moves_into_the_run_folder(tmp_path: Path
     """As on several ranks; alone there is nothing to gain, so the block does nothing."""
     with zstore.Init() as init:
         model = make_net()
-    assert num_put_away(model) == 0
-    assert init.statistics().put_away == 0
+    assert num_released(model) == 0
+    assert init.statistics().released == 0
     with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
         step(engine)
 
@@ -258,10 +258,10 @@ def test_a_model_built_without_a_config_moves_into_the_run_folder(tmp_path: Path
 def test_where_nothing_is_gained_nothing_is_done(place: tuple[int, str, str], tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path, *place)):
         model = make_net()
-    assert num_put_away(model) == 0
+    assert num_released(model) == 0
     with zstore.Init(config=config_of(tmp_path), enabled=False):
         model = make_net()
-    assert num_put_away(model) == 0
+    assert num_released(model) == 0
 
 
 def test_dtype_is_the_default_of_the_block(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_little_is_in_memory_while_building(tmp_path: Path) -> None:
     assert seen.resting_bytes == sum(p.nbytes for p in model.parameters())
     assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * len(list(model.parameters()))
     # Written once as they are made and once as they are set; what is set whole is not read before.
-    assert seen.put_away == 2 * len(model.layers) + len(model.layers)
-    assert seen.brought_back == 0
+    assert seen.released == 2 * len(model.layers) + len(model.layers)
+    assert seen.unsharded == 0
 
 
 def test_a_parameter_that_is_copied_from_has_its_values(tmp_path: Path) -> None:
@@ -314,11 +314,11 @@ def test_a_parameter_that_is_copied_from_has_its_values(tmp_path: Path) -> None:
 def test_what_is_touched_in_turn_is_read_again(tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path), live_bytes=0) as init:
         model = seeded(Stack)
-        before = init.statistics().brought_back
+        before = init.statistics().unsharded
         for _ in range(2):
             for layer in model.layers[:3]:
                 layer.weight.data.mul_(2.0)
-    assert init.statistics().brought_back == before + 6
+    assert init.statistics().unsharded == before + 6
 
 
 _RSS = """
@@ -409,7 +409,7 @@ def test_gather_works_before_there_is_an_engine(tmp_path: Path) -> None:
             second.fill_(3.0)
             raise ZeroDivisionError
 
-    with pytest.raises(UsageError, match="is for reading"):
+    with pytest.raises(UsageError, match="is read-only"):
         change()
     with pytest.raises(ZeroDivisionError):
         fail()
@@ -507,7 +507,7 @@ def test_what_was_on_meta_and_got_values_is_taken(tmp_path: Path) -> None:
         layer = nn.Linear(32, 32, device="meta")
         layer.weight = nn.Parameter(torch.ones(32, 32))
         layer.bias = nn.Parameter(torch.ones(32))
-    assert num_put_away(layer) == 1
+    assert num_released(layer) == 1
 
 
 def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
     assert torch.get_default_dtype() == torch.float32
     plain = seeded(Stack)  # no hook is left
-    assert num_put_away(plain) == 0
+    assert num_released(plain) == 0
     assert plain(torch.ones(2, 128)).item() > 0
     with pytest.raises(UsageError, match="build it again"):
         zstore.initialize(model=models[0], config=config_of(tmp_path))
@@ -603,12 +603,14 @@ def _differ(rank: int, folder: str) -> str:
             model = seeded(Handmade, seed=rank)
     except UsageError as error:
         return str(error)
-    return f"nothing, and {num_put_away(model)} parameters"
+    return f"nothing, and {num_released(model)} parameters"
 
 
 def test_ranks_with_other_seeds_are_told_so(tmp_path: Path) -> None:
     for message in run_ranks(_differ, 2, str(tmp_path)):
-        assert re.search(r"rank 1 built other values than rank 0, first 'weight' of a Embedding.*same seed", message)
+        assert re.search(
+            r"rank 1 built different values from rank 0's, first 'weight' of a Embedding.*same seed", message
+        )
     assert files_in(tmp_path) == []
 
 
@@ -643,14 +645,14 @@ def _other_code(rank: int, folder: str) -> str:
 
 def test_ranks_that_run_other_code_are_told_so(tmp_path: Path) -> None:
     for message in run_ranks(_other_code, 2, str(tmp_path)):
-        assert "the ranks build the model in different ways" in message
+        assert "the ranks build the model differently" in message
 
 
 def test_a_copy_made_in_the_block_is_a_model_of_its_own(tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path)) as init:
         model = seeded(Stack)
         other = nn.ModuleList([copy.deepcopy(model)])
-    assert num_put_away(other) == 32
+    assert num_released(other) == 32
     with init:
         assert differences(values_of(other[0]), values_of(seeded(Stack))) == []
 

@@ -18,7 +18,7 @@ from tests.engine_models import batch
 from tests.engine_runs import make_config, start, state_of
 from tests.test_engine_bits import engine_digests
 from zstore.engine import Engine
-from zstore.engine.config import LossScaling
+from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
@@ -26,37 +26,36 @@ from zstore.testing.ranks import run_ranks
 # -- the rules --------------------------------------------------------------------------------------------------------
 
 
-def rules(**changes: Any) -> LossScaling:
-    plain = {"static_scale": None, "init_scale": 64.0, "window": 2, "hysteresis": 1, "min_scale": 1.0}
-    return LossScaling(**(plain | {"consecutive_hysteresis": False, "raise_at_min": True} | changes))
+def rules(**changes: Any) -> Fp16Section:
+    return Fp16Section(**{"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1} | changes)
 
 
 # A step without overflow is a point, one with it an X; the scale after each as DeepSpeed 0.19.8 gives it, E: an error.
 TRACES: list[tuple[dict[str, Any], str, str]] = [
     (
-        {"init_scale": 16.0, "window": 4, "hysteresis": 2},
+        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2},
         ".....X.X....X.....",
         "16 16 16 16 32 32 32 16 16 16 16 16 8 8 8 8 8 16",
     ),
     (
-        {"init_scale": 16.0, "window": 4, "hysteresis": 2, "consecutive_hysteresis": True},
+        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2, "consecutive_hysteresis": True},
         ".....X.X....XX.....",
         "16 16 16 16 32 32 32 32 32 32 32 32 32 16 16 16 16 16 32",
     ),
-    ({"init_scale": 8.0, "window": 1}, "...X..X.XX...", "8 16 32 16 16 32 16 16 8 4 4 8 16"),
-    ({"init_scale": 4.0, "hysteresis": 3, "min_scale": 0.5}, "XXXX.XX", "4 4 2 1 1 0.5 E"),
+    ({"initial_scale_power": 3, "loss_scale_window": 1}, "...X..X.XX...", "8 16 32 16 16 32 16 16 8 4 4 8 16"),
+    ({"initial_scale_power": 2, "hysteresis": 3, "min_loss_scale": 0.5}, "XXXX.XX", "4 4 2 1 1 0.5 E"),
     (
-        {"init_scale": 4.0, "window": 3, "hysteresis": 3, "consecutive_hysteresis": True},
+        {"initial_scale_power": 2, "loss_scale_window": 3, "hysteresis": 3, "consecutive_hysteresis": True},
         "XX.XX.XXX.......X...",
         "4 4 4 4 4 4 4 4 2 2 2 2 4 4 4 8 8 8 8 8",
     ),
     (
-        {"init_scale": 8.0, "min_scale": 2.0, "raise_at_min": False},
+        {"initial_scale_power": 3, "min_loss_scale": 2.0, "raise_error_at_min_scale": False},
         "XXXX...X.....X",
         "4 2 2 2 2 2 4 2 2 2 4 4 8 4",
     ),
-    ({"init_scale": 4.0, "window": 1000, "hysteresis": 2}, "XXXX", "4 2 1 E"),
-    ({"init_scale": 2.0, "min_scale": 8.0}, "X..X", "8 8 8 E"),
+    ({"initial_scale_power": 2, "loss_scale_window": 1000, "hysteresis": 2}, "XXXX", "4 2 1 E"),
+    ({"initial_scale_power": 1, "min_loss_scale": 8.0}, "X..X", "8 8 8 E"),
 ]
 
 
@@ -81,7 +80,12 @@ def test_the_scale_follows_overflows_as_deepspeeds_does(changes: dict[str, Any],
 def test_a_resumed_scale_goes_on_as_the_first_would_have(
     window: int, hysteresis: int, consecutive: bool, trace: str, at: int
 ) -> None:
-    chosen = rules(window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, raise_at_min=False)
+    chosen = rules(
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        raise_error_at_min_scale=False,
+    )
     one, whole = LossScaler(settings=chosen, skips=True), LossScaler(settings=chosen, skips=True)
     first = scales(one, trace[:at])
     other = LossScaler(settings=chosen, skips=True)
@@ -90,7 +94,7 @@ def test_a_resumed_scale_goes_on_as_the_first_would_have(
 
 
 def test_a_fixed_scale_and_none_never_change() -> None:
-    for chosen, scale in ((rules(static_scale=8.0), 8.0), (None, 1.0)):
+    for chosen, scale in ((rules(loss_scale=8.0), 8.0), (None, 1.0)):
         scaler = LossScaler(settings=chosen, skips=True)
         assert scales(scaler, "X.XX..") == [f"{scale:g}"] * 6
 

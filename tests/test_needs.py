@@ -63,7 +63,10 @@ def _plan_of(engine: Any, model: torch.nn.Module) -> Plan:
     training = engine.training_state
     config, world, state = training.config, training.world, training.state
     slots = {r.name: state.kernels[r.group].slots for r in state.records if r.group is not None}
-    shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
+    shapes, units = (
+        shapes_of_model(model, config.precision),
+        units_of_model(model, config.zero.stage3_max_live_parameters),
+    )
     needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units)
     settings = placement_settings(config, budget_bytes=None, device_is_host=True)
     return make_plan(needs, settings, units)

@@ -18,7 +18,7 @@ from torch import nn
 import zstore
 from tests.engine_models import make_net
 from tests.engine_runs import start, state_of, step
-from tests.test_init import config_of, differences, files_in, num_put_away
+from tests.test_init import config_of, differences, files_in, num_released
 from tests.transformers_models import batch_for, build, loss_of
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks
@@ -62,7 +62,7 @@ def test_the_model_is_transformers_own(name: str, dtype: torch.dtype | None, tmp
     assert (folder / "model.safetensors.index.json").exists()
     model = zstore.from_pretrained(CLASSES[name], folder, config=config_of(tmp_path), dtype=dtype)
     expected = CLASSES[name].from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
-    assert num_put_away(model) > 5
+    assert num_released(model) > 5
     assert differences(gathered(model), everything(expected)) == []
     assert type(model) is type(expected)
     assert model.training is False
@@ -104,7 +104,7 @@ def test_classes_of_transformers(automatic: bool, tmp_path: Path) -> None:
     folder = saved("GPT-Neo", tmp_path / "model")
     cls = transformers.AutoModelForCausalLM if automatic else transformers.GPTNeoForCausalLM
     model = zstore.from_pretrained(cls, folder)
-    assert num_put_away(model) == 0, "alone and without a config there is nowhere to put it"
+    assert num_released(model) == 0, "alone and without a config there is nowhere to put it"
     assert differences(everything(model), everything(cls.from_pretrained(folder))) == []
     with torch.no_grad():
         inputs = batch_for("GPT-Neo", 0, 0, torch.float32)
@@ -188,7 +188,7 @@ def test_transformers_itself_loads_into_shards(tmp_path: Path, monkeypatch: pyte
         zstore.from_pretrained(transformers.MixtralForCausalLM, folder)
     with zstore.Init(config=config_of(tmp_path)):
         model = transformers.MixtralForCausalLM.from_pretrained(folder)
-    assert num_put_away(model) > 5
+    assert num_released(model) > 5
     assert differences(gathered(model), everything(build("Mixtral"))) == []
 
 

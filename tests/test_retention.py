@@ -280,7 +280,7 @@ def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_the_config(written: object, expected: Keep | None) -> None:
-    assert load_config({"zstore": {"keep": written}}).keep == expected
+    assert load_config({"zstore": {"keep": written}}).own.keep == expected
 
 
 @pytest.mark.parametrize("written", [0, "3", {"lasst": 1}, {"best": "loss"}, {"tags": "x"}, {"every": 0.5}, [1]])

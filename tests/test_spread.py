@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.engine.plan.spread import spread_turns
+from zstore.engine.plan.placement import spread_turns
 
 
 @given(st.integers(1, 400), st.integers(1, 400))

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zstore.engine.config.keys import Section, Status, about, known_keys, rule_of, section_of
+from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
 from zstore.engine.config.schema import Settings
-from zstore.engine.config.values import show
+from zstore.engine.config.values import expected, show
 
 _INTRO = """\
 # Configuration
 
 A config is a dict, or a JSON file in which `//`, `#` and `/* */` comments, trailing commas, a byte order mark and `1e9`
-for whole numbers are welcome. The keys are those of the DeepSpeed JSON dialect; zstore's own are under
-[`zstore`](#zstore). An unknown key, a key given twice and a value out of range are errors, and all problems are told at
-once. `null` is the same as leaving a key out.
+for whole numbers are accepted. The keys are those of the DeepSpeed JSON dialect; zstore's own are under
+[`zstore`](#zstore). An unknown key, a key given twice and a value out of range are errors, and all problems are
+reported at once. `null` is the same as leaving a key out.
 
 What becomes of a key that is set:
 
@@ -33,16 +33,17 @@ What becomes of a key that is set:
 
 A key is not reported where it asks for what happens anyway (its default), nor in a section that is switched off.
 
-`"auto"` is filled in by `initialize`: by what the caller answers, as `initialize(..., auto={"optimizer.params.lr": 1e-4})`;
-else by what follows from the model (sizes of buckets from its hidden size) and from other keys; else by the key's default
-below, and one line tells the keys and values. Batch sizes and `total_num_steps` have no default: without an answer they
+`"auto"` is filled in by `initialize`: by what the caller answers with `auto={"optimizer.params.lr": 1e-4}`; else by
+what follows from the model (sizes of buckets from its hidden size) and from other keys; else by the key's default
+below, and one line lists the keys and values. Batch sizes and `total_num_steps` have no default: without an answer they
 are an error that names them. `zstore train` answers what its options say.
 
-For `"auto"` in `bf16` or `fp16` the device's rates of matrix products are measured, once in a process and within some 50 ms;
-rank 0's count. A 16-bit type is native where it reaches a third of fp32's rate (on a GPU that has instructions for it). With
-both `"auto"` bf16 is taken before fp16; where neither is native, the run is in fp32. One line at the start says what was
-taken and the rates. A config that demands a 16-bit type over 4 times slower than fp32 is obeyed, with a warning.
-`zstore doctor` shows the rates. Masters are fp32 in any case, and a checkpoint of one precision loads in any other.
+For `"auto"` in `bf16` or `fp16` the device's rates of matrix products are measured, once in a process and within some
+50 ms; rank 0's rates count. A 16-bit type is native where it reaches a third of fp32's rate (on a GPU that has
+instructions for it). With both `"auto"` bf16 is taken before fp16; where neither is native, the run is in fp32. One
+line at the start gives the choice and the rates. A config that demands a 16-bit type over 4 times slower than fp32 is
+followed, with a warning. `zstore doctor` shows the rates. Masters are fp32 in any case, and a checkpoint of one
+precision loads in any other.
 
 Batch sizes: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`. Any two
 give the third; one of the first two alone takes accumulation as 1.
@@ -73,11 +74,13 @@ def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> st
         return f"| `{name}` | an object, by `type`: {links} | | | {_cell((inner and inner.__doc__) or '')} |"
     if inner is not None:
         return f"| `{name}` | [an object](#{_anchor(path)}) | | | {_cell(inner.__doc__ or '')} |"
-    status, why, _ = about(field)
+    status, why = about(field)
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
     text = (field.description or "") + (f" Also written {', '.join(also)}." if also else "")
     text += f" {status.value.capitalize()}: {why}." if status is not Status.BUILT else ""
-    return f"| `{name}` | {_cell(str(rule_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
+    return (
+        f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
+    )
 
 
 def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[str]:

@@ -198,7 +198,7 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
             device_supports_fp16=job.precision == "fp16",
         )
     )
-    budget = resolved.host_budget_bytes
+    budget = resolved.own.host_budget_bytes
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from .statedict import StateDictGuard
 if TYPE_CHECKING:
     from ..training import Training
 
+T = TypeVar("T")
+
 
 class Access:
     """Whole tensors of one run. `before_changes` ends what must not see the state change in place (a save)."""
@@ -40,8 +42,8 @@ class Access:
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
         self.accepted: dict[ParameterRecord, int] = {}
-        """Version counters of parameters after changes that were written back."""
-        self._kept: dict[ParameterRecord, torch.Tensor] = {}
+        """Version counters of parameters after changes in a block that were written back."""
+        self.kept: dict[ParameterRecord, torch.Tensor] = {}
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         self._by_name = {name: record for record in training.state.records for name in (record.name, *record.aliases)}
         self._by_parameter = {record.parameter: record for record in training.state.records}
@@ -73,10 +75,6 @@ class Access:
             raise UsageError(f"the model has no parameter {name!r}; {_nearest(name, self._by_name)}")
         return found
 
-    def slots_of(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the names of what the optimizer keeps of a parameter in the parameter's shape."""
-        return () if record.group is None else self.training.state.kernels[record.group].slots
-
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         """Note that a forward or a backward of the engine is under way."""
@@ -92,64 +90,63 @@ class Access:
             error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
             self.training.world.raise_together(error)
 
-    def finished(self, call: str, check: Callable[[], Any] | None = None, *, changes: bool = False) -> None:
-        """Return once the state is that of the last step, and the ranks agree on `call` (all ranks).
+    def finished(self, call: str, check: Callable[[], T], *, changes: bool = False) -> T:
+        """Return what `check` does, once the state is that of the last step and the ranks agree on `call` (all ranks).
 
-        Raises on every rank what `check` raised on any, and UsageError for state that cannot be had or changed now.
+        Raises on every rank what `check` raised on any, and UsageError for state that cannot be read or changed now.
         """
-        world = self.training.world
-        with world.agreeing():
-            if self.training.is_updating:
+        training = self.training
+        with training.world.agreeing():
+            if training.is_updating:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
                     "then; call step() first"
                 )
-            self.training.complete()
-            self.training.require_whole()
+            training.complete()
+            training.require_whole()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
-            if check is not None:
-                check()
-        calls = world.all_gather_object(call)
+            checked = check()
+        calls = training.world.all_gather_object(call)
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
             raise UsageError(f"all ranks have to make the same call, but they made different ones: {listed}")
         if changes:
             self._before_changes()
+        return checked
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def parameter(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself where it is not trained."""
-        self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
-        record = self.record(name)
+        record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
         return self._whole(self.master(record), rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
-        self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._check_slot(name, slot))
-        record = self.record(name)
+        record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
         scalars = self.training.state.scalars[record]
         if slot in scalars:
             return torch.tensor(scalars[slot]) if self.training.world.rank == 0 or not rank0_only else None
         return self._whole(self.source(record, f"optimizer/{slot}"), rank0_only)
 
-    def _check_slot(self, name: str, slot: str) -> ParameterRecord:
+    def _record_with(self, name: str, slot: str) -> ParameterRecord:
+        """Return the record of a parameter of which the optimizer keeps `slot`."""
         record = self.record(name)
         if record.group is None:
-            raise UsageError(f"parameter {name!r} is not trained, so the optimizer keeps nothing of it")
-        slots = (*self.slots_of(record), *self.training.state.scalars[record])
+            raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
+        state = self.training.state
+        slots = (*state.kernels[record.group].slots, *state.scalars[record])
         if slot not in slots:
-            raise UsageError(f"the optimizer keeps no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
+            raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
 
     def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the mean over ranks of the gradient that the step under way has so far; None where there is none."""
-        self.finished(f"get_gradient({name!r})", lambda: self.record(name))
-        training, record = self.training, self.record(name)
+        record = self.finished(f"get_gradient({name!r})", lambda: self.record(name))
+        training, gradients = self.training, self.training.gradients
         if record.group is None:
             return None
-        gradients = training.gradients
         if isinstance(gradients, WholeGradients):
             mean = gradients.mean(record)
             found = None if mean is None else mean.cpu().view(record.parameter.shape)
@@ -157,14 +154,10 @@ class Access:
             rows = gradients.owned(record)
             if not agree_any(training.world, [rows is not None])[0]:
                 return None
-            mine = torch.zeros(0) if rows is None else rows
-
-            def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-                return mine[first:stop].float
-
             # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
-            source = Source(record=record, name=f"gradient/{record.name}", dtype=torch.float32, begin=begin)
-            found = self._whole(source, rank0_only)
+            found = self._whole(
+                rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32), rank0_only
+            )
         if found is None or (rank0_only and training.world.rank > 0):
             return None
         return found.float().div_(training.scaler.scale)
@@ -194,24 +187,18 @@ class Access:
         dtype: torch.dtype = getattr(torch, store.spec(name).dtype)
         return Source(record=record, name=name, dtype=dtype, begin=begin)
 
-    def fill(self, records: Sequence[ParameterRecord]) -> None:
-        """Bring the rows of sharded parameters, as they rest, into `full` of each, which has room (all ranks)."""
+    def read_into(
+        self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[Source], *, rank0_only: bool = False
+    ) -> None:
+        """Bring the arrays `sources` into the targets, 1-D, of their parameters; those without one are passed over (all
+        ranks)."""
 
         def take(piece: Piece) -> None:
-            piece.source.record.full[piece.first : piece.stop] = piece.values
+            target = targets.get(piece.source.record)
+            if target is not None:
+                target[piece.first : piece.stop] = piece.values
 
-        self.each([self._resting(record) for record in records], take, rank0_only=False)
-
-    def _resting(self, record: ParameterRecord) -> Source:
-        if record.rest is not None:
-            return self.source(record, record.rest.partition("/")[0])
-        return self._rows_of(record, record.owned())
-
-    def _rows_of(self, record: ParameterRecord, rows: torch.Tensor) -> Source:
-        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-            return lambda: rows[first:stop]
-
-        return Source(record=record, name=f"parameter/{record.name}", dtype=record.dtype, begin=begin)
+        self.each(sources, take, rank0_only=rank0_only)
 
     def each(self, sources: Sequence[Source], take: Callable[[Piece], None], *, rank0_only: bool) -> None:
         """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
@@ -221,30 +208,27 @@ class Access:
         )
 
     def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
-        wanted = self.training.world.rank == 0 or not rank0_only
-        out = torch.empty(source.record.numel if wanted else 0, dtype=source.dtype)
-
-        def take(piece: Piece) -> None:
-            out[piece.first : piece.stop] = piece.values
-
-        self.each([source], take, rank0_only=rank0_only)
-        return out.view(source.record.parameter.shape) if wanted else None
+        record, wanted = source.record, self.training.world.rank == 0 or not rank0_only
+        out = torch.empty(record.numel if wanted else 0, dtype=source.dtype)
+        self.read_into({record: out}, [source], rank0_only=rank0_only)
+        return out.view(record.parameter.shape) if wanted else None
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take so many samples a step from now on."""
-        training = self.training
-        self.finished(
-            f"set_train_batch_size({train_batch_size!r})", lambda: training.accumulation.batch_of(train_batch_size)
-        )
-        training.resize(training.accumulation.batch_of(train_batch_size))
+        call = f"set_train_batch_size({train_batch_size!r})"
+        self.training.resize(self.finished(call, lambda: self.training.accumulation.batch_of(train_batch_size)))
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
-        call = f"set_full_parameter({name!r})"
-        self.finished(call, lambda: self._check_values(self.record(name), values), changes=True)
-        self.set_from_rank0(self.record(name), values)
+
+        def check() -> ParameterRecord:
+            record = self.record(name)
+            self._check_values(record, values)
+            return record
+
+        self.set_from_rank0(self.finished(f"set_full_parameter({name!r})", check, changes=True), values)
 
     def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
@@ -254,8 +238,8 @@ class Access:
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
         """Replace what the optimizer keeps of a parameter under `slot` by rank 0's `values`."""
 
-        def check() -> None:
-            record = self._check_slot(name, slot)
+        def check() -> ParameterRecord:
+            record = self._record_with(name, slot)
             scalars = self.training.state.scalars[record]
             if scalars.get("updates") == 0:
                 raise UsageError(
@@ -266,9 +250,9 @@ class Access:
                 float(values)
             else:
                 self._check_values(record, values)
+            return record
 
-        self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
-        record = self.record(name)
+        record = self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
         scalars = self.training.state.scalars[record]
         if slot in scalars:
             scalars[slot] = float(self.training.world.broadcast_object(float(values)))
@@ -307,8 +291,8 @@ class Access:
                     record.shard.copy_(full[slice(*record.owned_range)])
                 if record.residency is not Residency.RELEASED and record.full is not full:
                     record.full.copy_(full)
-                if record in self._kept:
-                    self._kept[record].copy_(record.owned())
+                if record in self.kept:
+                    self.kept[record].copy_(record.owned())
 
         self._changing(each)
 
@@ -335,55 +319,28 @@ class Access:
         self.open_blocks += 1
         for record in records:
             resident = record.residency is Residency.RESIDENT
-            if resident and self.training.state.is_split(record) and record not in self._kept:
-                self._kept[record] = record.owned().clone()
+            if resident and self.training.state.is_split(record) and record not in self.kept:
+                self.kept[record] = record.owned().clone()
 
     def leave_block(self) -> None:
         """Note that a block ends."""
         self.open_blocks -= 1
         if not self.open_blocks:
-            self._kept.clear()
-
-    def differ(self, records: Sequence[ParameterRecord]) -> list[bool]:
-        """Return for each parameter, all of whose values are in `full`, whether it differs from its master on any rank.
-
-        Bits are compared, in the parameter's type (all ranks).
-        """
-        found = [False] * len(records)
-        with (
-            self.training.world.agreeing(),
-            self.training.state.passing([[model_array(record.name)] for record in records], "read") as tiles,
-        ):
-            for tile in tiles:
-                record = records[tile.group]
-                first = record.owned_range[0]
-                here = record.full[first + tile.first : first + tile.stop]
-                kept = self._kept.get(record)
-                there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
-                there = there.to(here.device, record.dtype)
-                found[tile.group] |= not torch.equal(here.view(torch.uint8), there.view(torch.uint8))
-        return agree_any(self.training.world, found)
-
-    def restore(self, records: Sequence[ParameterRecord]) -> None:
-        """Cast masters into all values of parameters that are not released (all ranks)."""
-
-        def take(piece: Piece) -> None:
-            record = piece.source.record
-            if record.residency is not Residency.RELEASED:
-                record.full[piece.first : piece.stop] = piece.values.to(record.full.device)
-
-        kept = (self._rows_of(r, self._kept[r]) if r in self._kept else self.source(r, "model") for r in records)
-        self.each(list(kept), take, rank0_only=False)
-        self.accept(records)
-
-    def accept(self, records: Sequence[ParameterRecord]) -> None:
-        """Note that the parameters are as they should be."""
-        self.accepted |= {record: record.parameter._version for record in records}
+            self.kept.clear()
 
     def close(self) -> None:
         """Let `zstore.gather` forget this run, and take the hooks off the model."""
         _live.discard(self)
         self.guard.remove()
+
+
+def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> Source:
+    """Return this rank's rows of a parameter, 1-D in memory, as `WholeArrays` wants them, cast to `dtype`."""
+
+    def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+        return lambda: rows[first:stop].to(dtype)
+
+    return Source(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
 
 
 _live: weakref.WeakSet[Access] = weakref.WeakSet()

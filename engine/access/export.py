@@ -99,13 +99,13 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
 def _check_free(folder: Path, stem: str) -> None:
     """Raise CheckpointExistsError where the folder has weights of that name already."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointExistsError(f"{folder} exists and is no folder: name another one to write")
+        raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
     if not folder.exists():
         return
     numbered = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
     if numbered:
         raise CheckpointExistsError(
-            f"{folder} has weights already, as {min(numbered)}: remove them, or name another folder or filename"
+            f"{folder} already has weights ({min(numbered)}): remove them, or choose another folder or filename"
         )
 
 

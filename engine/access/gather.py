@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format.arrays import model_array
+from zstore.ranks.world import World
 
-from ..build.parked import Builder, Built, find_built
+from ..build.builder import Builder, Built, find_built
 from ..params.record import ParameterRecord, Residency
+from ..params.tensors import as_torch
 from ..zero.gradients import agree_any
-from .access import Access, live
+from .access import Access, live, rows_source
 
 Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
@@ -44,9 +47,11 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
     Raises UsageError for changes within a forward or backward, and where the ranks gather different parameters.
     """
     listed = _listed(params)
-    blocks: list[_Block | _BuiltBlock] = [_Block(access, records, modifier_rank) for access, records in _by_run(listed)]
+    blocks: list[_RunBlock | _BuiltBlock] = [
+        _RunBlock(access, records, modifier_rank) for access, records in _by_run(listed)
+    ]
     blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in _by_builder(listed)]
-    opened: list[_Block | _BuiltBlock] = []
+    opened: list[_RunBlock | _BuiltBlock] = []
     error: BaseException | None = None
     try:
         for block in blocks:
@@ -72,9 +77,9 @@ def _listed(params: Parameters) -> list[nn.Parameter]:
     elif isinstance(params, nn.Module):
         params = params.parameters()
     listed = list(dict.fromkeys(params))
-    strange = [type(item).__name__ for item in listed if not isinstance(item, nn.Parameter)]
-    if strange:
-        raise UsageError(f"gather() expects parameters, or a module, got {strange[0]}")
+    for item in listed:
+        if not isinstance(item, nn.Parameter):
+            raise UsageError(f"gather() expects parameters, or a module, got {type(item).__name__}")
     return listed
 
 
@@ -98,33 +103,37 @@ def _by_builder(parameters: Sequence[nn.Parameter]) -> list[tuple[Builder, list[
     return list(found.items())
 
 
-class _Block:
+class _RunBlock:
     """The part of a block that belongs to one run."""
 
     def __init__(self, access: Access, records: Sequence[ParameterRecord], modifier_rank: int | None) -> None:
         self.world = access.training.world
+        self._modifier_rank = modifier_rank
+        self._versions: list[int] = []
         self._access = access
         self._records = records
-        self._modifier_rank = modifier_rank
         names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
         self._call = f"gather() of {len(records)} parameters ({names}), modifier_rank={modifier_rank}"
         self._shapes = [record.parameter.shape for record in records]
-        self._versions: list[int] = []
 
     def open(self) -> None:
         """Give the parameters their values (all ranks)."""
-        self._access.finished(self._call, self._check, changes=self._modifier_rank is not None)
+        rank = self._modifier_rank
+        self._access.finished(self._call, lambda: _check_rank(rank, self.world), changes=rank is not None)
         hooks = self._access.training.hooks
         if hooks is not None:
-            hooks.units.hold(self._records, self._access.fill)
+            hooks.units.hold(self._records, self._fill)
         self._access.enter_block(self._records)
         self._versions = [record.parameter._version for record in self._records]
 
-    def _check(self) -> None:
-        world_size = self.world.world_size
-        rank = self._modifier_rank
-        if rank is not None and not 0 <= rank < world_size:
-            raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world_size - 1}")
+    def _fill(self, records: Sequence[ParameterRecord]) -> None:
+        """Bring the rows of sharded parameters, as they rest, into `full` of each, which has room (all ranks)."""
+        access = self._access
+        sources = [
+            rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
+            for r in records
+        ]
+        access.read_into({record: record.full for record in records}, sources)
 
     def close(self, error: BaseException | None) -> None:
         """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
@@ -150,7 +159,7 @@ class _Block:
             self.world.raise_together(error)
         except Exception:
             with suppress(Exception):
-                self._access.restore(self._records)
+                self._restore(self._records)
             raise
 
     def _write_back(self, rank: int) -> None:
@@ -160,9 +169,9 @@ class _Block:
                 _take_over(record, shape, keep=world.rank == rank)
         for record in self._records:
             world.broadcast(record.full, rank)
-        changed = self._access.differ(self._records)
+        changed = self._differ()
         self._access.write([(r, r.full) for r, any_ in zip(self._records, changed, strict=True) if any_])
-        self._access.accept(self._records)
+        self._accept(self._records)
 
     def _undo(self) -> None:
         """Raise UsageError on every rank where a parameter was changed on any, and give it its values again."""
@@ -171,13 +180,44 @@ class _Block:
         found = [record for record, any_ in zip(self._records, changed, strict=True) if any_]
         if not found:
             return
-        self._access.restore(found)
+        self._restore(found)
         names = ", ".join(repr(record.name) for record in found[:5])
         raise UsageError(
-            f"gather() without modifier_rank is for reading, but {names} changed in the block on some rank; the change is "
-            "undone (but for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep what that rank "
-            "makes of them"
+            f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
+            "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
+            "changes"
         )
+
+    def _differ(self) -> list[bool]:
+        """Return for each parameter, all of whose values are in `full`, whether it differs from its master on any rank.
+
+        Bits are compared, in the parameter's type (all ranks).
+        """
+        records, state = self._records, self._access.training.state
+        found = [False] * len(records)
+        with (
+            self.world.agreeing(),
+            state.passing([[model_array(record.name)] for record in records], "read") as tiles,
+        ):
+            for tile in tiles:
+                record = records[tile.group]
+                first = record.owned_range[0]
+                here = record.full[first + tile.first : first + tile.stop]
+                kept = self._access.kept.get(record)
+                there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
+                found[tile.group] |= _bits_differ(here, there.to(here.device, record.dtype))
+        return agree_any(self.world, found)
+
+    def _restore(self, records: Sequence[ParameterRecord]) -> None:
+        """Cast masters into all values of parameters that are not released (all ranks)."""
+        access, kept = self._access, self._access.kept
+        sources = [rows_source(r, kept[r], r.dtype) if r in kept else access.source(r, "model") for r in records]
+        access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
+        self._accept(records)
+
+    def _accept(self, records: Sequence[ParameterRecord]) -> None:
+        """Note that the parameters are as they should be."""
+        self._access.accepted |= {record: record.parameter._version for record in records}
 
     def _is_changed(self, record: ParameterRecord, version: int) -> bool:
         if record.parameter._version not in (version, self._access.accepted.get(record)):
@@ -185,8 +225,7 @@ class _Block:
         if record.shard is None or record.residency is not Residency.GATHERED:
             return False
         first, stop = record.owned_range
-        here = record.full[first:stop]
-        return not torch.equal(here.view(torch.uint8), record.shard.view(torch.uint8))
+        return _bits_differ(record.full[first:stop], record.shard)
 
 
 class _BuiltBlock:
@@ -194,18 +233,16 @@ class _BuiltBlock:
 
     def __init__(self, builder: Builder, built: Sequence[Built], modifier_rank: int | None) -> None:
         self.world = builder.world
+        self._modifier_rank = modifier_rank
+        self._versions: list[int] = []
         self._builder = builder
         self._built = built
-        self._modifier_rank = modifier_rank
         self._parameters = [parameter for one in built if (parameter := one.ref()) is not None]
-        self._versions: list[int] = []
         self._guard = ExitStack()
 
     def open(self) -> None:
         """Give the parameters their values (all ranks)."""
-        rank, world_size = self._modifier_rank, self.world.world_size
-        if rank is not None and not 0 <= rank < world_size:
-            raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world_size - 1}")
+        _check_rank(self._modifier_rank, self.world)
         for built in self._built:
             self._builder.touch(built)
         self._versions = [parameter._version for parameter in self._parameters]
@@ -221,18 +258,27 @@ class _BuiltBlock:
                 self.world.raise_together(error)
                 if self._modifier_rank is None and any(agree_any(self.world, changed)):
                     raise UsageError(
-                        "gather() without modifier_rank is for reading, but parameters changed in the block on some rank; the "
-                        "change is undone. Pass modifier_rank=RANK to keep what that rank makes of them"
+                        "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
+                        "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
                     )
                 kept = self._modifier_rank is not None
         finally:
             for built, parameter in zip(self._built, self._parameters, strict=True):
                 if not kept:
-                    self._builder.make_hole(built, parameter)
+                    self._builder.set_placeholder(built, parameter)
         if self._modifier_rank is not None:
             for built, parameter in zip(self._built, self._parameters, strict=True):
                 self.world.broadcast(parameter.data, self._modifier_rank)
-                self._builder.put_away(built, parameter)
+                self._builder.release(built, parameter)
+
+
+def _check_rank(rank: int | None, world: World) -> None:
+    if rank is not None and not 0 <= rank < world.world_size:
+        raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
+
+
+def _bits_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:

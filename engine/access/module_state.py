@@ -11,7 +11,6 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
-from .full_tensors import Piece
 from .gather import gather
 
 if TYPE_CHECKING:
@@ -50,15 +49,11 @@ def _is_frozen(record: ParameterRecord | None) -> bool:
 def _whole_state_dict(access: Access) -> dict[str, Any]:
     """Return copies on the CPU of all that is in the state dict, on rank 0, and nothing on others (all ranks)."""
     training = access.training
-    access.finished("module_state_dict()")
+    access.finished("module_state_dict()", lambda: None)
     leader = training.world.rank == 0
     sharded = [record for record in training.state.records if record.residency is not Residency.RESIDENT]
     values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
-
-    def take(piece: Piece) -> None:
-        values[piece.source.record][piece.first : piece.stop] = piece.values
-
-    access.each([access.master(record) for record in sharded], take, rank0_only=True)
+    access.read_into(values, [access.master(record) for record in sharded], rank0_only=True)
     if not leader:
         return {}
     with access.guard.suspended():

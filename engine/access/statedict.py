@@ -58,8 +58,8 @@ class StateDictGuard:
     def _before_load(self, module: nn.Module, *others: Any) -> None:
         if self._released(module) or any(map(self._loses, self._records(module))):
             raise UsageError(
-                "load_state_dict() of a model in training: the engine has its values in shards, or in fp32 masters from which "
-                "the next step would set them again. Call engine.load_module_state_dict(state) on all ranks, or load before "
+                "load_state_dict() of a model in training: its values are in shards, or in fp32 masters that would overwrite "
+                "them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load before "
                 "initialize(), or `with zstore.gather(model, modifier_rank=0):` around it"
             )
 

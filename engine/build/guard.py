@@ -1,11 +1,11 @@
-"""Modules whose parameters were put away while they were built: an error that says what to do, in place of NaN."""
+"""Modules whose parameters were released while they were built: an error that says what to do, in place of NaN."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -13,27 +13,23 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 
 
-class Holder(Protocol):
-    """Whoever has the values of parameters that were put away."""
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's values are there and not in its own memory."""
-
-
 class BuildingGuard:
-    """Lets a call, `state_dict()` and `load_state_dict()` of such modules raise. The modules keep the holder alive."""
+    """Lets a call, `state_dict()` and `load_state_dict()` of such modules raise.
 
-    def __init__(self, holder: Holder) -> None:
-        self._holder = weakref.ref(holder)
+    `holds(parameter)`, a method, says whether a parameter was released. The modules keep its object alive.
+    """
+
+    def __init__(self, holds: Callable[[nn.Parameter], bool]) -> None:
+        self._holds = weakref.WeakMethod(holds)
         self._suspended = 0
         self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Watch over these modules too."""
-        holder = self._holder()
+        holds = self._holds()  # also keeps the builder alive
 
         def before(module: nn.Module, *others: Any) -> None:
-            self._check(module, holder)
+            self._check(module, holds)
 
         for module in modules:
             if module not in self._handles:
@@ -43,11 +39,11 @@ class BuildingGuard:
                     module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
                 ]
 
-    def _check(self, module: nn.Module, holder: Holder | None) -> None:
-        if self._suspended or holder is None:
+    def _check(self, module: nn.Module, holds: Callable[[nn.Parameter], bool] | None) -> None:
+        if self._suspended or holds is None:
             return
         for name, parameter in module.named_parameters(recurse=False):
-            if holder.holds(parameter):
+            if holds(parameter):
                 raise UsageError(
                     f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values rest "
                     "in shards: give the model to zstore.initialize() first, or read and change it within "

@@ -3,8 +3,8 @@
 [Note: what the block sees]
 torch's own hooks tell of every parameter that a module gets, and of every module that another gets; a torch function
 mode tells of every torch function that is called, attributes of tensors included, with its arguments. So user code runs
-as it is: a parameter that it touches is brought back first, whatever way it is touched. What other threads do is not
-seen. See [Note: a parameter put away] for which parameters are in memory when.
+as it is: a parameter that it touches is unsharded first, whatever way it is touched. What other threads do is not
+seen. See [Note: a released parameter] for which parameters are in memory when.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..params.tensors import dtype_name
 from ..runtime.distributed import init_distributed
 from ..runtime.garbage import CollectorPause
 from ..runtime.messages import show_messages
-from .destination import open_building, plan_building
-from .parked import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
+from .destination import builder_for
 
 
 class Init(AbstractContextManager["Init"]):
@@ -47,7 +47,7 @@ class Init(AbstractContextManager["Init"]):
     Without a config each rank's rows go to host memory. Where that saves nothing, the block does nothing.
 
     At most `live_bytes` of large parameters stay in memory, beside the one that is worked on. `dtype`: floating tensors
-    that name no type are of this one in the block. `module`: a model that was built before; it is put away at once.
+    that name no type are of this one in the block. `module`: a model that was built before; it is sharded at once.
 
     `remote_device` is where the rows may rest: "cpu" is what a block without a config does, and with one the config decides;
     "nvme" needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed:
@@ -78,7 +78,7 @@ class Init(AbstractContextManager["Init"]):
             raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
         if mpu is not None:
             raise UsageError(
-                "Init(mpu=...): parameters are sharded over all ranks, for there is no model parallelism; leave mpu out"
+                "Init(mpu=...): parameters are sharded over all ranks, since there is no model parallelism; leave mpu out"
             )
         self._source = config if config is not None else config_dict_or_path
         self._remote_device = remote_device
@@ -86,7 +86,6 @@ class Init(AbstractContextManager["Init"]):
         self._dtype = dtype
         self._live_bytes = live_bytes
         self._builder: Builder | None = None
-        self._threshold_numel = 0
         self._ends = ExitStack()
         self._meta: list[tuple[weakref.ref[nn.Module], str]] = []
         self._thread = 0
@@ -116,7 +115,7 @@ class Init(AbstractContextManager["Init"]):
         return self
 
     def _open(self) -> None:
-        """Open the store, where there is something to put away."""
+        """Open the store, where there is something to shard."""
         if self._builder is not None and not (self._builder.is_closed or self._builder.is_handed_over):
             self._began_empty = False
             return
@@ -125,12 +124,7 @@ class Init(AbstractContextManager["Init"]):
         world = World.current()
         config = None if self._source is None else load_config(self._source)
         _check_remote_device(self._remote_device, config)
-        plan = plan_building(config, world)
-        if plan is None:
-            self._builder = None
-            return
-        self._threshold_numel = plan.threshold_numel
-        self._builder, self._began_empty = open_building(config, world, plan)
+        self._builder, self._began_empty = builder_for(config, world)
 
     def _watch(self, builder: Builder, stack: ExitStack) -> None:
         """Begin to see what [Note: what the block sees] lists."""
@@ -159,10 +153,10 @@ class Init(AbstractContextManager["Init"]):
             builder.close()
 
     def _end(self, builder: Builder, raised: BaseException | None) -> None:
-        """Put away what is live, and agree with the other ranks that all is well."""
+        """Release what is live, and agree with the other ranks that all is well."""
         error = raised
         try:
-            builder.put_away_all()
+            builder.release_all()
             if error is None:
                 error = self._left_on_meta()
         except Exception as failure:
@@ -215,7 +209,7 @@ class Init(AbstractContextManager["Init"]):
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
-        elif parameter.numel() >= max(1, self._threshold_numel) and _can_rest(parameter):
+        elif parameter.numel() >= builder.threshold_numel and _can_rest(parameter):
             built = builder.enter(parameter, module, f"{name!r} of a {type(module).__name__}")
             # The newest stays: it is not set yet.
             builder.limit(self._live_bytes, {built.number})
@@ -224,7 +218,7 @@ class Init(AbstractContextManager["Init"]):
     def _alone(self) -> Iterator[Builder]:
         """Let what the block does itself pass unseen."""
         if self._builder is None:
-            raise UsageError("this zstore.Init puts nothing away")
+            raise UsageError("this zstore.Init shards nothing")
         self._busy = True
         try:
             yield self._builder
@@ -232,7 +226,7 @@ class Init(AbstractContextManager["Init"]):
             self._busy = False
 
     def _before(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Bring back the parameters that a torch function is called with."""
+        """Unshard the parameters that a torch function is called with."""
         if self._busy or self._builder is None:
             return
         find = self._builder.find
@@ -241,7 +235,7 @@ class Init(AbstractContextManager["Init"]):
             return
         with self._alone() as builder:
             keep = {built.number for built in touched}
-            missing = {built.number: built for built in touched if built.hole is not None}
+            missing = {built.number: built for built in touched if built.placeholder is not None}
             needed_bytes = sum(_whole_bytes(built) for built in missing.values())
             builder.limit(self._live_bytes - needed_bytes, keep)
             target = args[0] if args else kwargs.get("tensor")
@@ -252,11 +246,6 @@ class Init(AbstractContextManager["Init"]):
     def statistics(self) -> BuildStatistics:
         """Return what building took so far."""
         return BuildStatistics() if self._builder is None else self._builder.statistics()
-
-    @property
-    def puts_away(self) -> bool:
-        """Whether the block does anything."""
-        return self._builder is not None
 
     def close(self) -> None:
         """Remove the files of models that were built and not given to `initialize`; their values are gone."""
@@ -339,7 +328,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _whole_bytes(built: Built) -> int:
     rows = built.rows
-    return 0 if rows is None else rows.spec.numel * rows.dtype.itemsize
+    return 0 if rows is None else rows.spec.numel * rows.spec.itemsize
 
 
 def _can_rest(parameter: nn.Parameter) -> bool:
@@ -359,5 +348,5 @@ _active: list[Init] = []
 
 def require_no_init(call: str) -> None:
     """Raise UsageError where `call` comes within a block of `zstore.Init`."""
-    if any(init.puts_away for init in _active):
+    if any(init._builder is not None for init in _active):
         raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")

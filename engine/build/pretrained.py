@@ -32,10 +32,10 @@ from ..params.tensors import as_numpy
 from ..runtime.allocator import return_free_memory
 from ..runtime.distributed import init_distributed
 from ..runtime.messages import show_messages
-from .destination import open_building, plan_building
+from .builder import Builder
+from .destination import builder_for
 from .init import require_no_init
 from .model import stored_buffers
-from .parked import Builder
 
 T = TypeVar("T")
 
@@ -68,15 +68,13 @@ def from_pretrained(
     init_distributed()
     world = World.current()
     loaded = None if config is None else load_config(config)
-    plan = plan_building(loaded, world)
     path = Path(folder).expanduser()
     with ExitStack() as files:
         with world.agreeing():
             reader = files.enter_context(WeightsReader(path))
         with world.agreeing():
             model, found = _skeleton(cls, reader, dtype)
-        builder = None if plan is None else open_building(loaded, world, plan)[0]
-        filling = _Filling(reader, dtype, builder, 0 if plan is None else plan.threshold_numel)
+        filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
         with world.agreeing():
             filling.fill(model, found)
     return model.eval()
@@ -216,13 +214,10 @@ def _misfit(
 class _Filling:
     """Puts values into a skeleton: large ones into the store of `builder`, if there is one, others into memory."""
 
-    def __init__(
-        self, reader: WeightsReader, dtype: torch.dtype | None, builder: Builder | None, threshold_numel: int
-    ) -> None:
+    def __init__(self, reader: WeightsReader, dtype: torch.dtype | None, builder: Builder | None) -> None:
         self._reader = reader
         self._dtype = dtype
         self._builder = builder
-        self._threshold_numel = threshold_numel
 
     def fill(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
         """Give every parameter and stored buffer its values."""
@@ -250,10 +245,10 @@ class _Filling:
         dtype = self._type_of(weight)
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
-                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() reads "
-                "no quantised weights"
+                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
+                "not read quantized weights"
             )
-        rests = self._builder is not None and meta.numel() >= max(1, self._threshold_numel)
+        rests = self._builder is not None and meta.numel() >= self._builder.threshold_numel
         memory = torch.empty(1, dtype=dtype).expand(meta.shape) if rests else torch.empty(meta.shape, dtype=dtype)
         parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
         parameter.__dict__.update(meta.__dict__)

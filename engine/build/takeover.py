@@ -13,13 +13,13 @@ from zstore.store import TensorStore
 
 from ..optim.state import RowsInStore
 from ..optim.store import StoreKey
-from .parked import Builder, Built, find_built, gone
+from .builder import Builder, Built, find_built, gone
 
 
 class BuiltModel:
     """What `initialize` takes over of a model that may have been built in shards.
 
-    Raises UsageError, on all ranks, for parameters that were changed after they were put away (all ranks).
+    Raises UsageError, on all ranks, for parameters that were changed after they were released (all ranks).
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:

@@ -42,7 +42,7 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def as_mapping(state: ClientValues) -> Mapping[str, Any]:
-    """Return the client's state as a mapping. Raises UsageError for what is none, and for a key that is reserved."""
+    """Return the client's state as a mapping. Raises UsageError for anything else, and for a reserved key."""
     values = vars(state) if isinstance(state, Namespace) else state
     if not isinstance(values, Mapping):
         raise UsageError(f"client_state: expected a dict, got {type(values).__name__}")
@@ -68,7 +68,9 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         name = client_array(where)
         if name in tensors:
-            raise UsageError(f"client_state: two tensors would be stored as {where!r}, for a key has a `.`; rename one")
+            raise UsageError(
+                f"client_state: two tensors would be stored as {where!r}: a key contains a `.`; rename one"
+            )
         try:
             dtype_name(value.dtype)
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()

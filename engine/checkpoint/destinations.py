@@ -46,8 +46,8 @@ def destination_of(training: Training, location: str) -> Destination:
     remote = open_folder(location, config.storage_options)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
-    above = config.upload_folder or _chosen_folder(training)
-    return Destination(above / name, UploadOptions(folder=remote, keep_local=config.keep_local))
+    above = config.own.upload_folder or _chosen_folder(training)
+    return Destination(above / name, UploadOptions(folder=remote, keep_local=config.own.keep_local))
 
 
 def _chosen_folder(training: Training) -> Path:

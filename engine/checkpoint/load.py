@@ -4,11 +4,11 @@
 The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
 elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
 resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
-neither trained nor saved until a load mends it.
+neither trained nor saved until a load replaces it.
 
 [Note: loading by links]
-An array that rests on disk, which the checkpoint has cut alike on the same file system, is not read: its file becomes the
-array's, by a link, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
+An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
+into the run folder, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
 that is damaged raises CorruptionError there, and another checkpoint has to be loaded. What the model computes with is
 not left for later: masters of which parameters are cast are read by the load.
 """
@@ -16,7 +16,9 @@ not left for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
+from zstore.store.tiers import LocalShard
 
 from ..build.model import stored_buffers
 from ..params.tensors import as_numpy, as_torch, dtype_name
@@ -64,24 +67,20 @@ class Restore:
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for; return the checkpoint's path and the client's state (all ranks)."""
         training = self._training
-        error: Exception | None = None
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
         with ExitStack() as opened:
-            try:
-                resources, options_of = training.state.store.resources, training.config.storage_options
-                reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=options_of))
-                buffers = {name for name, _ in stored_buffers(training.model)}
-                reader = as_the_model_calls_it(reader, options.names, buffers)
-                plan = plan_load(training, reader, options)
-                check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
-            except CheckpointNotFoundError as missing:
-                if tag is not None:
-                    error = missing
-            except Exception as raised:
-                error = raised
-            # Until here nothing was changed, on any rank.
-            training.world.raise_together(error)
+            with training.world.agreeing():  # until here nothing was changed, on any rank
+                try:
+                    resources, given = training.state.store.resources, training.config.storage_options
+                    reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
+                    buffers = {name for name, _ in stored_buffers(training.model)}
+                    reader = as_the_model_calls_it(reader, options.names, buffers)
+                    plan = plan_load(training, reader, options)
+                    check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
+                except CheckpointNotFoundError:
+                    if tag is not None:
+                        raise
             self._check_all_found(reader is not None)
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
@@ -122,7 +121,7 @@ class Restore:
         self.report = LoadReport(
             path=reader.location,
             missing=tuple(plan.missing),
-            left_over=tuple(plan.left_over),
+            unexpected=tuple(plan.unexpected),
             read_bytes=reader.read_bytes,
             linked_bytes=self._linked_bytes,
         )
@@ -150,12 +149,11 @@ class Restore:
     def _link(self, reader: ArraySource, one: LoadedArray) -> bool:
         """Link the file of an array into the run folder where it is as the run has it. See [Note: loading by links]."""
         name, store = one.into[0], self._training.state.store
-        local, stored = store.local(name), reader.array(one.stored[0])
-        alike = (stored.grid, stored.spec.dtype) == (local.grid, local.spec.dtype)
-        if one.converts or not alike or not local.valid_numel or store.tier_of(name) != "disk":
+        local = store.local(name)
+        if one.converts or not local.valid_numel or store.tier_of(name) != "disk":
             return False
-        path, crcs = reader.file_of(one.stored[0], local.shard), reader.shard_crcs(one.stored[0], local.shard)
-        if path is None or crcs is None or not store.adopt(name, path, crcs):
+        found = _file_of(reader, one.stored[0], local)
+        if found is None or not store.adopt(name, *found):
             return False
         self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
         return True
@@ -207,14 +205,11 @@ class Restore:
             name = one.into[0]
             if name not in frozen or one.converts:
                 continue
-            grid, stored = state.grid_in_files(frozen[name], name), reader.array(name)
-            alike = (stored.grid, stored.spec.dtype) == (grid, state.store.spec(name).dtype)
-            if not alike or not grid.shard_valid_numel(rank):
-                continue
-            path, crcs = reader.file_of(name, rank), reader.shard_crcs(name, rank)
-            if path is not None and crcs is not None:
-                known = KnownFile.of(path, version=state.store.version(name), crcs=tuple(crcs))
-                self.known |= {} if known is None else {name: known}
+            shard = LocalShard(state.store.spec(name), state.grid_in_files(frozen[name], name), rank)
+            found = _file_of(reader, name, shard) if shard.valid_numel else None
+            version = state.store.version(name)
+            known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
+            self.known |= {} if known is None else {name: known}
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -227,14 +222,14 @@ class Restore:
             if state:
                 load_rng_state(dict(state))
                 return
-        derive_rng_state(self._training.config.seed, step, world.rank)
+        derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # those say it
             _log.warning(
-                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators start anew, from seed "
-                "%d, step %d and rank",
+                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from "
+                "seed %d, step %d and rank",
                 record.training_world_size,
                 world.world_size,
-                self._training.config.seed,
+                self._training.config.settings.seed,
                 step,
             )
 
@@ -246,9 +241,19 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     if options.load_module_only:
         return {"groups": []}  # weights need nothing of it
     raise CheckpointMismatchError(
-        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to go on from: pass "
+        f"checkpoint {reader.location} was not saved by an engine, so it has no counters to resume from: pass "
         "load_module_only=True for its weights"
     )
+
+
+def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
+    """Return the checkpoint's file of a shard and its chunks' checksums; None where it has the array in another layout or
+    type, or has no such file."""
+    stored = reader.array(name)
+    if (stored.grid, stored.spec.dtype) != (shard.grid, shard.spec.dtype):
+        return None
+    path, crcs = reader.file_of(name, shard.shard), reader.shard_crcs(name, shard.shard)
+    return None if path is None or crcs is None else (path, crcs)
 
 
 def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:

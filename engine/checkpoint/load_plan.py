@@ -27,7 +27,7 @@ _MOST_LISTED = 10
 """Differences of one kind that an error names."""
 _PIECE_NUMEL = 1 << 18
 """Elements of two arrays that are compared at a time."""
-_MISSING, _STRANGE = "missing: ", "not in the model or its optimizer: "
+_MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ class LoadPlan:
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
     """Arrays of the model and its optimizer that the checkpoint does not have."""
-    left_over: list[str]
+    unexpected: list[str]
     """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
 
     @property
     def left_out(self) -> list[str]:
         """Differences that were accepted, for a warning."""
-        return [*_short(_MISSING, self.missing), *_short(_STRANGE, self.left_over)]
+        return [*_short(_MISSING, self.missing), *_short(_UNEXPECTED, self.unexpected)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class LoadReport:
     """The checkpoint's folder or URL."""
     missing: tuple[str, ...]
     """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
-    left_over: tuple[str, ...]
+    unexpected: tuple[str, ...]
     """Arrays that the checkpoint has and the engine lacks, or that `names` left out; what the options leave out is not
     among them."""
     read_bytes: int
@@ -139,8 +139,8 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
     wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
-    missing, left_over = _differences(training, reader, options, wanted)
-    if (training.torn or training.is_updating) and (missing or left_over or not options.everything):
+    missing, unexpected = _differences(training, reader, options, wanted)
+    if (training.torn or training.is_updating) and (missing or unexpected or not options.everything):
         raise UsageError(
             "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
             "options"
@@ -159,7 +159,7 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
         buffers=[name for name, _ in stored_buffers(training.model) if buffer_array(name) in found],
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
-        left_over=left_over,
+        unexpected=unexpected,
     )
 
 
@@ -175,10 +175,10 @@ def _check_client_step(training: Training, reader: ArraySource, options: LoadOpt
             f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {kind} does: use the "
             "optimizer that it was trained with, or pass load_optimizer_states=False"
         )
-    strange = sorted(kept.keys() - {record.name for record in training.trained})
-    if strange:
+    unexpected = sorted(kept.keys() - {record.name for record in training.trained})
+    if unexpected:
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has state of {kind} for {', '.join(map(repr, strange[:_MOST_LISTED]))}, which it "
+            f"checkpoint {reader.location} has state of {kind} for {', '.join(map(repr, unexpected[:_MOST_LISTED]))}, which it "
             "does not update here: give the optimizer the same parameters, under the same names"
         )
 
@@ -202,7 +202,7 @@ def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, n
 def _differences(
     training: Training, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str]]:
-    """Return what is missing and what is left over, where `options` accept it. Raises CheckpointMismatchError where not."""
+    """Return what is missing and what is not expected, where `options` accept it. Raises CheckpointMismatchError where not."""
     frozen = {record.name for record in training.state.records if record.group is None}
 
     def counts(name: str) -> bool:
@@ -218,21 +218,21 @@ def _differences(
     missing = [name for name in wanted if name not in stored]
     # What the save was asked to leave out keeps the model's values, and the report names it.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
-    strange = [name for name in stored if name not in wanted]
+    unexpected = [name for name in stored if name not in wanted]
     unequal = [
         f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
     absent = [name for name in missing if name not in unsaved]
-    refused = [*_short(_MISSING, absent), *_short(_STRANGE, strange)] if options.load_module_strict else []
+    refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
     refused += _short("", unequal)
     if refused:
         raise CheckpointMismatchError(
             f"checkpoint {reader.location} is of another model or optimizer:"
             + "".join(f"\n  {line}" for line in refused)
         )
-    return missing, strange + (reader.left_out if isinstance(reader, Renamed) else [])
+    return missing, unexpected + (reader.left_out if isinstance(reader, Renamed) else [])
 
 
 def _repeated(training: Training, reader: ArraySource) -> list[str]:

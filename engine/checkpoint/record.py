@@ -27,7 +27,7 @@ def engine_record(training: Training) -> dict[str, Any]:
     return {
         "counters": asdict(training.counters),
         "batch": asdict(training.accumulation.batch),
-        "seed": training.config.seed,
+        "seed": training.config.settings.seed,
         "precision": training.config.precision,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],
@@ -135,7 +135,7 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
         return training.accumulation.batch
     total, micro = int(saved["train_batch_size"]), training.accumulation.batch.micro_batch_size
     if total < 1:
-        raise CorruptionError(f"the checkpoint's global batch of {total} samples is none")
+        raise CorruptionError(f"the checkpoint's global batch size must be at least 1, got {total}")
     if total % (micro * world_size):
         # A smaller micro-batch may fit, where the config leaves it open.
         good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]

@@ -40,7 +40,7 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
-    """Set this rank's generators anew, as a function of the three numbers alone."""
+    """Seed this rank's generators from the three numbers alone."""
     digest = hashlib.sha256(f"zstore {seed} {step} {rank}".encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 1
     torch.manual_seed(number)

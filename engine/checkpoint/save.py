@@ -8,7 +8,6 @@ here are raised on every rank, and nothing was written. The rest runs in zstore.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,11 +32,11 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
-from ..runtime.interrupts import interrupts_wait
 from . import client_state as client
 from .destinations import Destination, destination_of
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
+from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
 
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from ..training import Training
 
 _log = logging.getLogger("zstore")
-
-_END_WELL_S = 5.0
-"""How long a save may go on after a rank failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,103 +64,51 @@ class SaveOptions:
     leaves_out_frozen: bool = False
 
 
-class SaveTicket:
-    """A save under way, or done."""
-
-    def __init__(self, handle: SaveHandle, stall_s: float) -> None:
-        self._handle = handle
-        self.stall_s = stall_s
-        """Seconds that training stood still for the save."""
-
-    def wait(self, timeout_s: float | None = None) -> SaveSummary:
-        """Return what was written once the checkpoint is committed; raise what went wrong."""
-        return self._handle.wait(timeout_s)
-
-    def done(self) -> bool:
-        """Return whether `wait` would not wait."""
-        return self._handle.done()
-
-    def give_up(self) -> None:
-        """Let `wait` fail soon, because a rank will not do its part."""
-        self._handle.cancel()
-
-
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._pending: SaveTicket | None = None
+        self._pending = PendingSave(training.world)
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.stall_s = 0.0
         """Time for which saves held training up."""
         self.report: LoadReport | None = None
         """What the last load did; None before the first."""
-        training.world.when_broken.append(self._give_up_later)
-
-    def _give_up_later(self) -> None:
-        """Give the save under way the time to end well, which it may where all ranks did their part before one failed."""
-        ticket = self._pending
-        if ticket is not None:
-            timer = threading.Timer(_END_WELL_S, ticket.give_up)
-            timer.daemon = True
-            timer.start()
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, options: SaveOptions) -> SaveTicket:
+    def save(self, options: SaveOptions) -> SaveHandle:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
         world = self._training.world
-        error: BaseException | None = None
-        mine, small = "", Small({}, {}, {})
-        destination = Destination(Path())
-        try:
+        with world.agreeing():
             destination = destination_of(self._training, options.folder)
             self._training.require_whole()
-            steps = self._training.counters.global_steps
-            mine = tag_text(step_tag(steps) if options.tag is None else options.tag)
+            mine = self._tag(options.tag)
             self._check_no_accumulation()
             small = self.collect_small(options.state, options.metrics)
             small.state.update(self._choices(options))
-        except Exception as raised:
-            error = raised
-        world.raise_together(error)
         chosen, save_id, described = world.broadcast_object([mine, new_save_id(), small.described()])
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        handle: SaveHandle | None = None
-        try:
-            # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
-            with interrupts_wait():
-                handle = self._begin(options, destination, chosen, save_id, small)
-                self._pending = SaveTicket(handle, time.perf_counter() - started)
-        except Exception as raised:
-            error = raised
-        try:
-            world.raise_together(error)
-        except Exception:
-            self._pending = None
-            if handle is not None:
-                handle.cancel()
-            raise
-        ticket = self._pending
-        if ticket is None:
-            raise UsageError("the save did not begin")
+        handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small))
         if options.wait:
             self.wait()
-            ticket.stall_s = time.perf_counter() - started
-        self.stall_s += ticket.stall_s
-        return ticket
+        handle.stall_s = time.perf_counter() - started
+        self.stall_s += handle.stall_s
+        return handle
+
+    def _tag(self, tag: str | float | None) -> str:
+        return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
     def tag_beside(self, tag: str | float | None) -> str:
         """Return a tag that no other run has, for a save whose tag another run took."""
-        text = tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
-        return f"{text}-{self._training.run_id[:8]}"
+        return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
     def _check_no_accumulation(self) -> None:
         training = self._training
@@ -207,9 +151,11 @@ class Checkpoints:
         return destination.begin(
             replace(
                 self.pinned_request(folder, tag, save_id, small, without_frozen=options.leaves_out_frozen),
-                keep=training.config.keep,
+                keep=training.config.own.keep,
                 overwrite=options.overwrite,
-                before_commit=self._write_weights if training.config.gathers_16bit_weights else None,
+                before_commit=self._write_weights
+                if training.config.zero.stage3_gather_16bit_weights_on_model_save
+                else None,
                 reserve_bytes=reserve_bytes,
             )
         )
@@ -284,15 +230,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""
-        if self._pending is None:
+        handle = self._pending.handle
+        if handle is None:
             return
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
-            self._note(self._pending.wait())
+            self._note(handle.wait())
         except Exception as raised:
             error = raised
         # Not before: a save whose wait was interrupted is still under way.
-        self._pending = None
+        self._pending.handle = None
         self._training.world.raise_together(error)
 
     def settle(self) -> None:
@@ -302,19 +249,11 @@ class Checkpoints:
         except Exception as error:
             _log.warning("the save under way failed: %s", error)
 
-    def _end_save(self) -> None:
-        """Complete the save under way, if any, before a load (all ranks): one that failed with the update that it waited
-        for does not keep the load from mending that."""
-        if self._training.torn:
-            self.settle()
-        else:
-            self.wait()
-
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        ticket, self._pending = self._pending, None
-        if ticket is not None:
-            self._note(ticket.wait())
+        handle, self._pending.handle = self._pending.handle, None
+        if handle is not None:
+            self._note(handle.wait())
 
     def _note(self, summary: SaveSummary) -> None:
         # Of what a save left out, the file of an earlier checkpoint stays known.
@@ -327,7 +266,12 @@ class Checkpoints:
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
         self._training.settle()
-        self._end_save()
+        if (
+            self._training.torn
+        ):  # a save that failed with the update it waited for does not keep the load from repairing it
+            self.settle()
+        else:
+            self.wait()
         restore = Restore(self._training)
         path, state = restore.load(folder, tag, options)
         if restore.report is not None:

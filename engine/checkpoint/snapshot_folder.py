@@ -1,4 +1,4 @@
-"""The folder of step snapshots: which of them a resume goes on from, and which nobody needs any more. No torch.
+"""The folder of step snapshots: which of them a resume takes, and which are superseded. No torch.
 
 [Note: whose snapshot]
 A snapshot is a checkpoint whose record says, under `durability`, in which folders its run has its checkpoints. It belongs
@@ -38,7 +38,7 @@ BOOT = "boot"
 
 @functools.cache
 def boot_id() -> str:
-    """Return what names this boot of this machine; the empty text where the system does not tell."""
+    """Return the id of this boot of this machine; an empty string where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -127,7 +127,7 @@ def _is_whole(info: TagInfo, boots: Collection[str]) -> bool:
     except (ZstoreError, OSError) as error:
         why = str(error)
     _log.warning(
-        "the snapshot of step %d in %s is not whole, as after a power cut (%s): going on from the last checkpoint",
+        "the snapshot of step %d in %s is incomplete, as after a power cut (%s): resuming from the last checkpoint",
         info.record.step,
         info.path,
         why,
@@ -167,5 +167,5 @@ def sweep(folder: Path, files: Files, folders: Iterable[str] = ()) -> list[TagIn
             discard(files, info.path)
         return [info for info in found if info not in doomed]
     except (ZstoreError, OSError) as error:
-        _log.warning("the step snapshots in %s could not be looked through: %s", folder, error)
+        _log.warning("the step snapshots in %s could not be listed: %s", folder, error)
         return []

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,8 +35,8 @@ from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import ConfigError, StorageError
 from zstore.io.files import UnsyncedFiles
 
-from ..runtime.interrupts import interrupts_wait
 from .client_state import ClientValues
+from .pending import PendingSave
 from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snapshots, sweep
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ _log = logging.getLogger("zstore")
 ClientState = ClientValues | Callable[[], ClientValues]
 
 _MOST_PAUSE_S = 0.005
-_END_WELL_S = 5.0
-"""How long a snapshot may go on after a rank failed."""
 
 
 def present(state: ClientState) -> ClientValues:
@@ -68,39 +65,32 @@ def require_shared_folder(config: Config, world: World) -> None:
     Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
     """
     folder = config.step_folder
-    if folder is None or not _is_offered(config, folder):
+    # An `nvme_path` that is missing is an error of its own.
+    if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
         return
-    error: Exception | None = None
     mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
+    with world.agreeing():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if world.rank == 0:
+                (folder / mark).touch()
+        except OSError as error:
+            raise StorageError(
+                'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write '
+                "in zstore.durability_path",
+                path=str(folder),
+                errno=error.errno,
+            ) from error
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            (folder / mark).touch()
-    except OSError as raised:
-        error = StorageError(
-            'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write in '
-            "zstore.durability_path",
-            path=str(folder),
-            errno=raised.errno,
-        )
-    world.raise_together(error)
-    try:
-        if not (folder / mark).exists():
-            error = ConfigError(
-                f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is local to '
-                "a machine; give one that all ranks share in zstore.durability_path"
-            )
-        world.raise_together(error)
+        with world.agreeing():
+            if not (folder / mark).exists():
+                raise ConfigError(
+                    f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is '
+                    "local to a machine; give one that all ranks share in zstore.durability_path"
+                )
     finally:
         if world.rank == 0:
             (folder / mark).unlink(missing_ok=True)
-
-
-def _is_offered(config: Config, folder: Path) -> bool:
-    """Return whether the folder may be made: an `nvme_path` that is missing is an error of its own."""
-    if config.settings.zstore.durability_path is not None:
-        return True
-    return folder.parent.parent.is_dir()
 
 
 class StepSnapshots:
@@ -119,7 +109,7 @@ class StepSnapshots:
         """Snapshots begun; with the above it gives each an id that all ranks know."""
         self._folders: list[str] = []
         """Where the run has its checkpoints."""
-        self._under_way: SaveHandle | None = None
+        self._pending = PendingSave(training.world)
         self._pinned_step: int | None = None
         """Step of the snapshot that was begun last."""
         self._said: set[str] = set()
@@ -134,11 +124,10 @@ class StepSnapshots:
         """Seconds for which snapshots held training up."""
         if self.enabled:
             training.before_change = self.complete
-        training.world.when_broken.append(self._give_up_later)
         self._look_after_folder()
 
     def _look_after_folder(self) -> None:
-        """Remove what former runs left that nobody needs, and name what stays where no snapshots are taken."""
+        """Remove superseded snapshots of earlier runs, and name those that stay where no snapshots are taken."""
         folder = self._training.config.possible_step_folder
         if self._training.world.rank > 0 or folder is None:
             return
@@ -155,24 +144,8 @@ class StepSnapshots:
             return
         started = time.perf_counter()
         self.complete()
-        step, world = self._training.counters.global_steps, self._training.world
-        error: Exception | None = None
-        handle: SaveHandle | None = None
-        try:
-            if self._pinned_step is None:
-                self._check_first(folder)
-            with interrupts_wait():
-                handle = self._under_way = self._begin(folder, step)
-        except Exception as raised:
-            raised.add_note(f"The snapshot of step {step} could not be taken; the state in memory is whole.")
-            error = raised
-        try:
-            world.raise_together(error)
-        except BaseException:
-            self._under_way = None
-            if handle is not None:
-                handle.cancel()
-            raise
+        step = self._training.counters.global_steps
+        self._pending.begin(lambda: self._begin(folder, step))
         self._pinned_step = step
         self.stall_s += time.perf_counter() - started
 
@@ -187,18 +160,25 @@ class StepSnapshots:
                 _name(folder, others)
 
     def _begin(self, folder: Path, step: int) -> SaveHandle:
+        try:
+            if self._pinned_step is None:
+                self._check_first(folder)
+            return save_checkpoint(self._request(folder, step))
+        except Exception as error:
+            error.add_note(f"The snapshot of step {step} could not be taken; the state in memory is intact.")
+            raise
+
+    def _request(self, folder: Path, step: int) -> SaveRequest:
         training = self._training
         tag = f"{step_tag(step)}-{training.run_id[:8]}"
         self._count += 1
         save_id = hashlib.sha256(f"{self._id} {self._count}".encode()).hexdigest()[:32]
         # The other ranks' copies of what rank 0 stores whole do not count.
-        state = self._state() if training.world.rank == 0 else {}
+        state = present(self.client_state) if training.world.rank == 0 else {}
         small = self._checkpoints.collect_small(state)
         # Nobody counts a snapshot's files, but a step waits for it.
         request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
-        return save_checkpoint(self._completed(request))
-
-    def _completed(self, request: SaveRequest) -> SaveRequest:
+        spare, self._spare = self._spare, None
         return replace(
             request,
             resources=self._resources,
@@ -207,21 +187,14 @@ class StepSnapshots:
             keep=Keep(last=1),
             known={**request.known, **self._known},
             spares=True,
-            spare=self._take_spare(),
+            spare=spare,
             overwrite=True,
             most_pause_s=_MOST_PAUSE_S,
         )
 
-    def _take_spare(self) -> Spare | None:
-        spare, self._spare = self._spare, None
-        return spare
-
-    def _state(self) -> ClientValues:
-        return present(self.client_state)
-
     def complete(self) -> None:
         """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
-        handle = self._under_way
+        handle = self._pending.handle
         if handle is None:
             return
         started = time.perf_counter()
@@ -232,11 +205,11 @@ class StepSnapshots:
             messages, self._known, self._spare = summary.messages, summary.known, summary.spare
         except Exception as raised:
             raised.add_note(
-                f"This happened as the snapshot of step {self._pinned_step} was taken; nothing was changed since, and the "
-                "snapshot before it is whole."
+                f"This happened while the snapshot of step {self._pinned_step} was taken; nothing has changed since, and the "
+                "snapshot before it is intact."
             )
             error, messages = raised, ()
-        self._under_way = None
+        self._pending.handle = None
         self.stall_s += time.perf_counter() - started
         if error is not None:
             raise error
@@ -245,14 +218,6 @@ class StepSnapshots:
             if message not in self._said:
                 self._said.add(message)
                 _log.warning("%s", message)
-
-    def _give_up_later(self) -> None:
-        """Give the snapshot under way the time to end well, which it may where all ranks did their part."""
-        handle = self._under_way
-        if handle is not None:
-            timer = threading.Timer(_END_WELL_S, handle.cancel)
-            timer.daemon = True
-            timer.start()
 
     # -- saves, loads and the end -----------------------------------------------------------------------------------
 
@@ -280,7 +245,9 @@ class StepSnapshots:
         if chosen is None:
             return folder, tag
         if world.rank == 0:
-            _log.info("going on from the snapshot of a step, %s, which is newer than what %s has", chosen[1], folder)
+            _log.info(
+                "resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen[1], folder
+            )
         return chosen[0], chosen[1]
 
     def settle(self) -> None:
@@ -295,9 +262,10 @@ class StepSnapshots:
         saved as a checkpoint too, nothing is kept."""
         training = self._training
         self.settle()
-        if (spare := self._take_spare()) is not None:
+        if self._spare is not None:
             with contextlib.suppress(OSError):
-                spare.remove(self._files)
+                self._spare.remove(self._files)
+            self._spare = None
         if self._folder is None or self._pinned_step is None or training.world.rank > 0:
             return
         sweep(self._folder, self._files, self._folders)
@@ -306,7 +274,7 @@ class StepSnapshots:
 def _name(folder: Path, steps: list[int]) -> None:
     """Warn of snapshots of other runs, which may be all that is left of them."""
     _log.warning(
-        "%s holds step %s of former runs, newer than their last checkpoints: load one with load_checkpoint(%r), or remove "
+        "%s holds step %s of earlier runs, newer than their last checkpoints: load one with load_checkpoint(%r), or remove "
         "the folder",
         folder,
         ", ".join(map(str, steps)),

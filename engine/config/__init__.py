@@ -10,7 +10,6 @@ from .arguments import add_config_arguments
 from .config import (
     Config,
     IoConfig,
-    LossScaling,
     OffloadConfig,
     OptimizerConfig,
     SchedulerConfig,
@@ -24,7 +23,6 @@ __all__ = [
     "BatchSizes",
     "Config",
     "IoConfig",
-    "LossScaling",
     "Notice",
     "OffloadConfig",
     "OptimizerConfig",

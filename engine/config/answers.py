@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from zstore.errors import ConfigError
 
-from .keys import Section, known_keys, rule_of, section_of
+from .keys import Section, answer_type, known_keys, section_of
 from .parse import nearest_key
 from .schema import Settings
-from .values import Rule, show
+from .values import refusal, show
 
 _SOURCE = "initialize(auto=...)"
 _SECTIONS = {key for key, field in known_keys(Settings) if section_of(field) is not None}
+_VALUES = {key for key, field in known_keys(Settings) if section_of(field) is None}
+_TYPES = {key: kind for key, field in known_keys(Settings) if (kind := answer_type(field)) is not None}
 
 
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield (dotted key as written, value); objects in place of sections are entered."""
     for name, value in given.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not _fields(key.split(".")):
+        if isinstance(value, Mapping) and _spelled(key)[1] not in _VALUES:
             yield from _flat(value, f"{key}.")
         elif value is not None:
             yield key, value
@@ -60,47 +63,30 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _read(written: str, value: object) -> tuple[str, Any]:
     """Return (key in the schema's spelling, typed value). Raises ValueError that says what is wrong with either."""
-    parts = written.split(".")
-    fields = _fields(parts)
-    if not fields and written in _SECTIONS:
+    section, key = _spelled(written)
+    if key in _SECTIONS:
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
-    if not fields:
-        raise ValueError(f"unknown key{nearest_key(_last_section(parts), parts)}")
-    rules = {key: rule for key, rule in fields if rule is not None and rule.auto}
-    for key, rule in rules.items():
-        return key, replace(rule, auto=False)(value)
-    raise ValueError('a config cannot leave this key "auto", so there is nothing to answer; write it into the config')
+    if key not in _VALUES:
+        raise ValueError(f"unknown key{nearest_key(section, written.split('.'))}")
+    if key not in _TYPES:
+        raise ValueError(
+            'a config cannot leave this key "auto", so there is nothing to answer; write it into the config'
+        )
+    try:
+        return key, TypeAdapter(_TYPES[key]).validate_python(value)
+    except ValidationError as failure:
+        raise ValueError(refusal(_TYPES[key], value, failure.errors()[0])) from None
 
 
-def _fields(parts: list[str]) -> list[tuple[str, Rule | None]]:
-    """Return (key in the schema's spelling, rule) of each field at a path that is not a section; a schedule's argument
-    may be one of several schedules."""
-    found: list[tuple[type[Section], str]] = [(Settings, "")]
-    for position, part in enumerate(parts):
-        last = position == len(parts) - 1
-        below: list[tuple[type[Section], str]] = []
-        for section, prefix in found:
-            name = section.renames.get(part, part)
-            field = section.model_fields.get(name)
-            inner = _sections(section, name)
-            if last and field is not None and not inner:
-                below.append((section, prefix + name))
-            elif not last:
-                below += [(one, f"{prefix}{name}.") for one in inner]
-        found = below
-    return [(key, rule_of(section.model_fields[key.rpartition(".")[2]])) for section, key in found]
-
-
-def _sections(section: type[Section], name: str) -> list[type[Section]]:
-    """Return the sections that the key `name` of `section` may hold."""
-    field = section.model_fields.get(name)
-    inner = None if field is None else section_of(field)
-    return [*section.variants.get(name, {}).values()] or ([] if inner is None else [inner])
-
-
-def _last_section(parts: list[str]) -> type[Section]:
-    """Return the section that an unknown key stands in, as far as its path is known; of several, the first."""
+def _spelled(written: str) -> tuple[type[Section], str]:
+    """Return the section that a dotted key stands in, as far as it is known, and the key in the schema's spelling."""
     section: type[Section] = Settings
-    for part in parts[:-1]:
-        section = next(iter(_sections(section, section.renames.get(part, part))), section)
-    return section
+    names: list[str] = []
+    for part in written.split("."):
+        field = None if not names else section.model_fields.get(names[-1])
+        if field is not None:
+            # Schedules have no other spellings, so that any of them will do.
+            inner = section_of(field)
+            section = next(iter(section.variants.get(names[-1], {}).values()), inner or section)
+        names.append(section.renames.get(part, part))
+    return section, ".".join(names)

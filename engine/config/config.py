@@ -5,9 +5,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from zstore.checkpoint.keep import Keep
 from zstore.errors import ConfigError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 
@@ -17,27 +16,10 @@ from .keys import Status, about
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import ScheduleName
-from .schema import Settings
+from .schema import Settings, ZstoreSection
+from .sections import Fp16Section
 from .values import show
-from .zero import OffloadOptimizerSection, OffloadParamSection
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaling:
-    """How the loss is scaled in fp16."""
-
-    static_scale: float | None
-    """Fixed factor, or None: the scale is dynamic, by the fields below."""
-    init_scale: float
-    window: int
-    """Steps without overflow after which the scale doubles."""
-    hysteresis: int
-    """Overflows after which the scale halves."""
-    min_scale: float
-    consecutive_hysteresis: bool
-    """Whether a step without overflow restores the hysteresis."""
-    raise_at_min: bool
-    """Whether an overflow at `min_scale` is an error."""
+from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,42 +96,52 @@ class Config:
 
         Raises ConfigError that names all keys that cannot be, or contradict at this world size.
         """
-        resolution = resolve_settings(self.settings, context)
-        if resolution.problems:
-            raise ConfigError(problem_text(self.source, resolution.problems))
+        settings, problems, defaults = resolve_settings(self.settings, context)
+        if problems:
+            raise ConfigError(problem_text(self.source, problems))
         notices = list(self.reported)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
-                notices.append(Notice(key=key, message=f"no effect: the {key} passed to initialize() is used"))
-        if resolution.defaults:
-            notices.append(_defaults_notice(resolution.defaults))
-        resolved = replace(self, settings=resolution.settings, reported=tuple(notices), resolved=True)
+                notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
+        if defaults:
+            notices.append(_defaults_notice(defaults))
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
     def _overlap_notice(self, world_size: int) -> Notice | None:
         """Say what a step mode that was asked for comes to, where that is another one."""
-        asked = self.settings.zstore.step_overlap
+        asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
         if asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
             message = (
-                'acts as "none": only what is gathered before its use (stage 3, with more ranks or offload_param) '
+                'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
+                "updated behind step()"
             )
-            message += "can be updated behind step()"
-        elif asked != self.step_overlap == "forward" and asked == "backward":
+        elif asked == "backward" and self.step_overlap == "forward":
             message = (
                 'acts as "forward": clipping, loss scaling and overflow checks need all gradients before any update'
             )
         elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
-        return None if message is None else Notice(key="zstore.step_overlap", message=message)
+        return None if message is None else Notice("zstore.step_overlap", message)
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:
             raise UsageError('this config may still say "auto": call resolve() and read what it returns')
         return value
+
+    @property
+    def zero(self) -> ZeroSection:
+        """The section `zero_optimization`; its sizes that may be "auto" are properties here."""
+        return self.settings.zero_optimization
+
+    @property
+    def own(self) -> ZstoreSection:
+        """The section `zstore`."""
+        return self.settings.zstore
 
     @property
     def batch(self) -> BatchSizes:
@@ -162,11 +154,6 @@ class Config:
         )
 
     @property
-    def gathers_16bit_weights(self) -> bool:
-        """Whether every checkpoint has the weights as safetensors, too."""
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of parameters and gradients; masters are fp32 always."""
         if self._plain(self.settings.bf16.enabled):
@@ -174,30 +161,9 @@ class Config:
         return "fp16" if self._plain(self.settings.fp16.enabled) else "fp32"
 
     @property
-    def grad_accum_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
-        """Type in which gradients accumulate; None: it follows from the number of micro-batches."""
-        return _dtype(self.settings.data_types.grad_accum_dtype)
-
-    @property
-    def communication_data_type(self) -> Literal["fp32", "bf16", "fp16"] | None:
-        """Type in which gradients travel between ranks; None: that of the parameters."""
-        return _dtype(self.settings.communication_data_type)
-
-    @property
-    def loss_scaling(self) -> LossScaling | None:
+    def loss_scaling(self) -> Fp16Section | None:
         """How the loss is scaled; None but in fp16."""
-        fp16 = self.settings.fp16
-        if self.precision != "fp16":
-            return None
-        return LossScaling(
-            static_scale=fp16.loss_scale or None,
-            init_scale=2.0**fp16.initial_scale_power,
-            window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            min_scale=fp16.min_loss_scale,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            raise_at_min=fp16.raise_error_at_min_scale,
-        )
+        return self.settings.fp16 if self.precision == "fp16" else None
 
     @property
     def skips_overflow(self) -> bool:
@@ -247,173 +213,86 @@ class Config:
     @property
     def stage(self) -> int:
         """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
-        return self.settings.zero_optimization.stage
+        return self.zero.stage
 
     @property
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state rests."""
-        return _offload(self.settings.zero_optimization.offload_optimizer)
+        return _offload(self.zero.offload_optimizer)
 
     @property
     def offload_param(self) -> OffloadConfig:
         """Where parameters rest between their uses: below stage 3 on the device, whatever the section says."""
         if self.stage < 3:
             return OffloadConfig(device="none", nvme_paths=())
-        return _offload(self.settings.zero_optimization.offload_param)
+        return _offload(self.zero.offload_param)
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
-        chosen = self.settings.zstore.step_overlap
+        chosen = self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
         if chosen == "backward" and (self.gradient_clipping > 0 or self.skips_overflow):
             chosen = "forward"
-        return cast("Literal['none', 'backward', 'forward']", chosen)
+        return chosen
 
     @property
     def pin_memory(self) -> bool:
         """Whether state in host memory is registered with the device's driver."""
-        zero = self.settings.zero_optimization
-        optimizer, parameters = zero.offload_optimizer.pin_memory, zero.offload_param.pin_memory
-        return (self.offload_optimizer.device != "none" and optimizer) or (
-            self.offload_param.device != "none" and parameters
+        pairs = (
+            (self.offload_optimizer, self.zero.offload_optimizer),
+            (self.offload_param, self.zero.offload_param),
         )
-
-    @property
-    def parameter_buffers(self) -> tuple[int, int]:
-        """Number of the buffers for parameters on their way from where they rest, and elements of each."""
-        section = self.settings.zero_optimization.offload_param
-        return section.buffer_count, section.buffer_size
+        return any(used.device != "none" and section.pin_memory for used, section in pairs)
 
     @property
     def reduce_bucket_numel(self) -> int:
         """Elements of gradients reduced in one collective."""
-        return int(self._plain(self.settings.zero_optimization.reduce_bucket_size))
+        return int(self._plain(self.zero.reduce_bucket_size))
 
     @property
     def allgather_bucket_numel(self) -> int:
         """Elements of parameters gathered in one collective."""
-        return int(self._plain(self.settings.zero_optimization.allgather_bucket_size))
-
-    @property
-    def overlap_comm(self) -> bool:
-        """Whether collectives go on beside the computation."""
-        return self.settings.zero_optimization.overlap_comm
-
-    @property
-    def reduce_scatter(self) -> bool:
-        """Whether a rank gets its own rows of sharded gradients alone (stages 1, 2)."""
-        return self.settings.zero_optimization.reduce_scatter
+        return int(self._plain(self.zero.allgather_bucket_size))
 
     @property
     def persistence_threshold_numel(self) -> int:
         """Parameters with fewer elements keep their gathered copy (stage 3)."""
-        return int(self._plain(self.settings.zero_optimization.stage3_param_persistence_threshold))
-
-    @property
-    def ignore_unused_parameters(self) -> bool:
-        """Whether a step goes on where a parameter got no gradient on any rank."""
-        return self.settings.zero_optimization.ignore_unused_parameters
-
-    @property
-    def persistent_numel(self) -> int | None:
-        """Most elements of parameters that keep their gathered copy; None: no limit."""
-        return self.settings.zero_optimization.stage3_model_persistence_threshold
+        return int(self._plain(self.zero.stage3_param_persistence_threshold))
 
     @property
     def prefetch_numel(self) -> int:
         """Elements gathered ahead of use (stage 3)."""
-        return int(self._plain(self.settings.zero_optimization.stage3_prefetch_bucket_size))
-
-    @property
-    def live_numel(self) -> int:
-        """Most elements of parameters gathered at one time (stage 3)."""
-        return self.settings.zero_optimization.stage3_max_live_parameters
-
-    @property
-    def reuse_numel(self) -> int:
-        """Elements of other units between two uses of one that stays gathered in between (stage 3)."""
-        return self.settings.zero_optimization.stage3_max_reuse_distance or 0
+        return int(self._plain(self.zero.stage3_prefetch_bucket_size))
 
     @property
     def io(self) -> IoConfig:
         """How the I/O threads work."""
-        aio, threads = self.settings.aio, self.settings.zstore.io_threads
+        aio, threads = self.settings.aio, self.own.io_threads
         return IoConfig(
             block_bytes=aio.block_size, queue_depth=aio.queue_depth, num_threads=threads or aio.thread_count
         )
 
     @property
-    def steps_per_print(self) -> int:
-        """Steps between lines of progress; 0: none."""
-        return self.settings.steps_per_print
-
-    @property
-    def host_budget_bytes(self) -> int | Literal["auto"] | None:
-        """Bytes of host memory per machine; "auto": a share of what is available; None: no limit was set."""
-        return self.settings.zstore.host_budget_bytes
-
-    @property
-    def verify_reads(self) -> bool:
-        """Whether checksums are verified on every read."""
-        return self.settings.zstore.verify_reads
-
-    @property
-    def silent_s(self) -> float | None:
-        """Seconds without a sign of life after which a rank counts as dead; None: never."""
-        return self.settings.zstore.silent_rank_s or None
-
-    @property
-    def splits_master(self) -> bool:
-        """Whether a master is kept as the bf16 parameter and what that lacks of it."""
-        return self.settings.zstore.split_master
-
-    @property
     def step_folder(self) -> Path | None:
         """Folder of the snapshots of every step; None: none are taken."""
-        own = self.settings.zstore
-        return self.possible_step_folder if own.durability == "step" else None
+        return self.possible_step_folder if self.own.durability == "step" else None
 
     @property
     def possible_step_folder(self) -> Path | None:
         """Folder that a run with this config and `durability` "step" has its snapshots in; None: there is none."""
-        own = self.settings.zstore
-        if own.durability_path is not None:
-            return own.durability_path[0]
+        if self.own.durability_path is not None:
+            return self.own.durability_path[0]
         drives = self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
         return drives[0] / RUN_FOLDER / "steps" if drives else None
 
     @property
-    def keep(self) -> Keep | None:
-        """Which checkpoints stay when a new one is saved; None: all."""
-        return self.settings.zstore.keep
-
-    @property
     def storage_options(self) -> Mapping[str, Any]:
         """Options of the file system of URLs that are saved to and loaded from."""
-        return self.settings.zstore.storage_options or {}
-
-    @property
-    def upload_folder(self) -> Path | None:
-        """Where a checkpoint for a URL is committed first; None: chosen."""
-        return self.settings.zstore.upload_folder
-
-    @property
-    def keep_local(self) -> bool:
-        """Whether a checkpoint that was uploaded stays there as well."""
-        return self.settings.zstore.keep_local
-
-    @property
-    def seed(self) -> int:
-        """Seed of data order and dropout."""
-        return self.settings.seed
-
-
-def _dtype(name: str | None) -> Literal["fp32", "bf16", "fp16"] | None:
-    return None if name in (None, "none") else cast("Literal['fp32', 'bf16', 'fp16']", name)
+        return self.own.storage_options or {}
 
 
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
@@ -422,13 +301,13 @@ def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadC
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
-    """Say in one line what was taken for each "auto" that nobody answered."""
+    """Say in one line what was taken for each "auto" without an answer."""
     taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
     first = next(iter(defaults))
     return Notice(
-        key='"auto"',
-        message=f"nobody answered, so these defaults are used: {taken}. For other values write them into the config, or pass "
-        f'initialize(..., auto={{"{first}": ...}})',
+        '"auto"',
+        f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
+        f'pass initialize(..., auto={{"{first}": ...}})',
     )
 
 

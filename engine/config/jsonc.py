@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Never
 
 from zstore.errors import ConfigError
@@ -77,29 +78,32 @@ class _Parser:
         self.at = match.end()
         return _WORDS[match.group()]
 
+    def items(self, closing: str) -> Iterator[None]:
+        """Step over brackets and commas, of which the last item may have one too, and yield at each item."""
+        self.at += 1
+        while self.peek() != closing:
+            yield
+            if self.peek() == ",":
+                self.at += 1
+            elif self.peek() != closing:
+                self.fail(f'expected "," or "{closing}", {self.describe_next()}')
+        self.at += 1
+
     def array(self, depth: int) -> list[Any] | str:
         placeholder = _PLACEHOLDER.match(self.text, self.at)
         if placeholder:
             self.at = placeholder.end()
             return placeholder.group()
-        self.at += 1
-        items: list[Any] = []
-        while self.peek() != "]":
-            items.append(self.value(depth))
-            self.separator("]")
-        self.at += 1
-        return items
+        return [self.value(depth) for _ in self.items("]")]
 
     def object(self, depth: int) -> dict[str, Any]:
-        self.at += 1
         members: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        while self.peek() != "}":
-            start = self.at
+        for _ in self.items("}"):
+            start, line = self.at, self.text.count("\n", 0, self.at) + 1
             if self.peek() != '"':
                 self.fail(f'expected a key in double quotes or "}}", {self.describe_next()}')
             key = self.string()
-            line = self.text.count("\n", 0, start) + 1
             if key in lines:
                 self.fail(f'key "{key}" is given twice, on line {lines[key]} and on line {line}; keep one', start)
             lines[key] = line
@@ -107,17 +111,7 @@ class _Parser:
                 self.fail(f'expected ":" after key "{key}", {self.describe_next()}')
             self.at += 1
             members[key] = self.value(depth)
-            self.separator("}")
-        self.at += 1
         return members
-
-    def separator(self, closing: str) -> None:
-        """Step over the comma between two items; the last item may have one too."""
-        char = self.peek()
-        if char == ",":
-            self.at += 1
-        elif char != closing:
-            self.fail(f'expected "," or "{closing}", {self.describe_next()}')
 
     def value(self, depth: int = 0) -> Any:
         char = self.peek()

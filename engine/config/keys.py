@@ -1,14 +1,14 @@
 """What a config key is here: its status, and the base of all sections of the schema."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from .values import Rule, show
+from .values import Auto, show
 
 
 class Status(Enum):
@@ -25,45 +25,48 @@ class Status(Enum):
     """Training without it would not be what the config asks for: an error."""
 
 
-def _key(default: Any, status: Status, why: str = "", quiet: tuple[Any, ...] = ()) -> Any:
-    return Field(default=default, json_schema_extra={"status": status.name, "why": why, "quiet": list(quiet)})
-
-
 def built(default: Any) -> Any:
     """A key that acts."""
     return _key(default, Status.BUILT)
 
 
-def not_built(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+def not_built(default: Any, why: str) -> Any:
     """A key of something that is not there. `why` says what happens in its place, and what to use."""
-    return _key(default, Status.NOT_BUILT, why, quiet)
+    return _key(default, Status.NOT_BUILT, why)
 
 
-def no_effect(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+def no_effect(default: Any, why: str) -> Any:
     """A key that never acts, and need not, because of `why`."""
-    return _key(default, Status.NO_EFFECT, why, quiet)
+    return _key(default, Status.NO_EFFECT, why)
 
 
-def refused(default: Any, why: str, quiet: tuple[Any, ...] = ()) -> Any:
+def refused(default: Any, why: str) -> Any:
     """A key that is an error with any other value; `why` says what to do instead."""
-    return _key(default, Status.REFUSED, why, quiet)
+    return _key(default, Status.REFUSED, why)
 
 
-def about(field: FieldInfo) -> tuple[Status, str, list[Any]]:
-    """Return status, reason and quiet values of a field made by the functions above."""
+def _key(default: Any, status: Status, why: str = "") -> Any:
+    return Field(default=default, json_schema_extra={"status": status.name, "why": why})
+
+
+def about(field: FieldInfo) -> tuple[Status, str]:
+    """Return status and reason of a field made by the functions above."""
     extra = field.json_schema_extra
-    if not isinstance(extra, dict):
-        return Status.BUILT, "", []
-    quiet = extra["quiet"]
-    return Status[str(extra["status"])], str(extra["why"]), quiet if isinstance(quiet, list) else []
+    return (Status[str(extra["status"])], str(extra["why"])) if isinstance(extra, dict) else (Status.BUILT, "")
 
 
-def rule_of(field: FieldInfo) -> Rule | None:
-    """Return the rule that reads a field's value, None where the field is a section."""
-    for part in field.metadata:
-        if isinstance(part, PlainValidator) and isinstance(part.func, Rule):
-            return part.func
-    return None
+def type_of(field: FieldInfo) -> Any:
+    """Return the type of a field, with its annotations."""
+    kind: Any = field.annotation
+    for one in field.metadata:
+        kind = Annotated[kind, one]
+    return kind
+
+
+def answer_type(field: FieldInfo) -> Any:
+    """Return the type of what "auto" stands for in a field; None where there can be no "auto"."""
+    kinds = get_args(field.annotation)
+    return Union[tuple(one for one in kinds if one not in (Auto, NoneType))] if Auto in kinds else None  # noqa: UP007
 
 
 class Section(BaseModel):
@@ -133,24 +136,13 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
 
 def acting(section: Section) -> dict[str, Any]:
     """Return the keys of `section` that act, with their values as JSON data, and the sections in it that hold any."""
-    found: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            inner = acting(value)
-            if inner:
-                found[name] = inner
-        elif section_of(field) is None and about(field)[0] is Status.BUILT:
-            found[name] = _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a key as JSON would give it back."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items() if item not in (None, ())}
-    if isinstance(value, Mapping):
-        return f"{len(value)} keys, not shown: they may be secret"
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    fields = type(section).model_fields.items()
+    values = {name for name, field in fields if section_of(field) is None and about(field)[0] is Status.BUILT}
+    found = section.model_dump(mode="json", include=values)
+    inner = {
+        name: acting(value)
+        for name in type(section).model_fields
+        if isinstance(value := getattr(section, name), Section)
+    }
+    found |= {name: keys for name, keys in inner.items() if keys}
+    return {name: found[name] for name in type(section).model_fields if name in found}

@@ -1,8 +1,4 @@
-"""The rule for the name of an optimizer: for one that cannot be named in a config, what can be done in its place."""
-
-from dataclasses import dataclass
-
-from .values import OneOf
+"""For an optimizer that cannot be named in a config, what can be done in its place."""
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
 _WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
@@ -29,14 +25,11 @@ _OTHERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerName(OneOf):
-    """ "Adam" or "AdamW"; the error about any other says what can be done for that one."""
-
-    def _advice(self, value: object) -> str:
-        known = _OTHERS.get(value.lower()) if isinstance(value, str) else None
-        return "; " + (
-            known
-            or f"pass an optimizer {_PASS}: torch's {', '.join(_ELEMENT_WISE)} work at every stage and tier, any other at "
-            "stage 0 without offload"
-        )
+def advice_on(name: object) -> str:
+    """Return the end of the message about an optimizer that is neither "Adam" nor "AdamW"."""
+    known = _OTHERS.get(name.lower()) if isinstance(name, str) else None
+    return "; " + (
+        known
+        or f"pass an optimizer {_PASS}: torch's {', '.join(_ELEMENT_WISE)} work at every stage and tier, any other at "
+        "stage 0 without offload"
+    )

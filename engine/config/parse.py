@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .keys import Section, Status, about, known_keys, rule_of
+from .keys import Section, Status, about, known_keys, type_of
 from .schema import Settings
-from .values import Anything, is_off, show
+from .values import expected, refusal, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
 
@@ -27,7 +27,7 @@ _TELLING = 5
 """Letters without which a part of a name says little."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Notice:
     """A key that was set and does not act, or not as it could be read."""
 
@@ -40,60 +40,91 @@ class Notice:
         return f"{self.key}: {self.message}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """What is wrong, and the keys that it is about."""
 
     keys: tuple[str, ...]
-    message: str
+    what: str
+
+    @property
+    def message(self) -> str:
+        """What is wrong, after the names of the keys."""
+        named = " and ".join(filter(None, self.keys))
+        return f"{named}: {self.what}" if named else self.what
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
     """Return settings, problems and notices of `raw`, all of them; with problems, the settings mean nothing."""
     problems: list[Problem] = []
-    sound = dict(raw)
+    sound, removed = dict(raw), set[tuple[str, ...]]()
     while True:
         try:
             settings = Settings.model_validate(sound)
             break
         except ValidationError as failure:
             # What is wrong is taken out and the rest is read again, so that checks across keys are made too.
-            seen = sound
+            seen, before = sound, frozenset(removed)
             for error in failure.errors(include_url=False):
-                path = tuple(map(str, error["loc"]))
-                problems.append(_problem(seen, path, error))
-                sound = _without(sound, path)
+                path, problem = _problem(seen, error)
+                wrong = path
+                if _is_missing(error, path):  # then its section goes, or what that belongs to
+                    wrong = path[:-1]
+                    while wrong in before:
+                        wrong = wrong[:-1]
+                # Else it was taken out, alone or with its section, or is refused by the other members of a union too.
+                if path not in removed and not any(path[:depth] in before for depth in range(1, len(path))):
+                    problems.append(problem)
+                removed |= {path, wrong}
+                sound = _without(sound, wrong)
+            if sound == seen:  # what is wrong was written as another key, in an older form
+                sound = _without(sound, path[:1])
     broken = {key for problem in problems for key in problem.keys}
     for section in ("optimizer", "scheduler"):
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
             problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
     found, notices = _review(settings, sound)
+    notices += _idle(settings)
     problems += [problem for problem in [*found, *_contradictions(settings)] if not broken & set(problem.keys)]
     return settings, problems, notices
 
 
-def _problem(raw: Any, path: tuple[str, ...], error: ErrorDetails) -> Problem:
-    """Return what pydantic's `error` at `path` means, with the key as it was written."""
-    section: type[Section] = Settings
+def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
+    """Return the path of the key that pydantic's `error` is about, as the schema spells it, and what it means, with the
+    key as it was written."""
+    section: type[Section] | None = Settings
+    field: FieldInfo | None = None
     variants: Mapping[str, type[Section]] = {}
+    path: list[str] = []
     written: list[str] = []
-    for name in path:
-        spelled = _spelled(raw, section, name)
-        written.append(spelled)
-        inner = section.section_at(name, raw)
-        if inner is not None:
-            variants, section = section.variants.get(name, {}), inner
-        raw = raw.get(spelled) if isinstance(raw, Mapping) else None
+    for name in map(str, error["loc"]):
+        if section is None:  # inside a value
+            break
+        holder = section
+        path.append(name)
+        written.append(_spelled(raw, section, name))
+        field = section.model_fields.get(name)
+        section = section.section_at(name, raw)
+        raw = raw.get(written[-1]) if isinstance(raw, Mapping) else None
+        if section is not None:
+            variants = holder.variants.get(name, {})
     key = ".".join(written)
     if error["type"] == "extra_forbidden":
         others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
         here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
-        return Problem(keys=(key,), message=f"{key}: unknown key{here}{nearest_key(section, path)}")
-    if error["type"] == "missing":
-        rule = rule_of(section.model_fields[path[-1]])
-        return Problem(keys=(key,), message=f"{key}: the key is missing; expected {rule}")
-    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    return Problem(keys=(key,), message=f"{key}: {message}" if key else message)
+        message = f"unknown key{here}{nearest_key(holder, path)}"
+    elif field is None or section is not None:
+        message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    elif _is_missing(error, path):
+        message = f"the key is missing; expected {expected(type_of(field))}"
+    else:
+        message = refusal(type_of(field), error["input"] if raw is None else raw, error)
+    return tuple(path), Problem((key,), message)
+
+
+def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
+    """Return whether `error` is about a key that is not there, and not about an item of a value."""
+    return error["type"] == "missing" and len(error["loc"]) == len(path)
 
 
 def nearest_key(section: type[Section], path: Sequence[str]) -> str:
@@ -140,29 +171,17 @@ def _spelled(raw: Any, section: type[Section], name: str) -> str:
     return next((other for other, target in section.renames.items() if target == name and other in raw), name)
 
 
-def _without(raw: Any, path: tuple[str, ...], section: type[Section] = Settings) -> Any:
-    """Return a copy of `raw` without the key at `path`, however spelled; without its section if that needs the key."""
-    if not path or not isinstance(raw, Mapping):
+def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Settings) -> Any:
+    """Return a copy of `raw` without the key at `path`, however spelled."""
+    if not path or section is None or not isinstance(raw, Mapping):
         return {}
-    names = {path[0], *(other for other, target in section.renames.items() if target == path[0])}
-    copy = {name: value for name, value in raw.items() if str(name) not in names}
-    inner = section.section_at(path[0], raw)
-    if inner is not None and len(path) > 1:
-        spelled = _spelled(raw, section, path[0])
-        if spelled in raw and not _needs(inner, path[1:], raw[spelled]):
-            copy[spelled] = _without(raw[spelled], path[1:], inner)
+    name, *rest = path
+    names = {name, *(other for other, target in section.renames.items() if target == name)}
+    copy = {other: value for other, value in raw.items() if str(other) not in names}
+    spelled = _spelled(raw, section, name)
+    if rest and spelled in raw:
+        copy[spelled] = _without(raw[spelled], rest, section.section_at(name, raw))
     return copy
-
-
-def _needs(section: type[Section], path: tuple[str, ...], raw: Any) -> bool:
-    """Return whether `section`, written as `raw`, cannot be without the key at `path`."""
-    field = section.model_fields.get(path[0])
-    if field is None or not field.is_required():
-        return False
-    inner = section.section_at(path[0], raw)
-    if inner is None or len(path) == 1:
-        return True
-    return _needs(inner, path[1:], raw.get(_spelled(raw, section, path[0])) if isinstance(raw, Mapping) else None)
 
 
 def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:
@@ -180,78 +199,64 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
             problems += inner[0]
             notices += inner[1]
             continue
-        status, why, quiet = about(field)
-        asks = value != field.default and value not in quiet and not _can_be_off(field, value)
+        status, why = about(field)
+        asks = value != field.default
         off_switch = name == section.switch and section.is_off
         if status is Status.REFUSED and asks:
-            problems.append(Problem(keys=(key,), message=f"{key}: {show(value)} is not supported: {why}"))
+            problems.append(Problem((key,), f"{show(value)} is not supported: {why}"))
         elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
-            notices.append(Notice(key=key, message=f"{status.value}: {why}"))
-    return problems, notices + ([] if prefix else list(_idle(section)))
+            notices.append(Notice(key, f"{status.value}: {why}"))
+    return problems, notices
 
 
-def _can_be_off(field: FieldInfo, value: object) -> bool:
-    """Whether a value whose content is not read asks for nothing."""
-    rule = rule_of(field)
-    return isinstance(rule, Anything) and rule.can_be_off and is_off(value)
-
-
-def _idle(settings: Section) -> Iterator[Notice]:
+def _idle(settings: Settings) -> Iterator[Notice]:
     """Yield the keys that act in general, but not with the other keys of this config."""
-    if not isinstance(settings, Settings):
-        return
-    zero = settings.zero_optimization
+    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
     if zero.stage != 3 and "stage3_param_persistence_threshold" in zero.model_fields_set:
-        key = "zero_optimization.stage3_param_persistence_threshold"
         yield Notice(
-            key=key, message=f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}"
+            "zero_optimization.stage3_param_persistence_threshold",
+            f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}",
         )
     if zero.stage != 3 and zero.offload_param.device != "none":
         yield Notice(
-            key="zero_optimization.offload_param",
-            message="not built: parameters are offloaded at stage 3 only. At stage "
+            "zero_optimization.offload_param",
+            "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
-        yield Notice(key="zero_optimization.offload_optimizer.nvme_path", message='no effect: the device is "cpu"')
-    if settings.zstore.durability != "step" and settings.zstore.durability_path is not None:
-        yield Notice(key="zstore.durability_path", message='no effect: zstore.durability is not "step"')
+        yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
+    if own.durability != "step" and own.durability_path is not None:
+        yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
-            yield Notice(key=key, message="no effect: its line comes with those of progress, and steps_per_print is 0")
-    optimizer = settings.optimizer
+            yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
     if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
-        yield Notice(key="optimizer.params.adam_w_mode", message=message)
+        yield Notice("optimizer.params.adam_w_mode", message)
 
 
 def _contradictions(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong between keys that are each right by themselves."""
-    zero = settings.zero_optimization
+    zero, own = settings.zero_optimization, settings.zstore
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
-        yield _clash(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
+        yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         key = f"zero_optimization.{name}"
         ignored = offload is zero.offload_param and zero.stage != 3
         if offload.device == "nvme" and offload.nvme_path is None and not ignored:
             message = 'the device is "nvme"; give the absolute path of a folder on the drive'
-            yield _clash((f"{key}.nvme_path", f"{key}.device"), message)
+            yield Problem((f"{key}.nvme_path", f"{key}.device"), message)
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
-        yield _clash(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
-    own = settings.zstore
+        yield Problem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
     nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
-        yield _clash(("zstore.durability", "zstore.durability_path"), message)
+        yield Problem(("zstore.durability", "zstore.durability_path"), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
-        yield Problem(keys=("zstore.durability_path",), message=f"zstore.durability_path: {message}")
-    threads = settings.zstore.io_threads
-    if threads is not None and "thread_count" in settings.aio.model_fields_set and threads != settings.aio.thread_count:
-        message = f"these are the same setting, but one is {threads} and one {settings.aio.thread_count}; keep one"
-        yield _clash(("zstore.io_threads", "aio.thread_count"), message)
-
-
-def _clash(keys: tuple[str, ...], message: str) -> Problem:
-    return Problem(keys=keys, message=f"{' and '.join(keys)}: {message}")
+        yield Problem(("zstore.durability_path",), message)
+    threads, aio = own.io_threads, settings.aio
+    if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
+        message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
+        yield Problem(("zstore.io_threads", "aio.thread_count"), message)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from .keys import Section, rule_of
+from .keys import Section, answer_type
 from .schema import Settings
 from .sections import OptimizerSection
 
@@ -104,22 +104,10 @@ def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths that still say "auto" and must not when the engine reads them."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        rule = rule_of(info)
         if isinstance(value, Section):
             yield from open_keys(value, f"{prefix}{name}.")
-        elif value == "auto" and rule is not None and rule.auto:
+        elif value == "auto" and answer_type(info) is not None:
             yield prefix + name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resolution:
-    """Settings without "auto", or what is in the way."""
-
-    settings: Settings
-    problems: tuple[str, ...]
-    """What cannot be filled in, or contradicts. With any, the settings mean nothing."""
-    defaults: Mapping[str, Any]
-    """Keys that nobody answered, and the defaults that were taken."""
 
 
 def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
@@ -138,9 +126,13 @@ _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_pre
 """Sizes of buckets, in hundredths of the hidden size squared."""
 
 
-def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
+def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Settings, tuple[str, ...], dict[str, Any]]:
     """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
-    from the model and from other keys, else by the key's default."""
+    from the model and from other keys, else by the key's default.
+
+    With it come problems: what cannot be filled in, or contradicts (with any, the settings mean nothing); and the keys
+    without an answer, with the defaults that were taken.
+    """
     if context.client_optimizer:
         settings = settings.model_copy(update={"optimizer": None})
     if context.client_scheduler:
@@ -165,10 +157,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> Resolution:
             '"bf16": {"enabled": true}, or leave split_master out'
         )
     derived, defaults, missing = _fill(settings, context.hidden_size)
-    problems += missing
-    return Resolution(
-        settings=_replaced(settings, values | derived | defaults), problems=tuple(problems), defaults=defaults
-    )
+    return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 
 
 def answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:

@@ -3,76 +3,72 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import Section, built
-from .values import Auto, AutoPositive, Bool, Count, Number, OneOf, PerGroup, Positive, Real, Whole
+from .values import Auto, BelowOne, Bool, Count, OneOf, Position, Positive, Real, Words, expected
 
 ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
 
-Rates = Annotated[float | tuple[float, ...], PlainValidator(PerGroup())]
-AutoRates = Annotated[float | tuple[float, ...] | Auto, PlainValidator(PerGroup(auto=True))]
-MaybeAutoRates = Annotated[float | tuple[float, ...] | Auto | None, PlainValidator(PerGroup(auto=True))]
-Momenta = Annotated[float | tuple[float, ...], PlainValidator(PerGroup(item=Number(maximum=1.0, open_end=True)))]
-WarmupType = Annotated[Literal["log", "linear"], PlainValidator(OneOf(options=("log", "linear")))]
-Position = Annotated[int, PlainValidator(Whole(minimum=-1))]
-Stairs = Annotated[int, PlainValidator(Whole(minimum=-1))]
-MaybeStairs = Annotated[int | None, PlainValidator(Whole(minimum=-1))]
-MaybeCount = Annotated[int | None, PlainValidator(Whole())]
+_PER_GROUP = ", or a list with one for each parameter group"
+Rates = Annotated[Real | Annotated[tuple[Real, ...], Field(min_length=1)], Words(f"{expected(Real)}{_PER_GROUP}")]
+Momenta = Annotated[
+    BelowOne | Annotated[tuple[BelowOne, ...], Field(min_length=1)], Words(f"{expected(BelowOne)}{_PER_GROUP}")
+]
+WarmupType = Annotated[Literal["log", "linear"], OneOf()]
 
 
 class SchedulerParams(Section):
     """Arguments of a schedule."""
 
+    last_batch_iteration: Position = built(-1)
+    """Step to start from; -1: the beginning. A loaded checkpoint has its own."""
 
-class WarmupLRParams(SchedulerParams):
-    """The rate climbs from the least to the most and stays there."""
 
-    warmup_min_lr: AutoRates = built(0.0)
-    """Learning rate at the first step. "auto": what the caller answers, else 0."""
-    warmup_max_lr: MaybeAutoRates = built(None)
-    """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
-    warmup_num_steps: AutoPositive = built(1000)
+class WarmupParams(SchedulerParams):
+    """Arguments of a schedule that begins with a warm-up."""
+
+    warmup_num_steps: Positive | Auto = built(1000)
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
     tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
+    """Shape of the rise, by default DeepSpeed's."""
+
+
+class WarmupLRParams(WarmupParams):
+    """The rate rises from the minimum to the maximum and stays there."""
+
+    warmup_min_lr: Rates | Auto = built(0.0)
+    """Learning rate at the first step. "auto": what the caller answers, else 0."""
+    warmup_max_lr: Rates | Auto | None = built(None)
+    """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """The rate climbs from the least to the most, then falls back in a line."""
+    """The rate rises from the minimum to the maximum, then falls back linearly."""
 
-    total_num_steps: AutoPositive
-    """Step at which the rate is the least again, and stays so. "auto": what the caller answers, as `zstore train` does; there
-    is no default."""
-    warmup_max_lr: MaybeAutoRates = built(0.001)
+    total_num_steps: Positive | Auto
+    """Step at which the rate is back at its minimum, where it stays. "auto": what the caller answers, as `zstore train`
+    does; there is no default."""
+    warmup_max_lr: Rates | Auto | None = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
 
-class WarmupCosineLRParams(SchedulerParams):
-    """The rate climbs to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
+class WarmupCosineLRParams(WarmupParams):
+    """The rate rises to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
-    total_num_steps: AutoPositive
-    """Step at which the rate is least. "auto": what the caller answers, as `zstore train` does; there
+    total_num_steps: Positive | Auto
+    """Step at which the rate reaches its minimum. "auto": what the caller answers, as `zstore train` does; there
     is no default."""
     warmup_min_ratio: Real = built(0.0)
-    """Part of the group's lr at the second step, where the warm-up begins."""
-    warmup_num_steps: AutoPositive = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore train` a
-    tenth of the steps, at most that."""
+    """Fraction of the group's lr at the second step, where the warm-up begins."""
     cos_min_ratio: Real = built(0.0001)
-    """Part of the group's lr at the end, and from there on."""
-    warmup_type: WarmupType = built("log")
-    """Shape of the climb, by default DeepSpeed's."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
+    """Fraction of the group's lr at the end, and from there on."""
 
 
 class OneCycleParams(SchedulerParams):
-    """The rate climbs from the least to the most and falls back, once; then it decays. Momentum goes the other way."""
+    """The rate rises from the minimum to the maximum and falls back, once; then it decays. Momentum goes the other way."""
 
     cycle_min_lr: Rates
     """Learning rate at the beginning and at the end of the cycle."""
@@ -81,13 +77,13 @@ class OneCycleParams(SchedulerParams):
     decay_lr_rate: Real = built(0.0)
     """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
     cycle_first_step_size: Positive = built(2000)
-    """Steps of the climb."""
-    cycle_second_step_size: MaybeCount = built(None)
-    """Steps of the fall. Unset: as many as the climb has."""
-    cycle_first_stair_count: Stairs = built(0)
-    """Stairs of the climb; 0: a line."""
-    cycle_second_stair_count: MaybeStairs = built(None)
-    """Stairs of the fall; 0: a line. Unset: as many as the climb has."""
+    """Steps of the rise."""
+    cycle_second_step_size: Count | None = built(None)
+    """Steps of the fall. Unset: as many as the rise has."""
+    cycle_first_stair_count: Position = built(0)
+    """Steps of the staircase of the rise; 0: linear."""
+    cycle_second_stair_count: Position | None = built(None)
+    """Steps of the staircase of the fall; 0: linear. Unset: as many as the rise has."""
     decay_step_size: Count = built(0)
     """Steps of an interval of decay after the cycle; 0: no decay."""
     cycle_momentum: Bool = built(True)
@@ -99,12 +95,10 @@ class OneCycleParams(SchedulerParams):
     """Momentum at the end of the cycle."""
     decay_mom_rate: Real = built(0.0)
     """After the cycle momentum is cycle_max_mom x (1 + decay_mom_rate x intervals of decay_step_size)."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 class LRRangeTestParams(SchedulerParams):
-    """The rate grows without end, to find the largest that trains."""
+    """The rate grows without limit, to find the largest that trains."""
 
     lr_range_test_min_lr: Rates = built(0.001)
     """Learning rate at the first step."""
@@ -114,8 +108,6 @@ class LRRangeTestParams(SchedulerParams):
     """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
     lr_range_test_staircase: Bool = built(False)
     """Count whole intervals only."""
-    last_batch_iteration: Position = built(-1)
-    """Step to go on from; -1: from the beginning. A checkpoint that is loaded has its own."""
 
 
 SCHEDULES: Mapping[str, type[SchedulerParams]] = {
@@ -125,14 +117,11 @@ SCHEDULES: Mapping[str, type[SchedulerParams]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
 }
-_NAMES = OneOf(
-    options=tuple(SCHEDULES),
-    hint="; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out",
-)
+_OTHERS = "; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out"
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the schedule's own; where its name is wrong, that alone is told."""
+    """Read the arguments as the schedule's own; where its name is wrong, only that is reported."""
     kind = SCHEDULES.get(info.data.get("type", ""))
     return SchedulerParams() if kind is None else kind.model_validate(value)
 
@@ -142,7 +131,7 @@ class SchedulerSection(Section):
 
     variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": SCHEDULES}
 
-    type: Annotated[ScheduleName, PlainValidator(_NAMES)]
+    type: Annotated[ScheduleName, OneOf(lambda _: _OTHERS)]
     """Name of the schedule."""
     params: Annotated[SchedulerParams, PlainValidator(_by_type)]
 

@@ -6,11 +6,8 @@ without them.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator
-
-from .keeping import MaybeKeep
 from .keys import Section, built, no_effect, not_built, refused
 from .scheduler import SchedulerSection
 from .sections import (
@@ -21,7 +18,6 @@ from .sections import (
     CheckpointSection,
     CommsLoggerSection,
     CsvMonitorSection,
-    DataType,
     DataTypesSection,
     FlopsProfilerSection,
     Fp16Section,
@@ -29,26 +25,12 @@ from .sections import (
     TensorboardSection,
     WandbSection,
 )
-from .values import (
-    AbsolutePaths,
-    Auto,
-    AutoReal,
-    Bool,
-    Count,
-    MaybeAutoPositive,
-    MaybeOptions,
-    MaybePath,
-    MaybePositive,
-    OneOf,
-    Real,
-    Unread,
-    Whole,
-)
+from .values import Auto, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Unread, Words
 from .zero import ZeroSection
 
 _NO_MONITOR = "no metrics go there; use tensorboard, wandb or csv_monitor"
 _MEAN = (
-    "gradients are averaged in one fixed way, the one whose bits are tested; against overflow in fp16 lower "
+    "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"
 )
 
@@ -56,46 +38,46 @@ _MEAN = (
 class ZstoreSection(Section):
     """Settings of zstore's own."""
 
-    host_budget_bytes: Annotated[int | Auto | None, PlainValidator(Whole(minimum=1, words=("auto",)))] = built(None)
-    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme what does
-    not fit rests on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as can be: buffers,
-    shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
+    host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme the rest
+    is on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as possible: buffers, shards
+    under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
     micro-batch 4."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
-    keep: MaybeKeep = built(None)
-    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object, of
-    which any reason will do. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
+    keep: Rules | None = built(None)
+    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object,
+    any of whose reasons keeps one. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
     best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
-    "tags": a list of names, or patterns of names. Unset: all, since deleting is not ours to start."""
-    storage_options: MaybeOptions = built(None)
-    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: what the environment says, where
+    "tags": a list of names, or patterns of names. Unset: all."""
+    storage_options: Options | None = built(None)
+    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment, where
     credentials belong. See docs/remote.md."""
-    upload_folder: MaybePath = built(None)
-    """Where a checkpoint for a URL is committed first, to be uploaded behind training. All ranks must see it. Unset: beside
+    upload_folder: Folder | None = built(None)
+    """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it. Unset: beside
     the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
     keep_local: Bool = built(False)
-    """Leave that local checkpoint there once it is uploaded; `keep` holds for it too."""
-    io_threads: MaybePositive = built(None)
-    """The same as aio.thread_count; unset: what stands there."""
+    """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
+    io_threads: Positive | None = built(None)
+    """The same as aio.thread_count; unset: that key's value."""
     silent_rank_s: Real = built(45.0)
-    """Seconds without a sign of life after which a rank counts as dead and all stop: one that was killed is noticed at
-    once, one that is stopped or whose machine is lost is not. A slow rank gives signs. 0: wait for the timeout of
+    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
+    this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
     torch.distributed."""
-    step_overlap: Annotated[str, PlainValidator(OneOf(options=("none", "backward", "forward", "auto")))] = built("auto")
-    """When the update runs; the same bits in all. "none": in step(). "forward": behind it, each unit before the next
-    forward needs it. "backward": each unit as its gradients arrive, which cannot take back a step that is not finite;
+    step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
+    """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
+    forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
     with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
     "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
-    is never updated behind step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
     split_master: Bool = built(False)
-    """Keep each fp32 master as the bf16 weight and what that lacks, 2 1/8 bytes an element in place of 4: less memory and
+    """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
-    durability: Annotated[str, PlainValidator(OneOf(options=("checkpoint", "step")))] = built("checkpoint")
+    durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
     """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
-    on disk costs links, state in memory is written. After a power cut the last checkpoint holds in both."""
-    durability_path: AbsolutePaths = built(None)
-    """Folder for the snapshots of "durability": "step", one that all ranks share. Unset: on the first `nvme_path`; needed
+    on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
+    durability_path: Folders | None = built(None)
+    """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed
     where nothing is offloaded to a drive."""
 
 
@@ -107,18 +89,18 @@ class Settings(Section):
         "seq_parallel_communication_data_type": "seq_parallel_comm_data_type",
     }
 
-    train_batch_size: MaybeAutoPositive = built(None)
+    train_batch_size: Positive | Auto | None = built(None)
     """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
     two of the three give the third. "auto" here and in the next two: what the caller gives."""
-    train_micro_batch_size_per_gpu: MaybeAutoPositive = built(None)
+    train_micro_batch_size_per_gpu: Positive | Auto | None = built(None)
     """Samples that one rank takes through one forward and backward."""
-    gradient_accumulation_steps: MaybeAutoPositive = built(None)
+    gradient_accumulation_steps: Positive | Auto | None = built(None)
     """Micro-batches per step; 1 where it cannot be derived."""
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Bf16Section()
-    gradient_clipping: AutoReal = built(0.0)
+    gradient_clipping: Real | Auto = built(0.0)
     """Largest global norm of the gradients; larger ones are scaled down to it. 0: off, as in DeepSpeed's code."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
@@ -126,15 +108,15 @@ class Settings(Section):
     seed: Count = built(1234)
     """Seed of data order and dropout. Fixed, so that two runs that say nothing about it agree."""
     steps_per_print: Count = built(10)
-    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO, and where nobody configured
-    logging to stderr."""
+    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO; without a logging
+    configuration, to stderr."""
     wall_clock_breakdown: Bool = built(False)
     """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device at both
     ends of each, so that they are the device's times."""
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes beside the
+    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes on the
     table of where state rests: padding, room on the drive, the drive's life."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
@@ -150,21 +132,21 @@ class Settings(Section):
     )
     """How much is logged."""
     disable_python_gc: Bool = built(False)
-    """Hold Python's collector of reference cycles still until the engine is closed: it stops all ranks when one
-    collects. Call gc.collect() where it suits."""
+    """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
+    gc.collect() where it suits."""
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()
-    communication_data_type: DataType = built(None)
+    communication_data_type: DataType | None = built(None)
     """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
     Unset or "none": the parameters' type."""
-    seq_parallel_comm_data_type: DataType = no_effect(None, "there is no sequence parallelism", quiet=("none",))
+    seq_parallel_comm_data_type: DataType | None = no_effect(None, "there is no sequence parallelism")
     """Type of sequence-parallel traffic."""
     prescale_gradients: Bool = not_built(False, _MEAN)
     """Divide gradients before they are reduced."""
     gradient_predivide_factor: Real = not_built(1.0, _MEAN)
     """Part of the division that comes before the reduction."""
-    gradient_allreduce_op: Annotated[str, PlainValidator(OneOf(options=("mean", "sum")))] = refused(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], OneOf()] = refused(
         "mean", "gradients are averaged over train_batch_size; multiply the loss instead"
     )
     """Average or sum gradients over the ranks."""
@@ -192,12 +174,12 @@ class Settings(Section):
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
     timers: Unread = not_built(
-        None, "no line tells the throughput; engine.statistics() has times and bytes, wall_clock_breakdown adds a line"
+        None, "throughput is not logged; engine.statistics() has times and bytes, wall_clock_breakdown logs phase times"
     )
     """How time is taken."""
     nebula: Unread = not_built(
         None,
-        "checkpoints go to the folder or URL of save_checkpoint() alone; with wait=False they do not hold up training",
+        "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
     )
     """Another checkpoint service."""
     datastates_ckpt: Unread = not_built(
@@ -206,15 +188,13 @@ class Settings(Section):
     """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
-    amp: Unread = refused(None, "Apex is no longer kept up; use bf16 or fp16")
+    amp: Unread = refused(None, "Apex is no longer maintained; use bf16 or fp16")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
     sparse_attention: Unread = refused(None, "choose the attention in the model")
     """Sparse attention kernels."""
-    compile: Unread = refused(
-        None, "pass a model that torch.compile compiled to initialize(), at stages 0 to 2", quiet=({},)
-    )
+    compile: Unread = refused(None, "pass a model that torch.compile compiled to initialize(), at stages 0 to 2")
     """DeepCompile."""
     elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
     """Batch sizes from a list of world sizes."""
@@ -226,9 +206,7 @@ class Settings(Section):
     """Tensor parallelism."""
     expert_parallel: Unread = refused(None, "there is no expert parallelism; remove the section")
     """Expert parallelism."""
-    sequence_parallel_size: Annotated[int, PlainValidator(Whole(minimum=1))] = refused(
-        1, "there is no sequence parallelism"
-    )
+    sequence_parallel_size: Positive = refused(1, "there is no sequence parallelism")
     """Ranks that share a sequence."""
     hybrid_engine: Unread = refused(None, "there is no inference engine; remove the section")
     """Inference within training."""

@@ -1,15 +1,29 @@
-"""Rules for one value of a config: each turns what was written into typed data, or says what it expected."""
+"""Types of config values: pydantic's, and in words what each takes, for messages and for `docs/config.md`."""
 
 import json
-import math
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import PlainValidator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    Strict,
+    StrictBool,
+    StrictStr,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from zstore.checkpoint.keep import Keep
+from zstore.errors import UsageError
 
 _PLACEHOLDER = re.compile(r"\s*\[([^\[\]]*\|[^\[\]]*)\]\s*")
 
@@ -23,263 +37,180 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """What a value must be. Called with the value as written; raises ValueError with what was expected and got."""
+@dataclass(frozen=True)
+class Words:
+    """What a type takes, where that does not follow from its limits."""
 
-    auto: bool = False
-    """Whether "auto" may stand here until `resolve` replaces it."""
-
-    def __call__(self, value: object) -> object:
-        """Return the typed value; pydantic calls this."""
-        if self.auto and value == "auto":
-            return value
-        placeholder = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
-        if placeholder:
-            choices = ", ".join(choice.strip() for choice in placeholder.group(1).split("|"))
-            raise ValueError(f"[{placeholder.group(1)}] is left in from documentation; choose one of {choices}")
-        return self._convert(value)
-
-    def _convert(self, value: object) -> object:
-        """Return the typed value of anything but "auto" and placeholders."""
-        raise NotImplementedError
-
-    def _expected(self) -> str:
-        """Return what the rule takes, for messages and for the document."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return self._expected() + (' or "auto"' if self.auto else "")
-
-    def _refuse(self, value: object) -> ValueError:
-        return ValueError(f"expected {self}, got {show(value)}")
+    text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag(Rule):
-    """true or false."""
+@dataclass(frozen=True)
+class OneOf:
+    """Of a `Literal`: words are taken in any case, and an error lists the choices."""
 
-    def _convert(self, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise self._refuse(value)
-        return value
+    advice: Callable[[object], str] = lambda _: ""
+    """Returns the end of the message about a value that is not among them."""
 
-    def _expected(self) -> str:
-        return "true or false"
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return how pydantic reads the value."""
+        options = get_args(source)
 
+        def choose(value: object) -> object:
+            key = value.lower() if isinstance(value, str) else value
+            for option in options:
+                same_kind = isinstance(value, bool) == isinstance(option, bool)
+                if same_kind and key == (option.lower() if isinstance(option, str) else option):
+                    return option
+            _filled_in(value)
+            raise ValueError(f"choose one of {', '.join(map(show, options))}; got {show(value)}{self.advice(value)}")
 
-@dataclass(frozen=True, kw_only=True)
-class Whole(Rule):
-    """A whole number, `1e9` included; `words` are strings that are taken as they are."""
-
-    minimum: int = 0
-    maximum: int | None = None
-    multiple: int = 1
-    words: tuple[str, ...] = ()
-
-    def _convert(self, value: object) -> int | str:
-        if isinstance(value, str) and value in self.words:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-            raise self._refuse(value)
-        if value < self.minimum or (self.maximum is not None and value > self.maximum) or value % self.multiple:
-            raise self._refuse(value)
-        return int(value)
-
-    def _expected(self) -> str:
-        if self.multiple > 1:
-            text = f"a positive multiple of {self.multiple}"
-        elif self.maximum is not None:
-            text = f"a whole number from {self.minimum} to {self.maximum}"
-        else:
-            text = f"a whole number of at least {self.minimum}"
-        return " or ".join([text, *map(show, self.words)])
+        return core_schema.no_info_plain_validator_function(choose)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Number(Rule):
-    """A finite number from `minimum` to `maximum`, or below it where `open_end`."""
-
-    minimum: float = 0.0
-    maximum: float = math.inf
-    open_end: bool = False
-
-    def _convert(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-            raise self._refuse(value)
-        if not self.minimum <= value <= self.maximum or (self.open_end and value == self.maximum):
-            raise self._refuse(value)
-        return float(value)
-
-    def _expected(self) -> str:
-        if self.maximum == math.inf:
-            return f"a number of at least {self.minimum:g}"
-        return f"a number from {self.minimum:g} to {'below ' if self.open_end else ''}{self.maximum:g}"
+def expected(kind: Any, about: Iterable[Any] = ()) -> str:
+    """Return in words what a type with these annotations takes."""
+    if get_origin(kind) is Annotated:
+        return expected(kind.__origin__, kind.__metadata__)
+    words = next((one.text for one in about if isinstance(one, Words)), None)
+    if words is not None:
+        return words
+    if get_origin(kind) is Literal:
+        options = get_args(kind)
+        return ("one of " if options[1:] else "") + ", ".join(map(show, options))
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
+    if kind in (int, float):
+        return _number("a whole number" if kind is int else "a number", about)
+    return " or ".join(expected(one) for one in get_args(kind) if one is not NoneType)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneOf(Rule):
-    """One of a few words or numbers; words in any case."""
-
-    options: tuple[str | int | bool, ...]
-    hint: str = ""
-    """What to do where the value wanted is not among them."""
-
-    def _convert(self, value: object) -> str | int | bool:
-        key = value.lower() if isinstance(value, str) else value
-        for option in self.options:
-            same_kind = isinstance(value, bool) == isinstance(option, bool)
-            if same_kind and key == (option.lower() if isinstance(option, str) else option):
-                return option
-        raise ValueError(f"choose one of {', '.join(map(show, self.options))}; got {show(value)}{self._advice(value)}")
-
-    def _advice(self, value: object) -> str:
-        """Return the end of the message about `value`, which is not among the options."""
-        return self.hint
-
-    def _expected(self) -> str:
-        return "one of " + ", ".join(map(show, self.options))
+_SIMPLE = {bool: "true or false", str: "a string", Path: "an absolute path"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text(Rule):
-    """A string."""
-
-    def _convert(self, value: object) -> str:
-        if not isinstance(value, str):
-            raise self._refuse(value)
-        return value
-
-    def _expected(self) -> str:
-        return "a string"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Folder(Rule):
-    """An absolute path of a folder, which need not exist yet, or a list of such paths, on several drives."""
-
-    def _convert(self, value: object) -> tuple[Path, ...]:
-        if not isinstance(value, list | tuple):
-            return (self._path(value),)
-        paths = tuple(self._path(one) for one in value)
-        if not paths or len(set(paths)) < len(paths):
-            raise ValueError(f"expected different paths, one for each drive, got {show(value)}")
-        return paths
-
-    def _path(self, value: object) -> Path:
-        if not isinstance(value, str | Path) or not str(value):
-            raise self._refuse(value)
-        path = Path(value)
-        if not path.is_absolute():
-            meant = Path.home() / path.relative_to("~") if path.parts[0] == "~" else path.absolute()
-            raise ValueError(f'expected an absolute path, got {show(str(value))}; write "{meant}"')
-        return path
-
-    def _expected(self) -> str:
-        return "an absolute path, or a list of them"
+def _number(noun: str, about: Iterable[Any]) -> str:
+    limits: dict[str, Any] = {}
+    for one in about:
+        for limit in one.metadata if isinstance(one, FieldInfo) else [one]:
+            limits |= {name: getattr(limit, name) for name in ("ge", "le", "lt", "multiple_of") if hasattr(limit, name)}
+    if "multiple_of" in limits:
+        return f"a positive multiple of {limits['multiple_of']}"
+    if "le" not in limits and "lt" not in limits:
+        return f"{noun} of at least {limits['ge']:g}"
+    end = f"below {limits['lt']:g}" if "lt" in limits else f"{limits['le']:g}"
+    return f"{noun} from {limits['ge']:g} to {end}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneFolder(Folder):
-    """An absolute path of a folder, which need not exist yet."""
-
-    def _convert(self, value: object) -> Any:
-        return self._path(value)
-
-    def _expected(self) -> str:
-        return "an absolute path"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Rule):
-    """An object whose keys go to other software as they are."""
-
-    def _convert(self, value: object) -> dict[str, Any]:
-        if not isinstance(value, Mapping):
-            # Not shown: it may be a secret.
-            raise ValueError(f"expected {self}, got a {type(value).__name__}")
-        return dict(value)
-
-    def _expected(self) -> str:
-        return "an object"
+def refusal(kind: Any, value: object, error: Mapping[str, Any]) -> str:
+    """Return the message about `value`, which pydantic refused as a `kind` with `error`."""
+    try:
+        _filled_in(value)
+    except ValueError as found:
+        return str(found)
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"expected {expected(kind)}, got {show(value)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair(Rule):
-    """Two numbers, each by `item`."""
-
-    item: Number = field(default_factory=Number)
-
-    def _convert(self, value: object) -> tuple[float, float]:
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            raise self._refuse(value)
-        try:
-            return self.item._convert(value[0]), self.item._convert(value[1])
-        except ValueError:
-            raise self._refuse(value) from None
-
-    def _expected(self) -> str:
-        return f"two numbers, each {self.item._expected().removeprefix('a number ')}"
+def _filled_in(value: object) -> object:
+    """Return `value`. Raises ValueError for `[a|b|c]`, as documentation shows choices."""
+    placeholder = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
+    if placeholder:
+        choices = ", ".join(choice.strip() for choice in placeholder.group(1).split("|"))
+        raise ValueError(f"[{placeholder.group(1)}] is left in from documentation; choose one of {choices}")
+    return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerGroup(Rule):
-    """A number by `item`, or a list of them, one for each parameter group of the optimizer."""
-
-    item: Number = field(default_factory=Number)
-
-    def _convert(self, value: object) -> float | tuple[float, ...]:
-        try:
-            if isinstance(value, list | tuple) and value:
-                return tuple(map(self.item._convert, value))
-            return self.item._convert(value)
-        except ValueError:
-            raise self._refuse(value) from None
-
-    def _expected(self) -> str:
-        return f"{self.item._expected()}, or a list with one for each parameter group"
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-@dataclass(frozen=True, kw_only=True)
-class Anything(Rule):
-    """Any JSON value; for keys whose content is not read."""
-
-    can_be_off: bool = True
-    """Whether false, 0, an empty or a disabled object asks for nothing."""
-
-    def _convert(self, value: object) -> object:
-        return value
-
-    def _expected(self) -> str:
-        return "anything"
+def _absolute(value: object) -> Path:
+    _filled_in(value)
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError(f"expected an absolute path, got {show(value)}")
+    path = Path(value)
+    if not path.is_absolute():
+        meant = Path.home() / path.relative_to("~") if path.parts[0] == "~" else path.absolute()
+        raise ValueError(f'expected an absolute path, got {show(str(value))}; write "{meant}"')
+    return path
 
 
-def is_off(value: object) -> bool:
-    """Whether a value whose content is not read asks for nothing: false, 0, null, empty, or a disabled object."""
+def _folders(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        value = [value]
+    if not value or len({str(one) for one in value}) < len(value):
+        raise ValueError(f"expected different paths, one for each drive, got {show(value)}")
+    return value
+
+
+def _options(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        # Not shown: it may be a secret.
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    return dict(value)
+
+
+_KEEP = "a whole number of at least 1, or an object with any of last, every, best, tags"
+
+
+def _keep(value: object) -> Keep:
+    """Return the rules that an object with fields of `Keep` names, or a number of the newest."""
+    found = dict(value) if isinstance(value, Mapping) else {"last": value}
+    known = [field.name for field in fields(Keep)]
+    for name in found:
+        if name not in known:
+            raise ValueError(f"expected keys {', '.join(known)}, got {show(name)}")
+    rules: dict[str, Any] = {name: _whole(item) for name, item in found.items() if item is not None}
+    if isinstance(rules.get("tags"), list):
+        rules["tags"] = tuple(rules["tags"])
+    for name in {"last", "every"} & set(rules):
+        if type(rules[name]) is not int or rules[name] < 1:
+            raise ValueError(f"expected {_KEEP}, got {show(rules[name])}")
+    try:
+        return Keep(**rules)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
-        return not value["enabled"] if "enabled" in value else all(map(is_off, value.values()))
+        return not value["enabled"] if "enabled" in value else all(map(_is_off, value.values()))
     return value is None or value == "none" or not value
 
 
+def _none_if_off(value: object) -> object:
+    return None if _is_off(value) else value
+
+
 Auto = Literal["auto"]
-Bool = Annotated[bool, PlainValidator(Flag())]
-AutoBool = Annotated[bool | Auto, PlainValidator(Flag(auto=True))]
-Count = Annotated[int, PlainValidator(Whole())]
-Positive = Annotated[int, PlainValidator(Whole(minimum=1))]
-AutoCount = Annotated[int | Auto, PlainValidator(Whole(auto=True))]
-AutoPositive = Annotated[int | Auto, PlainValidator(Whole(minimum=1, auto=True))]
-Real = Annotated[float, PlainValidator(Number())]
-AutoReal = Annotated[float | Auto, PlainValidator(Number(auto=True))]
-MaybeCount = Annotated[int | None, PlainValidator(Whole())]
-MaybePositive = Annotated[int | None, PlainValidator(Whole(minimum=1))]
-MaybeAutoCount = Annotated[int | Auto | None, PlainValidator(Whole(auto=True))]
-MaybeAutoPositive = Annotated[int | Auto | None, PlainValidator(Whole(minimum=1, auto=True))]
-MaybeAutoReal = Annotated[float | Auto | None, PlainValidator(Number(auto=True))]
-MaybeName = Annotated[str | None, PlainValidator(Text())]
-Fraction = Annotated[float, PlainValidator(Number(maximum=1.0))]
-Name = Annotated[str, PlainValidator(Text())]
-Unread = Annotated[Any, PlainValidator(Anything())]
-Leftover = Annotated[Any, PlainValidator(Anything(can_be_off=False))]
-MaybeOptions = Annotated[dict[str, Any] | None, PlainValidator(Options())]
-MaybePath = Annotated[Path | None, PlainValidator(OneFolder())]
-AbsolutePaths = Annotated[tuple[Path, ...] | None, PlainValidator(Folder())]
+"""Stands for a value until `resolve` replaces it."""
+Bool = StrictBool
+Name = Annotated[StrictStr, BeforeValidator(_filled_in)]
+Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
+"""A whole number, `1e9` included."""
+Count = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(ge=1)]
+Position = Annotated[Whole, Field(ge=-1)]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+Real = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Real, Field(le=1)]
+BelowOne = Annotated[Real, Field(lt=1)]
+Folder = Annotated[Path, BeforeValidator(_absolute)]
+Folders = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("an absolute path, or a list of them")]
+Options = Annotated[
+    dict[str, Any],
+    BeforeValidator(_options),
+    PlainSerializer(lambda options: f"{len(options)} keys, not shown: they may be secret"),
+    Words("an object"),
+]
+Rules = Annotated[
+    Keep,
+    BeforeValidator(_keep),
+    PlainSerializer(lambda keep: {name: value for name, value in asdict(keep).items() if value not in (None, ())}),
+    Words(_KEEP),
+]
+Anything = Annotated[Any, Words("anything")]
+Unread = Annotated[Anything, AfterValidator(_none_if_off)]
+"""Its content is not read; "none", false, 0, an empty and a disabled object ask for nothing."""
+DataType = Annotated[Literal["fp32", "fp16", "bf16", "none"], OneOf(), AfterValidator(_none_if_off)]
+"""A type; "none" is None."""

@@ -3,35 +3,20 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator
-
 from .keys import Section, built, no_effect, not_built, refused
-from .values import (
-    AbsolutePaths,
-    AutoCount,
-    AutoPositive,
-    Bool,
-    Count,
-    Fraction,
-    MaybeCount,
-    MaybePositive,
-    OneOf,
-    Positive,
-    Unread,
-    Whole,
-)
+from .values import Auto, Bool, Count, Folders, Fraction, OneOf, Position, Positive, Unread
 
-Stage = Annotated[int, PlainValidator(OneOf(options=(0, 1, 2, 3)))]
-Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(OneOf(options=("none", "cpu", "nvme")))]
+Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
+Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 
 _EXACT = (
     "nothing is quantized on its way, so that stages and tiers give the same bits; it takes the bytes of the full type"
 )
-_ONE_WAY = "there is one way to gather, flat and by unit"
+_ONE_WAY = "parameters are always gathered flat, unit by unit"
 _ALL_RANKS = (
     "parameters are sharded over all ranks, and gathered from all: the least memory, and more traffic between nodes"
 )
-_PIPELINE = "an update always reads ahead and writes behind, as far as its buffers go"
+_PIPELINE = "an update always prefetches and writes back in the background, as far as its buffers allow"
 
 
 class OffloadOptimizerSection(Section):
@@ -41,17 +26,18 @@ class OffloadOptimizerSection(Section):
 
     device: Device
     """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
-    nvme_path: AbsolutePaths = built(None)
+    nvme_path: Folders | None = built(None)
     """Folder on the drive for the state's files; needed with "nvme". A list spreads them over several drives. Each run locks
     its folders; two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
-    Where that cannot be, plain memory and one warning."""
-    buffer_count: MaybePositive = no_effect(
-        None, "the update lends parts of one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes"
+    Where that fails: pageable memory, and one warning."""
+    buffer_count: Positive | None = no_effect(
+        None,
+        "the update takes its buffers from one pool, 64 MiB or half of a smaller host budget: set host_budget_bytes",
     )
     """Buffers for state on its way; DeepSpeed's default is 4."""
-    fast_init: Bool = no_effect(False, "new moments are never written: what was not written yet reads as zeros")
+    fast_init: Bool = no_effect(False, "new moments are not written at all: what was never written reads as zeros")
     """Make new optimizer state without writing it first."""
     ratio: Fraction = built(1.0)
     """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it."""
@@ -72,24 +58,24 @@ class OffloadOptimizerSection(Section):
 
 
 class OffloadParamSection(Section):
-    """Where parameters rest between their uses, at stage 3. Below it the section is reported, and parameters stay on the
-    device."""
+    """Where parameters rest between their uses, at stage 3. Below it parameters stay on the device, and the section is
+    reported."""
 
     switch = "device"
 
     device: Device
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
-    nvme_path: AbsolutePaths = built(None)
+    nvme_path: Folders | None = built(None)
     """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
     pin_memory: Bool = built(False)
     """The same as offload_optimizer.pin_memory: one of the two is enough."""
     buffer_count: Positive = built(5)
-    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; who finds no buffer
-    waits."""
+    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; without a free
+    buffer a transfer waits."""
     buffer_size: Positive = built(100_000_000)
     """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
     little."""
-    max_in_cpu: MaybeCount = built(None)
+    max_in_cpu: Count | None = built(None)
     """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
     has room for, none without one; DeepSpeed's default is 1e9."""
 
@@ -113,27 +99,27 @@ class ZeroSection(Section):
     """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too. Off unless asked for."""
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
     offload_param: OffloadParamSection = OffloadParamSection(device="none")
-    reduce_bucket_size: AutoPositive = built(500_000_000)
+    reduce_bucket_size: Positive | Auto = built(500_000_000)
     """Elements of gradients reduced in one collective: more is faster, and takes that memory. On gloo at most 4 Mi:
     larger ones are no faster there. "auto": hidden size squared."""
-    allgather_bucket_size: AutoPositive = built(500_000_000)
+    allgather_bucket_size: Positive | Auto = built(500_000_000)
     """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
     before its use (stage 3). "auto": hidden size squared."""
-    stage3_param_persistence_threshold: AutoCount = built(100_000)
+    stage3_param_persistence_threshold: Count | Auto = built(100_000)
     """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
     collectives. "auto": 10 times the hidden size."""
-    stage3_model_persistence_threshold: MaybeCount = built(None)
+    stage3_model_persistence_threshold: Count | None = built(None)
     """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
-    stage3_prefetch_bucket_size: AutoCount = built(50_000_000)
+    stage3_prefetch_bucket_size: Count | Auto = built(50_000_000)
     """Elements gathered ahead of use; where it is not 0, at least the next unit, a transformer block. 0: each unit is
     gathered when it is needed. "auto": 0.9 times the hidden size squared."""
     stage3_max_live_parameters: Count = built(1_000_000_000)
     """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
     part; a single module's parameters are gathered whatever they are."""
-    stage3_max_reuse_distance: MaybeCount = built(None)
+    stage3_max_reuse_distance: Count | None = built(None)
     """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps what is
     used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
-    sub_group_size: MaybePositive = no_effect(
+    sub_group_size: Positive | None = no_effect(
         None, "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"
     )
     """Elements updated at a time; DeepSpeed's default is 1e9."""
@@ -141,7 +127,7 @@ class ZeroSection(Section):
     """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
     loads from there. At every stage; in the background, before the checkpoint is committed."""
     contiguous_gradients: Bool = no_effect(
-        True, "gradients are always reduced from flat buckets, which are freed at once, so nothing is left in pieces"
+        True, "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"
     )
     """Copy gradients into one buffer as they come, against fragmentation."""
     reduce_scatter: Bool = built(True)
@@ -155,9 +141,7 @@ class ZeroSection(Section):
     overlap_comm: Bool = built(True)
     """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
     not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
-    round_robin_gradients: Bool = no_effect(
-        False, "each rank copies the rows that it owns, all ranks at once, so there is nothing to take turns at"
-    )
+    round_robin_gradients: Bool = no_effect(False, "each rank copies its own rows, all ranks at once")
     """Spread the copies of gradients to the host over the ranks."""
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
@@ -165,7 +149,7 @@ class ZeroSection(Section):
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Checkpoints that load at another world size."""
     load_from_fp32_weights: Bool = not_built(
-        True, "masters are loaded from the fp32 weights, always: 16-bit ones would lose what training has gained"
+        True, "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"
     )
     """Load fp32 master weights, not the 16-bit ones."""
     use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
@@ -196,7 +180,7 @@ class ZeroSection(Section):
     """Reduce gradients in 4 bits (ZeRO++ qgZ)."""
     zeropp_loco_param: Unread = not_built(None, _EXACT)
     """Error feedback of quantized gradients."""
-    mics_shard_size: Annotated[int, PlainValidator(Whole(minimum=-1))] = not_built(-1, _ALL_RANKS)
+    mics_shard_size: Position = not_built(-1, _ALL_RANKS)
     """Ranks that share one copy of the parameters (MiCS)."""
     mics_hierarchical_params_gather: Bool = not_built(False, _ALL_RANKS)
     """Gather within and then between nodes (MiCS)."""
@@ -223,10 +207,10 @@ class ZeroSection(Section):
     )
     """Modules that are gathered as a whole."""
     cpu_offload_use_pin_memory: Bool = no_effect(
-        False, "without cpu_offload there is nothing to pin; beside an offload section, write pin_memory into that"
+        False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"
     )
     """Old form of `pin_memory`, taken with `cpu_offload` and `cpu_offload_param`."""
-    zenflow: Unread = refused(None, "updates that are late by design would change the result; remove the key")
+    zenflow: Unread = refused(None, "delayed updates would change the result; remove the key")
     """Update the most important gradients first, the others later."""
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 from zstore.errors import NonFiniteError
 
-from ..config import LossScaling
+from ..config.sections import Fp16Section
 
 
 @dataclass(kw_only=True)
@@ -16,11 +16,11 @@ class LossScaler:
 
     A dynamic scale halves at the `hysteresis`-th overflow; where that was reached, at every one, until the hysteresis
     is restored: as the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
-    step without overflow that has a multiple of `window` of them before it since the last overflow. Source of the
+    step without overflow that has a multiple of `loss_scale_window` of them before it since the last overflow. Source of the
     rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
     """
 
-    settings: LossScaling | None
+    settings: Fp16Section | None
     skips: bool
     """Whether a step whose gradients are not finite is skipped; else it is an error."""
     scale: float = 1.0
@@ -33,14 +33,13 @@ class LossScaler:
 
     def __post_init__(self) -> None:
         if self.settings is not None:
-            static = self.settings.static_scale
-            self.scale = self.settings.init_scale if static is None else static
+            self.scale = self.settings.loss_scale or 2.0**self.settings.initial_scale_power
             self.hysteresis_left = self.settings.hysteresis
 
     def update(self, overflow: bool) -> None:
         """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum, if so set."""
         settings = self.settings
-        if settings is None or settings.static_scale is not None:
+        if settings is None or settings.loss_scale:
             return
         if overflow:
             self._shrink(settings)
@@ -49,21 +48,21 @@ class LossScaler:
             if settings.consecutive_hysteresis:
                 self.hysteresis_left = settings.hysteresis
             stable = self.iteration - self.last_overflow - 1
-            if stable > 0 and stable % settings.window == 0:
+            if stable > 0 and stable % settings.loss_scale_window == 0:
                 self.hysteresis_left = settings.hysteresis
                 self.scale *= 2
         self.iteration += 1
 
-    def _shrink(self, settings: LossScaling) -> None:
+    def _shrink(self, settings: Fp16Section) -> None:
         if settings.hysteresis > 1 and self.hysteresis_left > 1:
             self.hysteresis_left -= 1
             return
-        if self.scale == settings.min_scale and settings.raise_at_min:
+        if self.scale == settings.min_loss_scale and settings.raise_error_at_min_scale:
             raise NonFiniteError(
-                f"the gradients overflow in fp16 although the loss scale is at its minimum of {settings.min_scale}: the "
+                f"the gradients overflow in fp16 although the loss scale is at its minimum of {settings.min_loss_scale}: the "
                 "training diverged; lower the learning rate, use bf16, or look for a loss that is NaN"
             )
-        self.scale = max(self.scale / 2, settings.min_scale)
+        self.scale = max(self.scale / 2, settings.min_loss_scale)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -76,7 +75,7 @@ class LossScaler:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; a fixed scale, or none, stays as it is configured."""
-        if self.settings is None or self.settings.static_scale is not None:
+        if self.settings is None or self.settings.loss_scale:
             return
         self.scale = float(state["scale"])
         self.hysteresis_left = int(state["hysteresis_left"])

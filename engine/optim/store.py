@@ -29,7 +29,7 @@ class StoreKey:
 def store_key(config: Config) -> StoreKey:
     """Return what the store of a config is opened by."""
     paths = (config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths)
-    return StoreKey(paths, config.io, config.host_budget_bytes, config.verify_reads, config.pin_memory)
+    return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, config.pin_memory)
 
 
 def open_store(
@@ -48,7 +48,7 @@ def open_store(
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,
         block_bytes=io.block_bytes,
-        verify=config.verify_reads,
+        verify=config.own.verify_reads,
         device=str(world.device),
         pin_buffers=pins,
         pin_state=config.pin_memory,

@@ -36,7 +36,7 @@ class GradientTypes:
     @staticmethod
     def of(config: Config, world_size: int) -> GradientTypes:
         """Return the types that a resolved config asks for."""
-        accumulation, reduction = config.grad_accum_dtype, config.communication_data_type
+        accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
         return GradientTypes(
             accumulation=None if accumulation is None else PRECISIONS[accumulation],
             reduction=None if reduction is None or world_size == 1 else PRECISIONS[reduction],

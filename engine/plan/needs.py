@@ -101,7 +101,7 @@ def find_needs(
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = GradientTypes.of(config, world_size)
-    persistence = _Persistence(config.persistence_threshold_numel, config.persistent_numel)
+    persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
     needs: list[Need] = []
     for one in shapes:
         spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
@@ -115,7 +115,7 @@ def find_needs(
                 slots=slots.get(one.name),
                 stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,
-                splits_master=config.splits_master,
+                splits_master=config.own.split_master,
             )
         )
     fetches = _fetches(needs, units, config, world_size)
@@ -140,7 +140,9 @@ def _fetches(
 def prefetch_limits(config: Config) -> PrefetchLimits:
     """Return how much memory the config lets units take ahead of their use."""
     return PrefetchLimits(
-        prefetch_numel=config.prefetch_numel, live_numel=config.live_numel, reuse_numel=config.reuse_numel
+        prefetch_numel=config.prefetch_numel,
+        live_numel=config.zero.stage3_max_live_parameters,
+        reuse_numel=config.zero.stage3_max_reuse_distance or 0,
     )
 
 
@@ -176,8 +178,8 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
 
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
     """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
-    count, numel = config.parameter_buffers
-    return count * min(numel * PRECISIONS[config.precision].itemsize, options.span_bytes)
+    section = config.zero.offload_param
+    return section.buffer_count * min(section.buffer_size * PRECISIONS[config.precision].itemsize, options.span_bytes)
 
 
 SPILL_POOL_BYTES = 16 * 1024 * 1024

@@ -20,6 +20,7 @@ stays on the device and its optimizer state does not, the state has a master of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,7 +33,6 @@ from zstore.store.store import SMALL_SHARD_BYTES
 
 from .plan import FP32, Field, Held, Need, Placement, PlacementSettings, Plan, Rest, Traffic, cached_layout
 from .report import over_budget
-from .spread import spread_turns
 
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
@@ -59,7 +59,7 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
             taken = used_bytes + choice.memory_bytes <= settings.budget_bytes
         if taken:
             name = choice.need.name
-            places[name] = choice.applied_to(places[name])
+            places[name] = _in_memory(choice.need, choice.field, places[name])
             used_bytes += choice.memory_bytes
     stored = [one for need in needs for one in _stored(need, places[need.name], settings)]
     return Plan(
@@ -253,16 +253,6 @@ class _Choice:
     turn: int
     """Sorts alike ones: see `spread_turns`."""
 
-    def applied_to(self, place: Placement) -> Placement:
-        """Return `place` with this in host memory."""
-        match self.field:
-            case "parameter":
-                return replace(place, parameter="host", state="host" if self.need.slots is None else place.state)
-            case "gradient":
-                return replace(place, gradient="host")
-            case "state":
-                return replace(place, state="host")
-
     @property
     def rank(self) -> tuple[Fraction, int, int]:
         """Sorts the densest first; among equals parameters, gradients, state."""
@@ -281,14 +271,35 @@ def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: Pl
         for field in names:
             if getattr(place, field) != "disk" or (field == "state" and frozen):
                 continue
-            bare = _Choice(need=need, field=field, memory_bytes=0, saved_bytes=0, turn=turns[need.name])
-            after = bare.applied_to(place)
-            memory_bytes = _budget_bytes(need, after, settings) - _budget_bytes(need, place, settings)
-            saved_bytes = _step_bytes(need, place, settings) - _step_bytes(need, after, settings)
-            if memory_bytes:
-                choices.append(replace(bare, memory_bytes=memory_bytes, saved_bytes=saved_bytes))
+            memory, moved = _cost(need, place, settings)
+            new_memory, new_moved = _cost(need, _in_memory(need, field, place), settings)
+            if new_memory > memory:
+                saved, turn = moved - new_moved, turns[need.name]
+                choices.append(
+                    _Choice(need=need, field=field, memory_bytes=new_memory - memory, saved_bytes=saved, turn=turn)
+                )
     choices.sort(key=lambda choice: choice.rank)
     return _within_max_in_cpu(choices, settings)
+
+
+def spread_turns(sizes: Sequence[int]) -> list[int]:
+    """Return the turn of each thing: where the middle of it lies among all, in at most as many parts as there are
+    things, with binary digits in reverse. A second one in a part comes after the first ones of all.
+
+    Were the first parameters in memory and the last ones on disk, the drive would rest in one half of a pass and hold it up
+    in the other. Source: the van der Corput sequence.
+    """
+    total = max(sum(sizes), 1)
+    bits = max(len(sizes).bit_length() - 1, 1)
+    turns: list[int] = []
+    seen: Counter[int] = Counter()
+    before = 0
+    for size in sizes:
+        place = min(((2 * before + size) << bits) // (2 * total), (1 << bits) - 1)
+        turns.append((seen[place] << bits) + int(f"{place:0{bits}b}"[::-1], 2))
+        seen[place] += 1
+        before += size
+    return turns
 
 
 def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> list[_Choice]:
@@ -307,12 +318,21 @@ def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> l
     return kept
 
 
-def _budget_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
-    return sum(one.budget_bytes for one in _stored(need, place, settings))
+def _in_memory(need: Need, field: Field, place: Placement) -> Placement:
+    """Return `place` with a part of it in host memory."""
+    match field:
+        case "parameter":
+            return replace(place, parameter="host", state="host" if need.slots is None else place.state)
+        case "gradient":
+            return replace(place, gradient="host")
+        case "state":
+            return replace(place, state="host")
 
 
-def _step_bytes(need: Need, place: Placement, settings: PlacementSettings) -> int:
-    return sum(one.traffic.total for one in _stored(need, place, settings))
+def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[int, int]:
+    """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
+    stored = list(_stored(need, place, settings))
+    return sum(one.budget_bytes for one in stored), sum(one.traffic.total for one in stored)
 
 
 # -- the budget ---------------------------------------------------------------------------------------------------------

@@ -32,14 +32,14 @@ def budget_of_rank(config: Config, world: World, memory: HostMemory | None = Non
     """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is of what `memory`
     (this system's, by default) has available now, within the limits of control groups.
 
-    Raises UsageError where "auto" cannot be told.
+    Raises UsageError where "auto" cannot be determined.
     """
-    budget = config.host_budget_bytes
+    budget = config.own.host_budget_bytes
     if budget == "auto":
         available = (memory or read_host_memory()).available_bytes
         if available is None:
             raise UsageError(
-                'host_budget_bytes "auto": this system does not tell its available memory; write a number of bytes'
+                'host_budget_bytes "auto": this system does not report its available memory; write a number of bytes'
             )
         budget = available * _AUTO_PERCENT // 100
     return None if budget is None else budget // world.local_world_size
@@ -60,7 +60,10 @@ def plan_run(
     `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
     cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
     """
-    shapes, units = shapes_of_model(model, config.precision), units_of_model(model, config.live_numel)
+    shapes, units = (
+        shapes_of_model(model, config.precision),
+        units_of_model(model, config.zero.stage3_max_live_parameters),
+    )
     with world.agreeing():
         plan = make_plan(
             find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units),

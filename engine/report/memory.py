@@ -1,13 +1,15 @@
-"""Bytes of memory and disk that a rank uses, and its peaks."""
+"""Bytes of memory and disk that a rank uses, its peaks, and what of them is training state."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from zstore.sizes import format_bytes
 
 if TYPE_CHECKING:
     from ..training import Training
@@ -36,11 +38,12 @@ class MemoryStatistics:
 
     def line(self) -> str:
         """Return all of it for a person to read."""
-        cuda = f", of CUDA {_size(self.cuda_peak_bytes)}" if self.cuda_peak_bytes else ""
+        size = {name: format_bytes(nbytes) for name, nbytes in asdict(self).items()}
+        cuda = f", of CUDA {size['cuda_peak_bytes']}" if self.cuda_peak_bytes else ""
         return (
-            f"state on device {_size(self.device_bytes)}, host {_size(self.host_bytes)}, disk {_size(self.disk_bytes)}; "
-            f"buffers {_size(self.buffer_bytes)}, at most {_size(self.buffer_peak_bytes)} in use; "
-            f"peak of the process {_size(self.process_peak_bytes)}{cuda}"
+            f"state on device {size['device_bytes']}, host {size['host_bytes']}, disk {size['disk_bytes']}; "
+            f"buffers {size['buffer_bytes']}, at most {size['buffer_peak_bytes']} in use; "
+            f"peak of the process {size['process_peak_bytes']}{cuda}"
         )
 
 
@@ -59,10 +62,33 @@ def memory_statistics(training: Training) -> MemoryStatistics:
     )
 
 
-def _size(nbytes: int) -> str:
-    """Return bytes as a number of three digits and its unit."""
-    value, units = float(nbytes), ["B", "KB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes held by one rank now."""
+
+    parameters: int
+    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
+    resting: int
+    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
+    gradients: int
+    optimizer_state: int
+    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
+    a split master the bf16 part does."""
+
+
+def held_bytes(training: Training) -> HeldBytes:
+    """Return what this rank holds."""
+    parameters = 0
+    for record in training.state.records:
+        if record.shard is not None:
+            parameters += record.shard.nbytes
+        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
+        parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
+    state, store = training.state, training.state.store
+    resting = sum(store.local(record.rest).nbytes for record in training.state.records if record.rest is not None)
+    optimizer_state = 0
+    for record in training.trained:
+        master, *others = state.arrays_of(record)
+        names = others if state.is_master(record) or state.is_split(record) else [master, *others]
+        optimizer_state += sum(store.local(name).nbytes for name in names)
+    return HeldBytes(parameters, resting, training.gradients.held_bytes(), optimizer_state)

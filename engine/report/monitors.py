@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import csv
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from zstore.ranks.world import World
 
 from ..config import Config
 from ..config.keys import acting
+from ..config.sections import CsvMonitorSection
 
 _log = logging.getLogger("zstore")
 
@@ -128,10 +129,15 @@ def _missing(package: str) -> ConfigError:
 
 
 class Monitors:
-    """All monitors of a run. One that fails warns once and stops nothing; it is tried again at each step."""
+    """All monitors of a run. One that fails warns once and stops nothing; it is tried again at each step.
 
-    def __init__(self, monitors: Sequence[Monitor] = ()) -> None:
+    A script writes its own values with `write_events`, as to DeepSpeed's `engine.monitor`.
+    """
+
+    def __init__(self, monitors: Sequence[Monitor] = (), *, enabled: bool = False) -> None:
         self._monitors = list(monitors)
+        self.enabled = enabled
+        """Whether the config switches a monitor on: the same on every rank."""
         self._failed: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -144,6 +150,19 @@ class Monitors:
                 monitor.write(values, samples)
             except Exception as error:
                 self._warn(monitor, error)
+
+    def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
+        """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so is what follows a triple's
+        third item. Raises UsageError for anything else."""
+        for event in events:
+            try:
+                name, value, sample = event[:3]
+                values, at = {str(name): float(value)}, int(sample)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
+                ) from error
+            self.write(values, at)
 
     def close(self) -> None:
         """Close each monitor, once."""
@@ -165,64 +184,40 @@ class Monitors:
             )
 
 
-class EventMonitor:
-    """A script's own values for the monitors that the config switches on, as DeepSpeed's `engine.monitor` takes them."""
-
-    def __init__(self, monitors: Monitors, *, enabled: bool) -> None:
-        self._monitors = monitors
-        self.enabled = enabled
-        """Whether the config switches a monitor on: the same on every rank."""
-
-    def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Write (name, value, sample) triples; those of other ranks than 0 go nowhere. What follows a triple's third item
-        is not needed. Raises UsageError for what is no such triple."""
-        for event in events:
-            try:
-                name, value, sample = event[:3]
-                values, at = {str(name): float(value)}, int(sample)
-            except (TypeError, ValueError) as error:
-                raise UsageError(
-                    f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
-                ) from error
-            self._monitors.write(values, at)
-
-
 def open_monitors(config: Config, world: World) -> Monitors:
     """Return the monitors that the config switches on; on other ranks than 0 there are none (all ranks).
 
     Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
     """
-    monitors: list[Monitor] = []
+    settings = config.settings
+    csv_monitor, tensorboard, wandb = settings.csv_monitor, settings.tensorboard, settings.wandb
+    makers: dict[str, Callable[[], Monitor]] = {}
+    if csv_monitor.enabled:
+        makers["csv_monitor"] = lambda: CsvMonitor(_folder(csv_monitor))
+    if tensorboard.enabled:
+        makers["tensorboard"] = lambda: TensorboardMonitor(_folder(tensorboard))
+    if wandb.enabled:
+        makers["wandb"] = lambda: WandbMonitor(
+            project=wandb.project, group=wandb.group, team=wandb.team, config=acting(settings)
+        )
+    opened: list[Monitor] = []
     try:
         with world.agreeing():
-            if world.rank == 0:
-                _open(config, monitors)
+            for key, make in makers.items() if world.rank == 0 else ():
+                opened.append(_opened(key, make))
     except BaseException:
-        Monitors(monitors).close()
+        Monitors(opened).close()
         raise
-    return Monitors(monitors)
+    return Monitors(opened, enabled=bool(makers))
 
 
-def _open(config: Config, monitors: list[Monitor]) -> None:
-    """Append the monitors of `config`; what was appended stays when one of them raises."""
-    settings = config.settings
-    key = ""
+def _folder(section: CsvMonitorSection) -> Path:
+    return Path(section.output_path, section.job_name).absolute()
+
+
+def _opened(key: str, make: Callable[[], Monitor]) -> Monitor:
     try:
-        if settings.csv_monitor.enabled:
-            key = "csv_monitor"
-            monitors.append(
-                CsvMonitor(Path(settings.csv_monitor.output_path, settings.csv_monitor.job_name).absolute())
-            )
-        if settings.tensorboard.enabled:
-            key = "tensorboard"
-            folder = Path(settings.tensorboard.output_path, settings.tensorboard.job_name).absolute()
-            monitors.append(TensorboardMonitor(folder))
-        if settings.wandb.enabled:
-            key = "wandb"
-            wandb = settings.wandb
-            monitors.append(
-                WandbMonitor(project=wandb.project, group=wandb.group, team=wandb.team, config=acting(settings))
-            )
+        return make()
     except ConfigError:
         raise
     except Exception as error:

@@ -33,7 +33,7 @@ class RunReport:
         self._training = training
         self._times = times
         self.monitors = monitors
-        self._every = training.config.steps_per_print
+        self._every = training.config.settings.steps_per_print
         self.enabled = training.world.rank == 0 and (self._every > 0 or bool(monitors))
         """Whether there is ever something to say of a step."""
         self._losses: list[torch.Tensor] = []

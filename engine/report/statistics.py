@@ -26,8 +26,7 @@ from zstore.io.links import LinkStatistics, total
 from zstore.store.store import StoreStatistics
 
 from ..zero.unshard import UnitStatistics
-from .held import HeldBytes, held_bytes
-from .memory import MemoryStatistics, memory_statistics
+from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
 if TYPE_CHECKING:
     from ..training import Training

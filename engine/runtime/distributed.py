@@ -65,4 +65,4 @@ def _end() -> None:
 @functools.cache
 def _say_gloo() -> None:
     """Warn once in a process."""
-    _log.warning("init_distributed: there is no CUDA device here, so the ranks talk over gloo and not nccl")
+    _log.warning("init_distributed: there is no CUDA device here; using gloo instead of nccl")

@@ -11,42 +11,38 @@ import os
 import threading
 
 
-class _Holders:
-    """How many engines of this process hold the collector still, and what it was before the first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.was_enabled = False
-
-    def start_anew(self) -> None:
-        """Give a forked child, as a worker of a data loader is, a collector that works."""
-        if self.count and self.was_enabled:
-            gc.enable()
-        self.__init__()  # type: ignore[misc]
-
-
-_holders = _Holders()
-os.register_at_fork(after_in_child=_holders.start_anew)
-
-
 class CollectorPause:
-    """Holds the collector still until `end`, or until the last of several pauses ended."""
+    """Holds the collector still until `end`, or until the last of several pauses in this process ended."""
+
+    _lock = threading.Lock()
+    _count = 0
+    """Pauses that have not ended."""
+    _was_enabled = False
+    """Whether the collector worked before the first of them."""
 
     def __init__(self) -> None:
         self._ended = False
-        with _holders.lock:
-            if _holders.count == 0:
-                _holders.was_enabled = gc.isenabled()
+        with CollectorPause._lock:
+            if CollectorPause._count == 0:
+                CollectorPause._was_enabled = gc.isenabled()
                 gc.disable()
-            _holders.count += 1
+            CollectorPause._count += 1
 
     def end(self) -> None:
         """Let the collector be as it was before; a second call does nothing."""
-        with _holders.lock:
-            if self._ended:
-                return
-            self._ended = True
-            _holders.count -= 1
-            if _holders.count == 0 and _holders.was_enabled:
-                gc.enable()
+        with CollectorPause._lock:
+            if not self._ended:
+                self._ended = True
+                CollectorPause._count -= 1
+                if CollectorPause._count == 0 and CollectorPause._was_enabled:
+                    gc.enable()
+
+    @classmethod
+    def _start_anew(cls) -> None:
+        """Give a forked child, as a worker of a data loader is, a collector that works."""
+        if cls._count and cls._was_enabled:
+            gc.enable()
+        cls._lock, cls._count = threading.Lock(), 0
+
+
+os.register_at_fork(after_in_child=CollectorPause._start_anew)

@@ -35,7 +35,7 @@ class StopSignals:
     def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals from now on in place of ending the process. Raises UsageError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be watched from the main thread alone: call this where the script starts")
+            raise UsageError("signals can be watched from the main thread only: call this where the script starts")
         for number in numbers:
             if number not in self._before:
                 self._before[number] = signal.signal(number, self._handle)

@@ -329,4 +329,4 @@ def make_sharded_units(
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
     fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
-    return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.overlap_comm)
+    return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

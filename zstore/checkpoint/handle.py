@@ -27,6 +27,8 @@ class SaveHandle:
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
+        self.stall_s = 0.0
+        """Seconds that training stood still for the save, where an engine took it."""
         # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ticket = run_in_thread(self._run, "zstore-save")
 

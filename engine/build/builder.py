@@ -1,18 +1,18 @@
 """Parameters of models that are being built: in memory while they are worked on, else this rank's rows in a store.
 
-[Note: a parameter put away]
+[Note: a released parameter]
 Its rows rest in the array `building/<number>` in the type that it was built in, and the parameter is a view of one NaN,
 as a released one of the engine is (see [Note: the memory of a parameter]); each has a NaN of its own, by which it is
 known. The memory itself is not touched: whoever still has it keeps it.
 
-Any parameter may be put away at any time, since whatever touches it within the block of `zstore.Init` brings it back
+Any parameter may be released at any time, since whatever touches it within the block of `zstore.Init` unshards it
 first. The least recently touched go first. One whose memory something else uses too, as a view in a local variable,
 stays: a write to the view is a write to the parameter.
 
 [Note: ranks that build]
 Every rank builds the same values and keeps its rows of them. Each gathering says what it is for, and the end of the block
 compares a checksum of every parameter: ranks that differ are an error. (Not before: memory that was not set yet differs
-too.) References decide what may be put away, so Python's collector is held still, or it would run at other moments on
+too.) References decide what may be released, so Python's collector is held still, or it would run at other moments on
 other ranks.
 """
 
@@ -23,7 +23,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from crc32c import crc32c
@@ -31,9 +30,10 @@ from torch import nn
 
 from zstore.errors import RankError, UsageError
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid
+from zstore.format.partition import make_grid
 from zstore.ranks.world import World
 from zstore.store import TensorStore
+from zstore.store.tiers import LocalShard
 
 from ..optim.state import TierName
 from ..params.tensors import as_bytes, as_torch, dtype_name
@@ -45,17 +45,17 @@ FillRows = Callable[[int, torch.Tensor], None]
 
 DEFAULT_LIVE_BYTES = 64 * 1024 * 1024
 _TRIM_BYTES = 32 * 1024 * 1024
-"""Bytes put away between two calls that give freed memory back to the system."""
+"""Bytes released between two calls that give freed memory back to the system."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BuildStatistics:
     """What building took so far."""
 
-    put_away: int = 0
-    """Times that a parameter was put away."""
-    brought_back: int = 0
-    """Times that the values of one were read again."""
+    released: int = 0
+    """Times that a parameter was released."""
+    unsharded: int = 0
+    """Times that the values of one were gathered again."""
     live_bytes: int = 0
     """Bytes of large parameters in memory now."""
     live_peak_bytes: int = 0
@@ -64,32 +64,9 @@ class BuildStatistics:
     """Bytes of rows that rest in the store now."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """This rank's rows of a parameter, in a store."""
-
-    spec: ArraySpec
-    dtype: torch.dtype
-    device: torch.device
-    """Where the parameter was built."""
-    grid: Grid
-    shard: int
-
-    @property
-    def owned_numel(self) -> int:
-        """Elements of the rows."""
-        return self.grid.shard_valid_numel(self.shard)
-
-    @property
-    def owned_range(self) -> tuple[int, int]:
-        """Flat elements `[first, stop)` of the parameter."""
-        first = min(self.spec.numel, self.shard * self.grid.shard_numel)
-        return first, first + self.owned_numel
-
-
 @dataclass(eq=False)
 class Built:
-    """A large parameter of a model that is being built. See [Note: a parameter put away]."""
+    """A large parameter of a model that is being built. See [Note: a released parameter]."""
 
     number: int
     ref: weakref.ref[nn.Parameter]
@@ -97,28 +74,37 @@ class Built:
     """A module that has it."""
     label: str
     """For messages: its own name and its module's type."""
-    rows: Rows | None = None
-    """Its array, where there is one; out of date while the parameter is live."""
-    hole: torch.Tensor | None = None
+    device: torch.device
+    """Where it was built."""
+    rows: LocalShard | None = None
+    """This rank's rows in the store, where there are any; out of date while the parameter is live."""
+    placeholder: torch.Tensor | None = None
     """The one NaN that it is a view of; None while it is live."""
     live_bytes: int = 0
     crc: int = 0
-    """Checksum of all its values when it was put away last; with several ranks only."""
+    """Checksum of all its values when it was released last; with several ranks only."""
 
     def is_intact(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter that was put away is still what it was made then."""
-        hole = self.hole
-        return hole is not None and parameter.data.untyped_storage().data_ptr() == hole.untyped_storage().data_ptr()
+        """Return whether a released parameter is still what it was made then."""
+        placeholder = self.placeholder
+        return (
+            placeholder is not None
+            and parameter.data.untyped_storage().data_ptr() == placeholder.untyped_storage().data_ptr()
+        )
 
 
 class Builder:
-    """The parameters that `zstore.Init` and `from_pretrained` put away, in one store."""
+    """The parameters that `zstore.Init` and `from_pretrained` release, in one store."""
 
-    def __init__(self, store: TensorStore, world: World, *, key: Hashable, tier: TierName) -> None:
+    def __init__(
+        self, store: TensorStore, world: World, *, key: Hashable, tier: TierName, threshold_numel: int
+    ) -> None:
         self.store = store
         self.world = world
         self.key = key
         """What the store was opened by; `initialize` takes over a store that it would open alike."""
+        self.threshold_numel = max(1, threshold_numel)
+        """Smaller parameters stay in memory."""
         self._tier = tier
         self._by_id: dict[int, Built] = {}
         self._live: OrderedDict[int, Built] = OrderedDict()
@@ -131,7 +117,7 @@ class Builder:
         self.is_closed = False
         self.is_handed_over = False
         """The store is somebody else's to close."""
-        self.guard = BuildingGuard(self)
+        self.guard = BuildingGuard(self.holds)
         self._finalizer = weakref.finalize(self, store.close)
         _builders.add(self)
 
@@ -140,7 +126,7 @@ class Builder:
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter's values are here and not in its own memory."""
         built = self.find(parameter)
-        return built is not None and built.hole is not None
+        return built is not None and built.placeholder is not None
 
     def find(self, tensor: torch.Tensor) -> Built | None:
         """Return what is known of a parameter, None for any other tensor."""
@@ -157,32 +143,33 @@ class Builder:
 
     def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         self._sweep()
-        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label)
-        built.ref = weakref.ref(parameter, partial(_note_death, weakref.ref(self), built))
+        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
+        dead = self._dead  # Python calls this wherever it likes; the builder must not be kept alive by it
+        built.ref = weakref.ref(parameter, lambda _: dead.append(built))
         self._count += 1
         self._by_id[id(parameter)] = built
         return built
 
     def enter_at_rest(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
-        """Put a new parameter away whose rows `fill` sets; its memory is not looked at."""
+        """Take note of a released parameter whose rows `fill` sets; its memory is not looked at."""
         built = self._note(parameter, owner, label)
-        rows = self.make_rows(built, tuple(parameter.shape), parameter.dtype, parameter.device)
+        rows = self._make_rows(built, parameter)
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
-                fill(rows.owned_range[0] + tile.first, as_torch(tile.views[0]))
-        self.make_hole(built, parameter)
+                fill(rows.base + tile.first, as_torch(tile.views[0]))
+        self.set_placeholder(built, parameter)
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
-        live = self._statistics.live_bytes - built.live_bytes + parameter.nbytes
+        counts = self._statistics
+        counts.live_bytes += parameter.nbytes - built.live_bytes
+        counts.live_peak_bytes = max(counts.live_peak_bytes, counts.live_bytes)
         built.live_bytes = parameter.nbytes
         self._live[built.number] = built
         self._live.move_to_end(built.number)
-        peak = max(self._statistics.live_peak_bytes, live)
-        self._statistics = replace(self._statistics, live_bytes=live, live_peak_bytes=peak)
 
     def _note_not_live(self, built: Built) -> None:
         self._live.pop(built.number, None)
-        self._statistics = replace(self._statistics, live_bytes=self._statistics.live_bytes - built.live_bytes)
+        self._statistics.live_bytes -= built.live_bytes
         built.live_bytes = 0
 
     def _sweep(self) -> None:
@@ -193,11 +180,7 @@ class Builder:
             self._note_not_live(built)
             self._drop_rows(built)
 
-    def note_death(self, built: Built) -> None:
-        """Take note that a parameter is gone; called by Python wherever it likes."""
-        self._dead.append(built)
-
-    # -- live or put away -------------------------------------------------------------------------------------------
+    # -- live or released -------------------------------------------------------------------------------------------
 
     def touch(self, built: Built, *, overwritten: bool = False) -> None:
         """Make a parameter live: something reads or writes it now. `overwritten`: all of it, so nothing is read."""
@@ -205,23 +188,23 @@ class Builder:
         parameter = built.ref()
         if parameter is None:
             return
-        if built.hole is not None:
+        if built.placeholder is not None:
             parameter.data = self._empty(built) if overwritten else self.whole(built)
-            built.hole = None
+            built.placeholder = None
         self._note_live(built, parameter)
 
     def limit(self, live_bytes: int, keep: set[int] | None = None) -> None:
-        """Put parameters away, the least recently touched first, until the live ones take at most `live_bytes`."""
+        """Release parameters, the least recently touched first, until the live ones take at most `live_bytes`."""
         self._sweep()
         for built in list(self._live.values()):
             if self._statistics.live_bytes <= live_bytes:
                 return
             parameter = built.ref()
             if parameter is not None and built.number not in (keep or ()) and _is_sole_owner(parameter):
-                self.put_away(built, parameter)
+                self.release(built, parameter)
 
-    def put_away_all(self) -> None:
-        """Put every parameter away; what keeps a view of one is parted from it.
+    def release_all(self) -> None:
+        """Release every parameter; what keeps a view of one is parted from it.
 
         Of two parameters that share memory both stay: the engine refuses them by name.
         """
@@ -235,73 +218,70 @@ class Builder:
         for built in list(self._live.values()):
             parameter = built.ref()
             if parameter is not None and seen[parameter.data_ptr()] == 1:
-                self.put_away(built, parameter)
+                self.release(built, parameter)
 
-    def put_away(self, built: Built, parameter: nn.Parameter) -> None:
+    def release(self, built: Built, parameter: nn.Parameter) -> None:
         """Write this rank's rows to the store, and free the memory."""
         values = parameter.data.contiguous().view(-1)
-        rows = self._rows_for(built, parameter.data)
+        rows = self._rows_for(built, parameter)
         if self.world.world_size > 1:
             built.crc = crc32c(as_bytes(values.cpu()))
-        first, stop = rows.owned_range
-        mine = values[first:stop]
+        mine = values[rows.base :][: rows.valid_numel]
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
                 as_torch(tile.views[0]).copy_(mine[tile.first : tile.stop])
-        self.make_hole(built, parameter)
-        self._statistics = replace(self._statistics, put_away=self._statistics.put_away + 1)
+        self.set_placeholder(built, parameter)
+        self._statistics.released += 1
         self._freed_bytes += values.nbytes
         if self._freed_bytes >= _TRIM_BYTES:
             self._freed_bytes = 0
             del values, mine
             return_free_memory()
 
-    def make_hole(self, built: Built, parameter: nn.Parameter) -> None:
+    def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
         """Let the parameter be a view of one NaN; its rows are in the store."""
-        hole = torch.zeros(1, dtype=parameter.dtype, device=built.rows.device if built.rows else parameter.device)
-        if hole.is_floating_point():
-            hole.fill_(torch.nan)
-        built.hole = hole
-        parameter.data = hole.expand(parameter.numel()).view(parameter.shape)
+        placeholder = torch.zeros(1, dtype=parameter.dtype, device=built.device)
+        if placeholder.is_floating_point():
+            placeholder.fill_(torch.nan)
+        built.placeholder = placeholder
+        parameter.data = placeholder.expand(parameter.numel()).view(parameter.shape)
         self._note_not_live(built)
 
-    def _rows_for(self, built: Built, values: torch.Tensor) -> Rows:
-        """Return the array for values of this shape and type: the one there is, or a new one."""
+    def _rows_for(self, built: Built, parameter: nn.Parameter) -> LocalShard:
+        """Return the array for a parameter as it is now: the one there is, or a new one where shape or type are others."""
         rows = built.rows
-        if rows is not None and (rows.spec.shape, rows.dtype) == (tuple(values.shape), values.dtype):
+        kind = tuple(parameter.shape), dtype_name(parameter.dtype)
+        if rows is not None and (rows.spec.shape, rows.spec.dtype) == kind:
             return rows
         self._drop_rows(built)
-        return self.make_rows(built, tuple(values.shape), values.dtype, values.device)
+        return self._make_rows(built, parameter)
 
-    def make_rows(self, built: Built, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Rows:
+    def _make_rows(self, built: Built, parameter: nn.Parameter) -> LocalShard:
         """Create the array of a parameter, all zeros."""
-        spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype_name(dtype))
+        shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
+        spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype)
         grid = make_grid(spec.stored_shape, self.world.world_size)
         self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
-        built.rows = Rows(spec=spec, dtype=dtype, device=device, grid=grid, shard=self.world.rank)
-        self._note_resting(built.rows, 1)
+        built.rows, built.device = self.store.local(spec.name), parameter.device
+        self._statistics.resting_bytes += built.rows.nbytes
         return built.rows
-
-    def _note_resting(self, rows: Rows, sign: int) -> None:
-        resting = self._statistics.resting_bytes + sign * rows.owned_numel * rows.dtype.itemsize
-        self._statistics = replace(self._statistics, resting_bytes=resting)
 
     def _drop_rows(self, built: Built) -> None:
         rows, built.rows = built.rows, None
         if rows is not None:
             self.store.remove(rows.spec.name)
-            self._note_resting(rows, -1)
+            self._statistics.resting_bytes -= rows.nbytes
 
     # -- values -----------------------------------------------------------------------------------------------------
 
     def own_rows(self, built: Built) -> torch.Tensor:
-        """Return this rank's rows of a parameter that is put away, 1-D on the CPU, in memory of their own."""
+        """Return this rank's rows of a released parameter, 1-D on the CPU, in memory of their own."""
         rows = _rows_of(built)
-        out = torch.empty(rows.owned_numel, dtype=rows.dtype)
+        out = torch.empty(rows.valid_numel, dtype=_dtype(rows))
         self._read_into(rows, out)
         return out
 
-    def _read_into(self, rows: Rows, out: torch.Tensor) -> None:
+    def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise gone()
         # Not `read`: its ticket would go on using the memory, for nobody knows how long.
@@ -311,32 +291,34 @@ class Builder:
 
     def _empty(self, built: Built) -> torch.Tensor:
         rows = _rows_of(built)
-        return torch.empty(rows.spec.shape, dtype=rows.dtype, device=rows.device)
+        return torch.empty(rows.spec.shape, dtype=_dtype(rows), device=built.device)
 
     def whole(self, built: Built) -> torch.Tensor:
-        """Return the values of a parameter that is put away, on the device where it was built (all ranks)."""
+        """Return the values of a released parameter, on the device where it was built (all ranks)."""
         rows, world = _rows_of(built), self.world
-        self._statistics = replace(self._statistics, brought_back=self._statistics.brought_back + 1)
+        self._statistics.unsharded += 1
         if world.world_size == 1:
-            return self.own_rows(built).view(rows.spec.shape).to(rows.device)
-        mine = torch.zeros(rows.grid.shard_numel, dtype=rows.dtype)
+            return self.own_rows(built).view(rows.spec.shape).to(built.device)
+        mine = torch.zeros(rows.grid.shard_numel, dtype=_dtype(rows))
         error: Exception | None = None
         try:
-            self._read_into(rows, mine[: rows.owned_numel])
+            self._read_into(rows, mine[: rows.valid_numel])
         except Exception as raised:
             error = raised
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
-        everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=rows.dtype, device=world.device)
+        everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=mine.dtype, device=world.device)
         world.all_gather(everyone, mine.to(world.device))
         # A copy: the collective goes on using its memory, for nobody knows how long.
-        return everyone[: rows.spec.numel].view(rows.spec.shape).to(rows.device, copy=True)
+        return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def agree_on_values(self, error: BaseException | None) -> None:
         """Return if every rank put the same values away; else raise on all, as `agree` does (all ranks)."""
         self.agree("the end of the block", error)
-        resting = sorted((built for built in self._by_id.values() if built.hole is not None), key=lambda b: b.number)
+        resting = sorted(
+            (built for built in self._by_id.values() if built.placeholder is not None), key=lambda b: b.number
+        )
         told = self.world.all_gather_object([[built.number, built.crc] for built in resting])
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
@@ -344,8 +326,8 @@ class Builder:
                 pairs = zip(resting, told[0], theirs, strict=False)
                 odd = next((built.label for built, one, other in pairs if one != other), "their number")
                 raise UsageError(
-                    f"rank {rank} built other values than rank 0, first {odd}: within zstore.Init every rank needs the same "
-                    "seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, and what differs by "
+                    f"rank {rank} built different values from rank 0's, first {odd}: within zstore.Init every rank needs the "
+                    "same seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, and what differs by "
                     "rank after it; set every parameter"
                 )
 
@@ -374,20 +356,20 @@ class Builder:
         if not alike:
             listed = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told))
             raise UsageError(
-                f"the ranks build the model in different ways, they are at: {listed}. Run the same code on every rank"
+                f"the ranks build the model differently; they are at: {listed}. Run the same code on every rank"
             )
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def owners(self) -> list[nn.Module]:
-        """Return the modules that have parameters that were put away."""
-        found = (built.owner() for built in self._by_id.values() if built.hole is not None)
+        """Return the modules that have released parameters."""
+        found = (built.owner() for built in self._by_id.values() if built.placeholder is not None)
         return list(dict.fromkeys(module for module in found if module is not None))
 
     def give(self, built: Built, *, keep_rows: bool = False) -> None:
         """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
         if keep_rows and built.rows is not None:
-            self._note_resting(built.rows, -1)
+            self._statistics.resting_bytes -= built.rows.nbytes
             built.rows = None
         parameter = built.ref()
         if parameter is not None:
@@ -404,7 +386,7 @@ class Builder:
     def statistics(self) -> BuildStatistics:
         """Return counters since the start."""
         self._sweep()
-        return self._statistics
+        return replace(self._statistics)
 
     def close(self) -> None:
         """Close the store, unless it was handed over; values that rest in it are gone. A second call does nothing."""
@@ -414,25 +396,24 @@ class Builder:
 
 def gone() -> UsageError:
     """Return the error of a model whose store is closed."""
-    return UsageError("the values of this model went when its zstore.Init was closed: build it again")
+    return UsageError("the values of this model were dropped when its zstore.Init was closed: build it again")
 
 
-def _rows_of(built: Built) -> Rows:
+def _rows_of(built: Built) -> LocalShard:
     if built.rows is None:
         raise UsageError(f"{built.label} is not in the store")
     return built.rows
+
+
+def _dtype(rows: LocalShard) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, rows.spec.dtype)
+    return dtype
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:
     """Return whether nothing but the parameter uses its memory."""
     # The other owner is the Python object of the storage, made by this very call.
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) <= 2
-
-
-def _note_death(builder: weakref.ref[Builder], built: Built, _: weakref.ref[nn.Parameter]) -> None:
-    alive = builder()
-    if alive is not None:
-        alive.note_death(built)
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
@@ -446,9 +427,9 @@ def open_builder(key: Hashable) -> Builder | None:
 
 
 def find_built(tensor: torch.Tensor) -> tuple[Builder, Built] | None:
-    """Return who put a parameter away, and what is known of it; None where it has its values itself."""
+    """Return who released a parameter, and what is known of it; None where it has its values itself."""
     for builder in list(_builders):
         built = builder.find(tensor)
-        if built is not None and built.hole is not None:
+        if built is not None and built.placeholder is not None:
             return builder, built
     return None

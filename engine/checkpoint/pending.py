@@ -1,0 +1,51 @@
+"""One save that runs behind training: begun by all ranks or by none, and given up where a rank fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from zstore.checkpoint.handle import SaveHandle
+from zstore.ranks.world import World
+
+from ..runtime.interrupts import interrupts_wait
+
+_END_WELL_S = 5.0
+"""How long a save may go on after a rank failed: it may end well, where all ranks did their part before."""
+
+
+class PendingSave:
+    """The save under way, if any, of those that follow each other."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.handle: SaveHandle | None = None
+        world.when_broken.append(self._give_up_later)
+
+    def begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
+        """Begin a save on every rank; raise on every rank what kept any from it (all ranks)."""
+        error: Exception | None = None
+        handle: SaveHandle | None = None
+        try:
+            # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
+            with interrupts_wait():
+                handle = self.handle = start()
+        except Exception as raised:
+            error = raised
+        try:
+            self._world.raise_together(error)
+        except BaseException:
+            self.handle = None
+            if handle is not None:
+                handle.cancel()
+            raise
+        if handle is None:
+            raise RuntimeError("the save did not begin")
+        return handle
+
+    def _give_up_later(self) -> None:
+        handle = self.handle
+        if handle is not None:
+            timer = threading.Timer(_END_WELL_S, handle.cancel)
+            timer.daemon = True
+            timer.start()
