@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
 from zstore.checkpoint.reader import CheckpointReader
@@ -194,7 +195,7 @@ def _print_summary(console: Console, source: ArraySource) -> None:
         lines.append(f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{also}")
         lines.append(f"  on disk      {format_bytes(facts['size_bytes'])} in {files}, metadata included")
     for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
 
 
 def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
@@ -215,7 +216,7 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
         table.add_column("histogram", no_wrap=True)
     arrays = [array for _, array in sorted_arrays(source.arrays)]
     for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
-        table.add_row(f"[bold]{cell(group)}[/]", *_totals(members), style="cyan")
+        table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
         for layer, parts in _grouped(members, lambda array: _layer(_inside(array))):
             indent = "  "
             if layer and len(parts) > 1:

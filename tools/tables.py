@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.markup import escape
 
 from .printable import printable
 
@@ -14,10 +13,11 @@ _PLAIN_COLUMNS = 200
 
 
 def make_console() -> Console:
-    """Return a console on stdout."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
+    """Return a console on stdout that prints text as it is: a name like `[a]` or `:b:` means nothing to it."""
+    width = None if sys.stdout.isatty() else _PLAIN_COLUMNS
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def cell(text: object) -> str:
-    """Return text out of a checkpoint as a table shows it: no markup, no control characters, on one line."""
-    return escape(printable(text).replace("\n", "\\n"))
+    """Return text out of a checkpoint as a table shows it: no control characters, on one line."""
+    return printable(text).replace("\n", "\\n")
