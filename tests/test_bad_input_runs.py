@@ -19,7 +19,7 @@ from tests import warm
 from tests.engine_runs import whole
 from zstore.errors import ZstoreError
 from zstore.tools import cli
-from zstore.tools.launch import launch
+from zstore.tools.train.launch import launch
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -154,7 +154,7 @@ import os, sys
 import zstore
 from zstore.ranks.world import World
 from zstore.errors import ConfigError
-from zstore.tools.rank_errors import said_once
+from zstore.tools.train.rank_errors import said_once
 
 rank, early = int(os.environ["RANK"]), sys.argv[1] == "early"
 with said_once():

@@ -18,7 +18,6 @@ from zstore.interop.torch_archive import Archive, Tensor
 from zstore.io.files import Files, OpenFile
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights
-from zstore.weights.layout import Weight
 from zstore.weights.writer import Lost
 
 Bytes = npt.NDArray[np.uint8]
@@ -51,17 +50,6 @@ class FileSink:
 def stored_dtype(source: ArraySource, array: str) -> str:
     """Return the data type that an array has with what completes it: a split master is float32."""
     return "float32" if rest_of_master(source.arrays, array) is not None else source.arrays[array].spec.dtype
-
-
-def list_stored_weights(source: ArraySource, dtype: str | None) -> list[Weight]:
-    """Return the parameters and buffers, floating ones as `dtype`, by default in the type that they have."""
-    weights = list_weights(source, dtype or "float32")
-    if dtype is not None:
-        return weights
-    return [
-        Weight(name=each.name, array=each.array, shape=each.shape, dtype=stored_dtype(source, each.array))
-        for each in weights
-    ]
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -101,7 +89,7 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     Tied parameters are there under all their names, and share their memory once loaded. Returns what `dtype` cannot
     hold. Durable when this returns.
     """
-    weights = list_stored_weights(source, dtype)
+    weights = list_weights(source, dtype)
     tensors = {w.name: Tensor(number, w.shape, w.dtype) for number, w in enumerate(weights)}
     state = dict(tensors)
     for weight in weights:
