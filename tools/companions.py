@@ -12,22 +12,10 @@ from zstore.checkpoint.source import ArraySource
 from zstore.errors import CorruptionError
 
 _COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "*tokenizer*.json",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.*",
-    "configuration_*.py",
-    "modeling_*.py",
-    "tokenization_*.py",
-)
+    "config.json", "generation_config.json", "*tokenizer*.json", "*.model", "*.tiktoken", "*processor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
+    "configuration_*.py", "modeling_*.py", "tokenization_*.py",
+)  # fmt: skip
 
 
 def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:

@@ -230,14 +230,16 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
     arrays = [array for _, array in sorted_arrays(source.arrays)]
     for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
         table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
-        for layer, parts in _grouped(members, lambda array: _layer(_inside(array))):
+        for layer, parts in _grouped(members, _layer):
             indent = "  "
             if layer and len(parts) > 1:
                 table.add_row(f"  {cell(layer)}", *_totals(parts), style="dim")
                 indent = "    "
             for array in parts:
-                cells = _stats_cells(stats[array.spec.name]) if stats else []
-                table.add_row(indent + cell(_inside(array)), *_array_cells(array), *cells)
+                spec = array.spec
+                cells = [cell(list(spec.shape)), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)]
+                cells += _stats_cells(stats[spec.name]) if stats else []
+                table.add_row(indent + cell(_inside(array)), *cells)
     return table
 
 
@@ -259,19 +261,14 @@ def _inside(array: StoredArray) -> str:
     return spec.name[len(_group(spec.name)) + 1 :] + tied
 
 
-def _layer(name: str) -> str:
-    """Return the part of a name up to its first number, as `transformer.h.0`; empty where there is none."""
-    match = _LAYER.match(name)
+def _layer(array: StoredArray) -> str:
+    """Return the part of an array's name up to its first number, like `transformer.h.0`; empty where there is none."""
+    match = _LAYER.match(_inside(array))
     return match.group() if match else ""
 
 
 def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
     return f"{len(arrays)} arrays", "", format_bytes(sum(array.spec.nbytes for array in arrays)), ""
-
-
-def _array_cells(array: StoredArray) -> tuple[str, str, str, str]:
-    spec = array.spec
-    return cell(str(list(spec.shape))), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)
 
 
 def _stats_cells(stats: ArrayStats) -> list[str]:
