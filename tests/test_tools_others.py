@@ -90,8 +90,8 @@ def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
             return Others(str(folder), resources)
         return ours(location, tag, resources=resources, **options)
 
-    monkeypatch.setattr(sources, "open_source", open_source)
-    monkeypatch.setattr(opened, "open_source", open_source)
+    for module in (sources, opened, opening):
+        monkeypatch.setattr(module, "open_source", open_source)
     return folder
 
 
