@@ -25,12 +25,11 @@ def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
     What lies beside other software's checkpoint is copied with `beside` only: it may belong to anything. What is in
     `target` already stays as it is. Links are left alone: they may lead to any file that this user can read.
     """
-    places: list[Place]
+    places: list[Place] = []
     if isinstance(source, CheckpointReader):
-        places = [source.folder.parent, source.folder]
-    else:
-        path = Path(source.location)
-        places = [path.parent, path][not beside :] if path.is_dir() else []
+        places += [source.folder.parent, source.folder]
+    elif (path := Path(source.location)).is_dir():
+        places += [path.parent, path] if beside else [path]
     found = {name: folder for folder in map(folder_at, places) for name in companions(folder)}
     copied: list[str] = []
     for name, folder in found.items():
