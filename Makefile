@@ -41,7 +41,7 @@ lint: $(VENV)/stamp-dev ## run ruff, mypy and the import contract
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/stamp-dev ## let ruff mend what it can
+format: $(VENV)/stamp-dev ## format, and apply ruff's fixes
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 

@@ -79,16 +79,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="the first is compared with others"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
-    parser.add_argument("--from-device", action="store_true", help="save and load state that rests on the device too")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    parser.add_argument("--from-device", action="store_true", help="also save and load state on the device")
     parser.add_argument("--peers", type=some_of(*TENSOR_PEERS, "none"), default=[*TENSOR_PEERS])
     parser.add_argument(
         "--peer-python", help="python of an environment with deepspeed; without it DeepSpeed is left out"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of the saves from memory")
-    parser.add_argument("--ranks", type=int, default=2, help="of the load at another world size")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of saves from memory")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that load at another world size")
     parser.add_argument(
-        "--memory", type=byte_count, default=_LIMIT_BYTES, help="a consolidation's, beside the interpreter"
+        "--memory",
+        type=byte_count,
+        default=_LIMIT_BYTES,
+        help="memory limit of a consolidation, on top of the interpreter",
     )
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument("--gib", type=float, default=1.25, help="GiB of the files that measure the limits")

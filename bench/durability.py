@@ -23,7 +23,7 @@ import torch
 
 import zstore
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.tools.models import build_model
+from zstore.tools.sample.models import build_model
 
 DURABILITIES = ("checkpoint", "step")
 
@@ -32,8 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
     parser.add_argument("--model", default="gpt-small")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=3, help="measured blocks of each, after one that is not")
+    parser.add_argument("--steps", type=int, default=8, help="steps per block")
+    parser.add_argument("--rounds", type=int, default=3, help="measured blocks of each, after one warm-up block")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tiers", default="nvme,cpu")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

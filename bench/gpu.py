@@ -69,12 +69,14 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of parts, with commas between")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="comma-separated names of parts")
     parser.add_argument("--redo", action="store_true", help="run parts again that passed before")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument("--out", type=Path, help="folder of gpu.json and gpu.md (default: bench/results)")
-    parser.add_argument("--tiny", action="store_true", help="each part small on the CPU, to try this out; takes --out")
-    parser.add_argument("--check", action="store_true", help="only tell whether there is a device")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run each part small on the CPU, to try this out; needs --out"
+    )
+    parser.add_argument("--check", action="store_true", help="only check for a device")
     options = parser.parse_args()
     if options.tiny and options.out is None:
         parser.error("--tiny needs --out FOLDER: figures of the CPU do not belong beside those of a device")

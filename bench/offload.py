@@ -106,9 +106,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk, 7b 100 GB"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     parser.add_argument(
-        "--tiers", type=some_of("cpu", "nvme"), default=["nvme"], help="where state and parameters rest"
+        "--tiers", type=some_of("cpu", "nvme"), default=["nvme"], help="where state and parameters are stored"
     )
     parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: the model's)")
     parser.add_argument(
@@ -122,11 +122,11 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--peer-python", help="python of an environment with deepspeed; default: this one")
     parser.add_argument(
-        "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters rest"
+        "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters are stored"
     )
     parser.add_argument("--peer-buffers", type=int, default=32, help="buffers for its parameters (its buffer_count)")
-    parser.add_argument("--peer-config", type=json.loads, default={}, help="JSON to put into its zero_optimization")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that are not")
+    parser.add_argument("--peer-config", type=json.loads, default={}, help="JSON to merge into its zero_optimization")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two warm-up steps")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument(
         "--overlap", type=some_of("none", "backward", "forward"), default=["none", "backward", "forward"]

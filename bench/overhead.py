@@ -38,7 +38,7 @@ from bench.machine import choose_device, machine
 from bench.plain import plain_step
 from bench.process import synchronize
 from zstore.testing.ranks import run_ranks
-from zstore.tools.models import Gpt, GptConfig
+from zstore.tools.sample.models import Gpt, GptConfig
 
 _LR = 1e-4
 _CLIP = 1.0
@@ -51,16 +51,14 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20, help="measured pairs, after three that are not")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="what one process computes on"
-    )
+    parser.add_argument("--pairs", type=int, default=20, help="measured pairs, after three warm-up pairs")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of one process")
     parser.add_argument(
         "--others",
         nargs="+",
         default=["plain"],
         choices=["plain", "FSDP2", "DeepSpeed"],
-        help="what one process is set beside; FSDP2 at stage 3 alone",
+        help="what one process is compared with; FSDP2 at stage 3 only",
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
@@ -68,7 +66,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a process and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per process and step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()

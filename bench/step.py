@@ -29,16 +29,16 @@ from bench.limits import disk_limit, limit_name
 from bench.machine import choose_device
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
-from zstore.tools.models import build_model
+from zstore.tools.sample.models import build_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
-    parser.add_argument("--tier", choices=["none", "cpu", "nvme"], default="nvme", help="where the state rests")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what computes")
+    parser.add_argument("--tier", choices=["none", "cpu", "nvme"], default="nvme", help="where the state is stored")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     parser.add_argument("--model", default="gpt-base")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps, after two that are not")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after two warm-up steps")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

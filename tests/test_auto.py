@@ -15,8 +15,8 @@ from tests.test_train import rows
 from zstore.engine import Engine
 from zstore.engine.config import read_config
 from zstore.errors import ConfigError
-from zstore.tools.train import run_train
-from zstore.tools.train_config import TrainOptions
+from zstore.tools.train.command import train_command
+from zstore.tools.train.config import TrainOptions
 
 EVERYTHING = Path(__file__).parent / "configs" / "zero3_nvme_everything.json"
 PLACES = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in ("none", "cpu", "nvme"))]
@@ -81,7 +81,7 @@ def test_all_auto_trains_through_the_train_command(
     path, metrics, text = alone / "ds.json", alone / "m.jsonl", alone / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     path.write_text(json.dumps(everything(alone, stage, tier)))
-    run_train(
+    train_command(
         TrainOptions(config=Path("ds.json"), model="gpt-tiny", steps=2, seq_len=8, data=text, metrics=metrics, lr=1e-3)
     )
     assert [row["lr"] for row in rows(metrics)] == [0, pytest.approx(1e-3)]
@@ -105,7 +105,7 @@ def test_the_command_answers_what_its_options_say(alone: Path, capsys: pytest.Ca
     path, metrics, text = alone / "ds.json", alone / "m.jsonl", alone / "text.txt"
     path.write_text(json.dumps(config))
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    run_train(
+    train_command(
         TrainOptions(
             config=path, model="gpt-tiny", steps=30, seq_len=4, data=text, metrics=metrics, lr=1.0e-4, micro_batch=3
         )

@@ -152,7 +152,7 @@ import os, sys
 import zstore
 from zstore.ranks.world import World
 from zstore.errors import ConfigError
-from zstore.tools.rank_errors import said_once
+from zstore.tools.train.rank_errors import said_once
 
 rank, early = int(os.environ["RANK"]), sys.argv[1] == "early"
 with said_once():
@@ -163,7 +163,11 @@ with said_once():
 """
 
 
-LAUNCHED = "import sys; from zstore.tools.launch import launch; launch([sys.executable, '-c', *sys.argv[2:]], int(sys.argv[1]))"
+LAUNCHED = """
+import sys
+from zstore.tools.train.launch import launch
+launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
+"""
 
 
 @pytest.mark.parametrize(

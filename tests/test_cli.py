@@ -12,7 +12,7 @@ import typer
 
 import zstore
 from tests import warm
-from zstore.tools import arguments
+from zstore.tools import options
 
 COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
@@ -94,9 +94,7 @@ def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
     done = run("doctor", "--path", missing, anew=True)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert (
-        done.stderr == f"zstore: expected an existing folder, but {missing} is none: make it, or give another --path\n"
-    )
+    assert done.stderr == f"zstore: expected an existing folder, got {missing}: create it, or give another --path\n"
 
 
 _ABORTING = """
@@ -147,7 +145,7 @@ def test_a_fault_that_was_found_ends_with_1_and_data_on_stdout() -> None:
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert arguments.parse_size(text) == num_bytes
+    assert options.parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -155,16 +153,16 @@ def test_sizes(text: str, num_bytes: int) -> None:
     [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("1.3 b", 13 * 10**8), ("150T", 15 * 10**13), ("12", 12)],
 )
 def test_numbers(text: str, number: int) -> None:
-    assert arguments.parse_number(text) == number
+    assert options.parse_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "B", "seven", "-7e9", "7X", "0", "0.1", "1e999", "nan", "inf"])
 def test_bad_numbers(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a number"):
-        arguments.parse_number(text)
+        options.parse_number(text)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5XB", "0", "0.1", "5 GB 3", "5iB"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a size"):
-        arguments.parse_size(text)
+        options.parse_size(text)

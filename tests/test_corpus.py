@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests import warm
 from zstore.errors import ConfigError
-from zstore.tools.corpus import STDLIB_BYTES, Corpus, open_corpus
+from zstore.tools.sample.corpus import STDLIB_BYTES, Corpus, open_corpus
 
 
 def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:
@@ -120,7 +120,7 @@ def test_the_standard_library_stands_in() -> None:
     assert b"def " in corpus.read(0, 100_000)
     assert all(file.suffix == ".py" for file in corpus.files)
     assert not any({"site-packages", "test", "tests"} & set(file.parts) for file in corpus.files)
-    code = "from zstore.tools.corpus import open_corpus; print(open_corpus().sample(17, 64, 5)[0].tolist())"
+    code = "from zstore.tools.sample.corpus import open_corpus; print(open_corpus().sample(17, 64, 5)[0].tolist())"
     other = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert other.stdout.strip() == str(corpus.sample(17, 64, 5)[0].tolist())
 

@@ -13,10 +13,11 @@ import zstore
 from tests.engine_runs import make_config, start
 from zstore.engine.config.keys import Status, about, known_keys, section_of
 from zstore.engine.config.schema import Settings
-from zstore.tools.config_docs import BEGIN, END, missing_keys, with_missing_keys
+from zstore.tools.config_docs import END, mark, missing_keys, updated
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "deepspeed.md"
 PAGE = DOCUMENT.read_text(encoding="utf-8")
+BEGIN = mark("keys that do not act")
 
 
 def names() -> list[str]:
@@ -27,7 +28,8 @@ def names() -> list[str]:
 
 
 def test_the_keys_are_up_to_date() -> None:
-    assert with_missing_keys(PAGE) == PAGE, "run: python -m zstore.tools.config_docs --missing"
+    assert missing_keys() in PAGE
+    assert updated(PAGE) == PAGE, "run: python -m zstore.tools.config_docs"
 
 
 def test_every_key_that_does_not_act_is_listed_once_under_what_becomes_of_it() -> None:
@@ -83,8 +85,7 @@ def test_what_the_page_names_in_their_place_is_there() -> None:
 
 def test_the_command_writes_them(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "deepspeed.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    command = [sys.executable, "-m", "zstore.tools.config_docs", "--missing"]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    assert page.read_text() == f"before\n{missing_keys()}after\n"
+    for name in ("config.md", "deepspeed.md"):
+        (tmp_path / "docs" / name).write_text(f"before\n{BEGIN}old\n{END}after\n")
+    subprocess.run([sys.executable, "-m", "zstore.tools.config_docs"], check=True, cwd=tmp_path)
+    assert (tmp_path / "docs" / "deepspeed.md").read_text() == f"before\n{BEGIN}{missing_keys()}{END}after\n"

@@ -19,7 +19,7 @@ from zstore.errors import BudgetError
 from zstore.io.hostmemory import GroupMemory, HostMemory
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
-from zstore.tools.models import build_model
+from zstore.tools.sample.models import build_model
 
 MIB = 1024 * 1024
 STEPS = 3

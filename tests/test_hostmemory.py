@@ -12,7 +12,7 @@ import pytest
 
 from bench.children import limited_memory
 from zstore.io.hostmemory import read_host_memory
-from zstore.tools.plan_machine import host_memory_bytes
+from zstore.tools.plan.machine import host_memory_bytes
 
 GB = 2**30
 MIB = 2**20
@@ -112,7 +112,7 @@ import zstore
 from torch import nn
 from zstore.errors import BudgetError
 from zstore.io.hostmemory import read_host_memory
-from zstore.tools.plan_machine import host_memory_bytes
+from zstore.tools.plan.machine import host_memory_bytes
 torch.set_num_threads(1)
 
 def config(zero):

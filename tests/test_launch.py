@@ -17,8 +17,8 @@ from tests.test_train import config_file, options, rows
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
-from zstore.tools.launch import launch
-from zstore.tools.train import run_train
+from zstore.tools.train.command import train_command
+from zstore.tools.train.launch import launch
 
 PYTHON = [sys.executable, "-c"]
 
@@ -91,7 +91,9 @@ def test_a_signal_saves_and_ends_with_75(
     if not more:
         again = tmp_path / "again.jsonl"
         config = config_file(tmp_path)
-        run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=step + 1, metrics=again))
+        train_command(
+            options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=step + 1, metrics=again)
+        )
         assert [row["step"] for row in rows(again)] == [step + 1]
 
 
@@ -117,7 +119,7 @@ def test_torchrun_passes_a_signal_on_and_its_ranks_end_with_75(tmp_path: Path, t
 def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
     more = {"save": tmp_path / "run", "save_every": 1, "keep": 1, "keep_every": 3, "keep_best": "loss:min", "steps": 5}
     metrics = tmp_path / "m.jsonl"
-    run_train(options(tmp_path, text, config_file(tmp_path), metrics=metrics, **more))
+    train_command(options(tmp_path, text, config_file(tmp_path), metrics=metrics, **more))
     best = min(rows(metrics), key=lambda row: float(row["loss"]))["step"]
     assert [info.record.step for info in tags(tmp_path / "run")] == sorted({3, 5, best})
 
@@ -125,7 +127,11 @@ def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
 # -- the launcher alone -----------------------------------------------------------------------------------------------
 
 
-LAUNCHED = "import sys; from zstore.tools.launch import launch; launch([sys.executable, '-c', *sys.argv[2:]], int(sys.argv[1]))"
+LAUNCHED = """
+import sys
+from zstore.tools.train.launch import launch
+launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
+"""
 
 
 def test_every_rank_knows_the_others() -> None:
@@ -156,7 +162,7 @@ def test_a_rank_that_fails_is_named() -> None:
 
 
 def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.tools.launch._END_WELL_S", 0.2)
+    monkeypatch.setattr("zstore.tools.train.launch._END_WELL_S", 0.2)
     code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
     with pytest.raises(ZstoreError, match="ranks 0, 1;"):
         launch([*PYTHON, code], 2)

@@ -14,7 +14,7 @@ from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_m
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan
 from zstore.testing.ranks import run_ranks
-from zstore.tools.models import SHIPPED, Gpt, build_model
+from zstore.tools.sample.models import SHIPPED, Gpt, build_model
 
 # The shard of the smallest one is under 64 KiB, those of the embedding and of the blocks are not.
 MODELS = ("net", "gpt-tiny")

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
-from zstore.tools import models
+from zstore.tools.sample import models
 
 Shape = tuple[int, ...]
 
@@ -166,8 +167,13 @@ def llama(layers: int, hidden: int, inner: int, kv: int, vocabulary: int) -> lis
     return [(vocabulary, hidden), (vocabulary, hidden), (hidden,), *block * layers]
 
 
+def shipped(name: str) -> list[Shape]:
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in models.build_model(name, 128).parameters()]
+
+
 MODELS: dict[str, list[Shape]] = {
-    **{name: [tuple(s) for s in models.shapes(name).values()] for name in ("gpt-tiny", "gpt-small", "gpt-base")},
+    **{name: shipped(name) for name in ("gpt-tiny", "gpt-small", "gpt-base")},
     "gpt2": gpt2(12, 768),
     "gpt-neo-125m": gpt_neo(12, 768),
     "qwen-0.5b": llama(24, 896, 4864, 128, 151936),

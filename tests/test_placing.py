@@ -16,7 +16,7 @@ from tests.test_engine_budget import make_config
 from zstore.engine import Engine
 from zstore.engine.plan import run as placing
 from zstore.errors import DiskFullError
-from zstore.tools.models import build_model
+from zstore.tools.sample.models import build_model
 
 Drives = Callable[[dict[Path, int]], None]
 

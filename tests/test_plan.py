@@ -19,12 +19,14 @@ from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools import cli
 from zstore.tools.drive import BLOCK_BYTES
-from zstore.tools.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
-from zstore.tools.plan import PlanOptions, make_job, plan_command
-from zstore.tools.plan_choices import Job, Outcome, all_choices, ladder, plan_of
-from zstore.tools.plan_estimate import activation_bytes, step_seconds
-from zstore.tools.plan_machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
-from zstore.tools.plan_model import shape_of_model, shape_of_numbers
+from zstore.tools.plan.choices import Outcome, all_choices, ladder, plan_of
+from zstore.tools.plan.command import plan_command
+from zstore.tools.plan.estimate import activation_bytes, step_seconds
+from zstore.tools.plan.job import Job, make_job
+from zstore.tools.plan.machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
+from zstore.tools.plan.model import shape_of_model, shape_of_numbers
+from zstore.tools.plan.options import PlanOptions
+from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 
 GB = 10**9
 SEQ = 16

@@ -18,8 +18,8 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
 from zstore.remote.folder import open_folder
 from zstore.testing.ranks import run_ranks
-from zstore.tools.train import run_train
-from zstore.tools.train_config import TrainOptions
+from zstore.tools.train.command import train_command
+from zstore.tools.train.config import TrainOptions
 
 URL = "objects://bucket/run"
 
@@ -223,7 +223,7 @@ def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: Obj
 
     def train(steps: int, resume: str | None, seq_len: int | None) -> list[float]:
         metrics = tmp_path / f"{steps}-{resume}.jsonl".replace("/", "_")
-        run_train(
+        train_command(
             TrainOptions(
                 config=config,
                 model=str(model),

@@ -29,7 +29,7 @@ from zstore.remote.folder import open_folder
 from zstore.remote.upload import upload_checkpoint
 from zstore.tools import cli
 from zstore.tools.opening import Common
-from zstore.tools.prune import prune_command
+from zstore.tools.prune import prune_folder
 
 ARRAYS = {"model/w": np.arange(100_000, dtype=np.float32)}
 
@@ -151,7 +151,7 @@ def test_prune_removes_what_no_rule_keeps(
     before = [disk_bytes(path) for path in paths]
     freed = bytes_freed(paths[:2])
     keep = Keep(best="loss:min")
-    assert prune_command(folder, keep, dry_run=True) == 0
+    assert prune_folder(folder, keep, dry_run=True) == 0
     text = capsys.readouterr().out
     assert "would remove 2 of 4 checkpoints" in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith("on disk  remove")] == [
@@ -161,7 +161,7 @@ def test_prune_removes_what_no_rule_keeps(
     assert "keep (best)" in text
     assert "keep (last)" in text
     assert [disk_bytes(path) for path in paths] == before
-    assert prune_command(folder, keep) == 0
+    assert prune_folder(folder, keep) == 0
     assert [found.record.step for found in tags(folder)] == [3, 4]
     assert not list(folder.glob("*.tmp-*"))
     assert 0 < freed < before[0] + before[1] - 100_000  # the array's file is still there, in the third
@@ -206,7 +206,7 @@ def test_the_command(
 def test_nothing_to_prune(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointNotFoundError):
-            prune_command(path, Keep())
+            prune_folder(path, Keep())
 
 
 @pytest.fixture
@@ -216,7 +216,11 @@ def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
     for number in (1, 2, 3):
         path = save_arrays(tmp_path / "local", ARRAYS, step=number, record=loss(number))
         upload_checkpoint(path, "objects://bucket/run", options)
-    yield "objects://bucket/run", open_folder("objects://bucket/run", options).fs, Common(storage_options=options)
+    yield (
+        "objects://bucket/run",
+        open_folder("objects://bucket/run", options).fs,
+        Common(storage_option=[f"folder={options['folder']}"]),
+    )
     ObjectFileSystem.clear_instance_cache()
 
 
@@ -227,13 +231,13 @@ def test_prune_removes_behind_a_url(
     sizes = fs.objects()
     goes = {key: size for key, size in sizes.items() if "step-00000002" in key}
     keep, common = Keep(best="loss:min"), replace(common, json=True)
-    assert prune_command(url, keep, dry_run=True, common=common) == 0
+    assert prune_folder(url, keep, dry_run=True, common=common) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["path"], plan["freed_bytes"], plan["removed"]) == (url, sum(goes.values()), [])
     assert [one["path"] for one in plan["checkpoints"]] == [f"{url}/step-0000000{number}" for number in (1, 2, 3)]
     assert fs.objects() == sizes
     fs.order.clear()
-    assert prune_command(url, keep, common=common) == 0
+    assert prune_folder(url, keep, common=common) == 0
     done = json.loads(capsys.readouterr().out)
     assert (done["removed"], done["bytes"]) == (["step-00000002"], sum(goes.values()))
     assert fs.objects() == {key: size for key, size in sizes.items() if key not in goes}
@@ -248,7 +252,7 @@ def test_what_cannot_be_removed_behind_a_url_is_told(
 ) -> None:
     url, fs, common = objects
     fs.faults.append(RequestFault(kind="remove", pattern="*/step-00000001/*", times=None, error=denied))
-    assert prune_command(url, Keep(), common=common) == 1
+    assert prune_folder(url, Keep(), common=common) == 1
     assert "zstore: checkpoint 'step-00000001' could not be removed: " in capsys.readouterr().err
     found = tags(open_folder(url, common.storage_options))
     assert [one.tag for one in found] == ["step-00000001", "step-00000003"]
@@ -262,7 +266,7 @@ def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.Monkey
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(Files, "rename", refuse)
-    assert prune_command(folder, Keep()) == 1
+    assert prune_folder(folder, Keep()) == 1
     assert len(tags(folder)) == 2
 
 

@@ -39,8 +39,8 @@ def written(folder: Path, out: Path, which: Which) -> set[str]:
         (Which(include=("h.*", "odd[0].w"), exclude=("h.1.*",)), {"h.0.w", "h.10.w", "odd[0].w"}),
         (Which(exclude=("*.w",)), {"norm.bias"}),
         (Which(include=("h.?.w",)), {"h.0.w", "h.1.w"}),
-        (Which(without_frozen=True), {"h.1.w", "norm.bias"}),
-        (Which(include=("h.*",), without_frozen=True), {"h.1.w"}),
+        (Which(exclude_frozen=True), {"h.1.w", "norm.bias"}),
+        (Which(include=("h.*",), exclude_frozen=True), {"h.1.w"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),  # the order of a set differs by process
 )
@@ -103,6 +103,6 @@ def test_an_engines_frozen_parameters_are_left_out(kind: type[torch.optim.Optimi
     names = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     with start(config, net, optimizer=kind(trained, lr=1e-2)) as engine:
         engine.save_checkpoint(tmp_path / "ckpt")
-    which = Which(without_frozen=True)
+    which = Which(exclude_frozen=True)
     assert consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", 10**9, "error", which=which) == 0
     assert set(load_file(tmp_path / "out/model.safetensors")) == names | {"shift"}

@@ -17,7 +17,7 @@ from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
-from zstore.tools.prune import prune_command
+from zstore.tools.prune import prune_folder
 from zstore.tools.verify import verify_command
 
 ARRAYS = {
@@ -142,7 +142,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
     name = "model/\x1b]0;title\x07.w\u202e"
     save_arrays(tmp_path, {name: np.ones(3, np.float32)}, tag="\u202etag")
     run = [inspect_command, verify_command, ls_command, lambda path: diff_command(path, path)]
-    run.append(lambda path: prune_command(path, Keep(last=1), dry_run=True))
+    run.append(lambda path: prune_folder(path, Keep(last=1), dry_run=True))
     for command in run:
         assert command(tmp_path) == 0
     save_arrays(tmp_path / "other", {"model/w": np.ones(3, np.float32)}, world_size=2)

@@ -90,8 +90,8 @@ def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
             return Others(str(folder), resources)
         return ours(location, tag, resources=resources, **options)
 
-    monkeypatch.setattr(sources, "open_source", open_source)
-    monkeypatch.setattr(opened, "open_source", open_source)
+    for module in (sources, opened, opening):
+        monkeypatch.setattr(module, "open_source", open_source)
     return folder
 
 
@@ -117,14 +117,14 @@ def test_ls_lists_it(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_says_what_is_missing(others: Path) -> None:
-    with pytest.raises(UsageError, match="Somebody's, stage 2, which has none to compare"):
+    with pytest.raises(UsageError, match="Somebody's, stage 2, which has no checksums"):
         verify_command(others)
     with zstore.open_checkpoint(others) as ckpt, pytest.raises(CheckpointMismatchError, match="has no checksums"):
         ckpt.verify()
 
 
 def test_its_weights_and_arrays_are_read_alike(others: Path, tmp_path: Path) -> None:
-    consolidate_command(others, tmp_path / "out", "fp32", 10**9, "error", which=Which(without_frozen=True))
+    consolidate_command(others, tmp_path / "out", "fp32", 10**9, "error", which=Which(exclude_frozen=True))
     found = load_file(tmp_path / "out/model.safetensors")
     assert list(found) == ["w"]
     assert np.array_equal(found["w"], ARRAYS["model/w"])

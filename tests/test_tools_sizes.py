@@ -19,7 +19,7 @@ from zstore.sizes import format_bytes
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
-from zstore.tools.prune import prune_command
+from zstore.tools.prune import prune_folder
 from zstore.tools.reshard import reshard_command
 
 URL = "memory://bucket/run"
@@ -61,7 +61,7 @@ def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.Captur
     assert told(capsys)["checkpoint"]["size_bytes"] == size
     ls_command(location, JSON)
     assert told(capsys)["checkpoints"][1]["size_bytes"] == size
-    prune_command(location, Keep(last=2), dry_run=True, common=JSON)
+    prune_folder(location, Keep(last=2), dry_run=True, common=JSON)
     assert told(capsys)["checkpoints"][1]["size_bytes"] == size
     # In words, too.
     inspect_command(location)
@@ -71,7 +71,7 @@ def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "on disk" in printed.splitlines()[1]
     assert format_bytes(size) in printed
-    prune_command(location, Keep(last=2), dry_run=True)
+    prune_folder(location, Keep(last=2), dry_run=True)
     assert f"{format_bytes(size)} on disk  keep (last)" in capsys.readouterr().out
 
 
@@ -95,19 +95,19 @@ def test_prune_and_ls_say_what_is_freed(run: Path, capsys: pytest.CaptureFixture
     freed = bytes_of(run / "step-00000001") - linked
     ls_command(run, JSON)
     assert told(capsys)["checkpoints"][0]["freed_bytes"] == freed
-    prune_command(run, Keep(last=1), dry_run=True, common=JSON)
+    prune_folder(run, Keep(last=1), dry_run=True, common=JSON)
     assert told(capsys)["freed_bytes"] == freed
-    prune_command(run, Keep(last=1))
+    prune_folder(run, Keep(last=1))
     plan = capsys.readouterr().out.splitlines()[0]
     assert plan == (
         f"plan: remove 1 of 2 checkpoints ({format_bytes(freed + linked)} on disk), which frees {format_bytes(freed)}: files "
-        "that other checkpoints or a run link stay"
+        "that other checkpoints or a run share stay"
     )
     assert "frees" not in _first_line_of_a_plan_that_removes_nothing(run, capsys)
 
 
 def _first_line_of_a_plan_that_removes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    prune_command(run, Keep(last=1), dry_run=True)
+    prune_folder(run, Keep(last=1), dry_run=True)
     return capsys.readouterr().out.splitlines()[0]
 
 

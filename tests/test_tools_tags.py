@@ -16,7 +16,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import UsageError
 from zstore.open.sources import split_location
 from zstore.tools import cli
-from zstore.tools.resume import resume_source
+from zstore.tools.train.resume import resume_source
 
 URL = "memory://bucket/run"
 TAGS = ("step-00000001", "a:b [best]")

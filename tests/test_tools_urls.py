@@ -25,7 +25,7 @@ from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
-from zstore.tools.prune import prune_command
+from zstore.tools.prune import prune_folder
 from zstore.tools.reshard import reshard_command
 from zstore.tools.verify import verify_command
 
@@ -148,7 +148,7 @@ def test_other_softwares_checkpoints_behind_urls_are_refused_by_name(
         with pytest.raises(CheckpointMismatchError, match=text):
             call()
     with pytest.raises(UsageError, match=f"removes only checkpoints of zstore: .* looks like one of {maker}"):
-        prune_command(theirs, Keep())
+        prune_folder(theirs, Keep())
 
 
 def test_an_unfinished_upload_is_not_taken_for_other_softwares(url: str) -> None:
@@ -160,7 +160,7 @@ def test_an_unfinished_upload_is_not_taken_for_other_softwares(url: str) -> None
 def test_prune_of_other_softwares_folder_says_whose_it_is(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(UsageError, match="looks like one of Hugging Face"):
-        prune_command(tmp_path, Keep())
+        prune_folder(tmp_path, Keep())
 
 
 @pytest.mark.parametrize(("out", "world_size"), [(None, None), (None, 3), ("out", None), ("out", 3)], ids=str)

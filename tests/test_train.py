@@ -26,8 +26,8 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.train import OFFLOAD_ENVIRONMENT, run_train
-from zstore.tools.train_config import TrainOptions
+from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
+from zstore.tools.train.config import TrainOptions
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
@@ -76,8 +76,10 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     offload = {"device": "nvme", "nvme_path": str(nvme)}
     disk = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
     whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
-    run_train(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
-    run_train(options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}:step-00000002", metrics=again, seq_len=None))
+    train_command(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
+    train_command(
+        options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}:step-00000002", metrics=again, seq_len=None)
+    )
     first, second = rows(whole), rows(again)
     assert [row["step"] for row in first] == [1, 2, 3, 4]
     assert [row["step"] for row in second] == [3, 4]
@@ -107,8 +109,8 @@ def test_a_killed_run_goes_on_at_its_last_finished_step(tmp_path: Path, text: Pa
         process.kill()
     finished = path.read_text().count("\n")
     resumed = {"save": tmp_path / "run", "resume": "auto", "metrics": again, "seq_len": None}
-    run_train(options(tmp_path, text, config, **resumed, steps=finished + 2))
-    run_train(options(tmp_path, text, config_file(tmp_path, **zero), metrics=whole, steps=finished + 2))
+    train_command(options(tmp_path, text, config, **resumed, steps=finished + 2))
+    train_command(options(tmp_path, text, config_file(tmp_path, **zero), metrics=whole, steps=finished + 2))
     # It goes on after the last step, or the one before it where that one's snapshot was under way.
     assert finished <= rows(again)[0]["step"] <= finished + 2
     for name in ("step", "loss", "lr", "grad_norm"):
@@ -124,7 +126,7 @@ def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) 
                   "--metrics", tmp_path / "two.jsonl")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("save stall") == 2
-    run_train(
+    train_command(
         options(tmp_path, text, config, resume=f"{tmp_path / 'run'}:step-00000002", metrics=tmp_path / "one.jsonl")
     )
     two, one = rows(tmp_path / "two.jsonl"), rows(tmp_path / "one.jsonl")
@@ -141,12 +143,12 @@ def test_a_failure_on_every_rank_is_told_once_and_once_more_by_the_launcher(tmp_
     assert done.returncode == 1
     assert done.stderr == (
         "zstore: ranks 0, 1: nvme_path: expected an existing folder; make it on the drive to use "
-        f"(path={tmp_path / 'none'})\nzstore: training failed on ranks 0, 1; why stands above\n"
+        f"(path={tmp_path / 'none'})\nzstore: training failed on ranks 0, 1; see the error above\n"
     )
 
 
 def test_keep_leaves_the_newest_checkpoints(tmp_path: Path, text: Path) -> None:
-    run_train(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", save_every=1, keep=2))
+    train_command(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", save_every=1, keep=2))
     tags = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
     assert [tag for tag in tags if tag.startswith("step-")] == ["step-00000003", "step-00000004"]
 
@@ -155,25 +157,27 @@ def test_resume_auto_starts_fresh_where_nothing_is_and_goes_on_where_something_i
     config = config_file(tmp_path)
     metrics = tmp_path / "m.jsonl"
     for steps in (2, 4):
-        run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=steps, metrics=metrics))
+        train_command(
+            options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=steps, metrics=metrics)
+        )
     assert [row["step"] for row in rows(metrics)] == [1, 2, 3, 4]
 
 
 def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Path, text: Path) -> None:
     config, metrics, run = config_file(tmp_path), tmp_path / "m.jsonl", tmp_path / "run"
-    run_train(options(tmp_path, text, config, save=str(run), save_every=2))
+    train_command(options(tmp_path, text, config, save=str(run), save_every=2))
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with pytest.raises(CheckpointExistsError, match=r"step-00000002 and 1 more of another run.*--resume auto.*prune"):
-        run_train(options(tmp_path, text, config, save=str(run), metrics=metrics))
+        train_command(options(tmp_path, text, config, save=str(run), metrics=metrics))
     elsewhere = f"{tmp_path / 'other'}:step-00000001"
-    run_train(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
+    train_command(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
     with pytest.raises(CheckpointExistsError, match="step-00000002 and 1 more of another run"):
-        run_train(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
+        train_command(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
     assert not metrics.exists()  # nothing was trained
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     # Where no name is met, two runs may share a folder; and a run may go back and write its own again.
-    run_train(options(tmp_path, text, config, save=str(run), steps=1))
-    run_train(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
+    train_command(options(tmp_path, text, config, save=str(run), steps=1))
+    train_command(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000002", "step-00000004"]
 
 
@@ -182,7 +186,7 @@ def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) 
     config = config_file(
         tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2}}
     )
-    run_train(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
+    train_command(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
     assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
 
 
@@ -190,7 +194,7 @@ def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text:
     metrics = tmp_path / "m.jsonl"
     params = {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": "auto"}
     config = config_file(tmp_path, scheduler={"type": "WarmupDecayLR", "params": params})
-    run_train(options(tmp_path, text, config, steps=6, metrics=metrics))
+    train_command(options(tmp_path, text, config, steps=6, metrics=metrics))
     assert [row["lr"] for row in rows(metrics)] == pytest.approx([0, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
@@ -203,7 +207,7 @@ def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     run = tmp_path / "run"
     more = {"model": str(folder), "metrics": metrics, "lr": 1e-2, "steps": 8, "save": run}
-    run_train(options(tmp_path, text, config_file(tmp_path), **more))
+    train_command(options(tmp_path, text, config_file(tmp_path), **more))
     assert rows(metrics)[-1]["loss"] < rows(metrics)[0]["loss"] < 6
     assert consolidate_command(run, tmp_path / "weights", "fp32", 10**9, "error") in (0, None)
     assert (tmp_path / "weights" / "tokenizer_config.json").exists()
@@ -230,16 +234,16 @@ def test_wrong_options_are_told_before_anything_is_made(
     tmp_path: Path, text: Path, more: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        run_train(options(tmp_path, text, **({"config": config_file(tmp_path), "save": None} | more)))
+        train_command(options(tmp_path, text, **({"config": config_file(tmp_path), "save": None} | more)))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path) -> None:
     config = config_file(tmp_path)
-    run_train(options(tmp_path, text, config, save=tmp_path / "run", steps=1, seed=1))
+    train_command(options(tmp_path, text, config, save=tmp_path / "run", steps=1, seed=1))
     for more in ({"seed": 2, "seq_len": None}, {"seq_len": 32}):
         with pytest.raises(CheckpointMismatchError, match="order of its data"):
-            run_train(options(tmp_path, text, config, resume=str(tmp_path / "run"), **more))
+            train_command(options(tmp_path, text, config, resume=str(tmp_path / "run"), **more))
 
 
 def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> None:
@@ -269,7 +273,7 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> 
     with open_checkpoint(tmp_path / "run") as reader:
         assert reader.record.step >= 2
         assert verify_checkpoint(reader) == []
-    run_train(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=reader.record.step + 1))
+    train_command(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=reader.record.step + 1))
 
 
 @pytest.mark.parametrize(("device", "value"), [("nvme", "passive"), ("none", None)])
@@ -282,8 +286,8 @@ def test_with_offload_the_threads_of_torch_leave_the_cores_to_others_as_they_wai
     (tmp_path / "nvme").mkdir()
     offload = {"device": device, "nvme_path": str(tmp_path / "nvme")}
     config = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
-    run_train(options(tmp_path, text, config, steps=1))
+    train_command(options(tmp_path, text, config, steps=1))
     assert os.environ.get("OMP_WAIT_POLICY") == value
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    run_train(options(tmp_path, text, config, steps=1))
+    train_command(options(tmp_path, text, config, steps=1))
     assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own stays

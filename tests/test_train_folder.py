@@ -14,10 +14,10 @@ import zstore
 from tests.test_train import config_file, options, rows
 from zstore.errors import ConfigError
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.corpus import open_corpus
-from zstore.tools.models import build_model, load_or_build
-from zstore.tools.tokens import TokenCorpus, with_tokenizer
-from zstore.tools.train import run_train
+from zstore.tools.sample.corpus import open_corpus
+from zstore.tools.sample.models import build_model, load_or_build
+from zstore.tools.sample.tokens import TokenCorpus, with_tokenizer
+from zstore.tools.train.command import train_command
 
 torch.set_num_threads(1)
 
@@ -61,7 +61,7 @@ def disk(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_folder_trains_on_with_its_weights_and_its_tokenizer(folder: Path, text: Path, tmp_path: Path) -> None:
     config, metrics, run = config_file(tmp_path, **disk(tmp_path)), tmp_path / "m.jsonl", tmp_path / "run"
-    run_train(options(tmp_path, text, config, model=str(folder), save=run, metrics=metrics))
+    train_command(options(tmp_path, text, config, model=str(folder), save=run, metrics=metrics))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     corpus = TokenCorpus(
         corpus=open_corpus(text), encode=lambda t: list(tokenizer(t, add_special_tokens=False)["input_ids"])
@@ -128,7 +128,7 @@ def test_a_folder_without_a_tokenizer_is_trained_on_bytes(folder: Path, text: Pa
 
 def test_what_makes_no_tokens_is_refused(folder: Path, text: Path, tmp_path: Path) -> None:
     corpus = TokenCorpus(corpus=open_corpus(text), encode=lambda _: [])
-    with pytest.raises(ConfigError, match="no text that the tokenizer makes tokens of"):
+    with pytest.raises(ConfigError, match="the tokenizer makes no tokens of the text"):
         corpus.require(16)
     with pytest.raises(ConfigError, match="2 tokens or more"):
         with_tokenizer(open_corpus(text), str(folder)).require(1)

@@ -1,38 +1,81 @@
-"""The `zstore` command: its parts, exit codes and errors. What a command does stands in a module of its own.
+"""The `zstore` command: its parts, exit codes and errors. Each command is a module of its own.
 
-Exit codes: 0 done, 1 failed or found something, 2 wrong usage. Data goes to stdout, everything else to stderr. Each
-command imports its module when it is run, so that `zstore inspect` starts without torch.
+Exit codes: 0 done, 1 failed or found something, 2 wrong usage. Data goes to stdout, everything else to stderr. A command's
+module is imported when the command is run, so that `zstore inspect` starts without torch, and `zstore --help` without numpy.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from zstore._version import __version__
 from zstore.errors import ZstoreError
 
-from . import cli_checkpoints, cli_train
-from .rank_errors import exit_code, say
+from .train.rank_errors import exit_code, say
+
+COMMANDS = {
+    "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
+    "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
+    "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
+    "ls": "List the checkpoints in a folder: step, world size, size on disk, how much of it others share, age.",
+    "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
+    "verify": "Read a checkpoint and check every checksum; exit code 1 if one is wrong or a file is missing.",
+    "diff": "Show which arrays differ between two checkpoints, by their checksums; exit code 1 if any does.",
+    "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
+    "reshard": "Write a copy laid out for another number of ranks, compressed, or behind a URL.",
+    "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
+    "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
+}
+_MODULES = {"train": ".train.command", "plan": ".plan.command"}
+"""Of the commands that are no module of their own name."""
+_WITH_TORCH = ("train", "plan", "doctor")
+
+
+class Commands(TyperGroup):
+    """Imports a command's module once the command is to run; a list of the commands needs none."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and the rest of the words."""
+        from .options import for_typer
+
+        name, _, rest = super().resolve_command(ctx, args)
+        module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one.command(name, help=COMMANDS[str(name)])(for_typer(getattr(module, f"{name}_command")))
+        return name, typer.main.get_command(one), rest
+
+
+def _exit(code: int | None, **_options: Any) -> None:
+    if code:
+        raise typer.Exit(code)
+
 
 app = typer.Typer(
     name="zstore",
+    cls=Commands,
     help="Train models larger than memory, and look after their checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=_exit,
 )
-for _command in (*cli_train.COMMANDS, *cli_checkpoints.COMMANDS):
-    app.command()(_command)
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
 
 
 def main() -> None:
     """Run the command with the process's arguments and end the process."""
+    if sys.argv[1:2] and sys.argv[1] not in _WITH_TORCH:
+        # The others multiply no matrices, for which numpy would start threads: a tenth of the time of `zstore inspect`.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         app()
     except (ZstoreError, OSError) as error:

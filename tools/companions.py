@@ -1,47 +1,43 @@
-"""Files that `from_pretrained` wants beside the weights: the model's config and its tokenizer."""
+"""Files that `from_pretrained` expects beside the weights: the model's config and its tokenizer."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable
 from pathlib import Path
 
 from zstore.checkpoint.folder import Folder, FolderLike, folder_at
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.source import ArraySource
 from zstore.errors import CorruptionError
 
 _COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "*tokenizer*.json",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.*",
-    "configuration_*.py",
-    "modeling_*.py",
-    "tokenization_*.py",
-)
+    "config.json", "generation_config.json", "*tokenizer*.json", "*.model", "*.tiktoken", "*processor_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
+    "configuration_*.py", "modeling_*.py", "tokenization_*.py",
+)  # fmt: skip
 
 
-def copy_companions(sources: Iterable[FolderLike], target: Path) -> list[str]:
-    """Copy config and tokenizer files that lie in `sources`, folders, the later ones' first; return their names.
+def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
+    """Copy config and tokenizer files that lie in the checkpoint or beside it into `target`; return a text that names them,
+    or an empty one.
 
-    What is in `target` already stays as it is. Links are left alone: they may lead to anything that this user can read.
+    What lies beside other software's checkpoint is copied with `beside` only: it may belong to anything. What is in
+    `target` already stays as it is. Links are left alone: they may lead to any file that this user can read.
     """
-    found = {name: folder for folder in map(folder_at, sources) for name in companions(folder)}
+    places: list[FolderLike] = []
+    if isinstance(source, CheckpointReader):
+        places += [source.folder.parent, source.folder]
+    elif (path := Path(source.location)).is_dir():
+        places += [path.parent, path] if beside else [path]
+    found = {name: folder for folder in map(folder_at, places) for name in companions(folder)}
     copied: list[str] = []
     for name, folder in found.items():
         with contextlib.suppress(CorruptionError):
             if not (target / name).exists():
                 (target / name).write_bytes(folder.read_small(name))
                 copied.append(name)
-    return copied
+    return f", with {', '.join(copied)}" if copied else ""
 
 
 def companions(folder: Folder) -> list[str]:

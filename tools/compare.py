@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,10 +56,6 @@ class Comparison:
         found = {key: value for key, value in vars(self).items() if value is not None and not key.startswith("_")}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
-    def begin_values(self, numel: int) -> None:
-        """Get ready for `add`."""
-        self.numel, self.changed, self.max_abs, self.rms, self.nonfinite = numel, 0, 0.0, 0.0, 0
-
     def add(self, part: Difference) -> None:
         """Take in the elements of a part."""
         self.changed = (self.changed or 0) + part.changed
@@ -67,10 +63,10 @@ class Comparison:
         self.max_abs = max(self.max_abs or 0.0, part.max_abs)
         self._squares.append(part.squares)
 
-    def end_values(self) -> None:
-        """Settle what follows from all parts."""
-        if self.numel:
-            self.rms = math.sqrt(sum(self._squares) / self.numel)
+    def end_values(self, numel: int) -> None:
+        """Settle what follows from all parts of the array's `numel` elements."""
+        self.numel = numel
+        self.rms = math.sqrt(sum(self._squares) / numel)
         if self.status == "same" and self.changed:
             self.status = "values"
 
@@ -119,15 +115,13 @@ def plan_comparison(before: ArraySource, after: ArraySource, *, values: bool) ->
         if old.spec.dtype != new.spec.dtype:
             comparison.status = "dtype"
             pieces = whole if values else []
-        elif (changed := _changed_chunks(before, after, old, new)) is not None:
-            comparison.chunks, comparison.chunks_changed = changed
-            pieces = _pieces(before, after, old) if values else []
+        elif (found := _compare_chunks(before, after, old, new)) is not None:
+            comparison.chunks, comparison.chunks_changed, differing = found
+            pieces = differing if values else []
             comparison.status = "values" if comparison.chunks_changed else "same"
         else:
             pieces = whole
-        if pieces:
-            comparison.begin_values(old.spec.numel)
-            plan.ranges += [(name, first, stop) for first, stop in pieces]
+        plan.ranges += [(name, first, stop) for first, stop in pieces]
     return plan
 
 
@@ -135,38 +129,31 @@ def _describe(array: StoredArray | None) -> str | None:
     return None if array is None else f"{array.spec.dtype} {list(array.spec.shape)}"
 
 
-def _changed_chunks(
+def _compare_chunks(
     before: ArraySource, after: ArraySource, old: StoredArray, new: StoredArray
-) -> tuple[int, int] | None:
-    """Return how many chunks there are and how many have other checksums; None where that cannot be compared."""
-    if old.grid != new.grid or old.codec is not None or new.codec is not None:
-        return None  # of compressed bytes checksums tell nothing about values that are the same
+) -> tuple[int, int, list[tuple[int, int]]] | None:
+    """Return how many chunks there are, how many have other checksums, and the elements of those, neighbours together.
+
+    None where checksums cannot be compared: those of compressed bytes say nothing about values that are the same.
+    """
+    grid = old.grid
+    if grid != new.grid or old.codec is not None or new.codec is not None:
+        return None
     total = changed = 0
-    for shard in range(old.grid.num_shards):
+    pieces: list[tuple[int, int]] = []
+    for shard in range(grid.num_shards):
         ours, theirs = before.shard_crcs(old.spec.name, shard), after.shard_crcs(new.spec.name, shard)
         if ours is None or theirs is None or len(ours) != len(theirs):
             return None
         total += len(ours)
-        changed += sum(a != b for a, b in zip(ours, theirs, strict=True))
-    return total, changed
-
-
-def _pieces(before: ArraySource, after: ArraySource, array: StoredArray) -> list[tuple[int, int]]:
-    """Return the elements of the chunks whose checksums differ, neighbours together."""
-    grid, name = array.grid, array.spec.name
-    pieces: list[tuple[int, int]] = []
-    for shard in range(grid.num_shards):
         base, valid = shard * grid.shard_numel, grid.shard_valid_numel(shard)
-        ours, theirs = before.shard_crcs(name, shard) or (), after.shard_crcs(name, shard) or ()
-        for chunk, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if a == b:
-                continue
+        for chunk in (number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b):
+            changed += 1
             first, stop = base + chunk * grid.chunk_numel, base + min((chunk + 1) * grid.chunk_numel, valid)
             if pieces and pieces[-1][1] == first:
-                pieces[-1] = (pieces[-1][0], stop)
-            else:
-                pieces.append((first, stop))
-    return pieces
+                first = pieces.pop()[0]
+            pieces.append((first, stop))
+    return total, changed, pieces
 
 
 def compare_values(
@@ -196,7 +183,7 @@ def compare_values(
 
         use_spans(before, plan.ranges, use, "zstore-diff")
     for name in {name for name, _, _ in plan.ranges}:
-        plan.comparisons[name].end_values()
+        plan.comparisons[name].end_values(before.array(name).spec.numel)
 
 
 def difference_of(old: Array, new: Array) -> Difference:
@@ -218,9 +205,3 @@ def difference_of(old: Array, new: Array) -> Difference:
         squares = float(np.square(gap).sum())
     largest = float(gap.max()) if gap.size else 0.0
     return Difference(int(a.size), int(a.size - finite.sum()), largest, squares)
-
-
-def summary(comparisons: Sequence[Comparison]) -> str:
-    """Return how many arrays differ, in words."""
-    differing = sum(comparison.differs for comparison in comparisons)
-    return f"{differing} of {len(comparisons)} arrays differ"

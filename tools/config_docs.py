@@ -1,11 +1,12 @@
-"""Writes `docs/config.md` from the schema: `python -m zstore.tools.config_docs > docs/config.md`.
+"""Writes what the pages say of every key of a config, from the schema: `python -m zstore.tools.config_docs`.
 
-With `--missing`, the keys that do not act, for `docs/deepspeed.md`: `python -m zstore.tools.config_docs --missing`
-replaces that part of the page.
+Of `docs/config.md` that is the tables of all keys, of `docs/deepspeed.md` those of the keys that do not act: the parts
+between two marks. The rest of the pages is written by hand.
 """
 
-import sys
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -13,43 +14,6 @@ from pydantic.fields import FieldInfo
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.values import expected, show
-
-_INTRO = """\
-# Configuration
-
-A config is a dict, or a JSON file in which `//`, `#` and `/* */` comments, trailing commas, a byte order mark and `1e9`
-for whole numbers are accepted. The keys are those of the DeepSpeed JSON dialect; zstore's own are under
-[`zstore`](#zstore). An unknown key, a key given twice and a value out of range are errors, and all problems are
-reported at once. `null` is the same as leaving a key out.
-
-What becomes of a key that is set:
-
-| status | meaning |
-|---|---|
-| acts | it does what it says |
-| not built | what it asks for is not done, and training does not depend on it; it is reported once, with what happens instead |
-| no effect | nothing of what it asks for is lost: it happens anyway, or there is nothing to do it to; it is reported likewise |
-| refused | training without it would not be what the config asks for: an error |
-
-A key is not reported where it asks for what happens anyway (its default), nor in a section that is switched off.
-
-`"auto"` is filled in by `initialize`: by what the caller answers with `auto={"optimizer.params.lr": 1e-4}`; else by
-what follows from the model (sizes of buckets from its hidden size) and from other keys; else by the key's default
-below, and one line lists the keys and values. Batch sizes and `total_num_steps` have no default: without an answer they
-are an error that names them. `zstore train` answers what its options say.
-
-For `"auto"` in `bf16` or `fp16` the device's rates of matrix products are measured, once in a process and within some
-50 ms; rank 0's rates count. A 16-bit type is native where it reaches a third of fp32's rate (on a GPU that has
-instructions for it). With both `"auto"` bf16 is taken before fp16; where neither is native, the run is in fp32. One
-line at the start gives the choice and the rates. A config that demands a 16-bit type over 4 times slower than fp32 is
-followed, with a warning. `zstore doctor` shows the rates. Masters are fp32 in any case, and a checkpoint of one
-precision loads in any other.
-
-Batch sizes: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`. Any two
-give the third; one of the first two alone takes accumulation as 1.
-
-This page is made from the schema: `python -m zstore.tools.config_docs > docs/config.md`.
-"""
 
 
 def _cell(text: str) -> str:
@@ -97,9 +61,9 @@ def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[
                 yield from _tables(one, prefix + name, variant)
 
 
-def document() -> str:
-    """Return the whole of `docs/config.md`."""
-    return _INTRO + "\n".join(_tables(Settings)) + "\n"
+def all_keys() -> str:
+    """Return the tables of all keys."""
+    return "\n".join(_tables(Settings)) + "\n"
 
 
 _HEADINGS = {
@@ -107,11 +71,10 @@ _HEADINGS = {
     Status.NOT_BUILT: "Not built: reported, and training goes on without it",
     Status.NO_EFFECT: "No effect: nothing is lost",
 }
-BEGIN, END = "<!-- keys: python -m zstore.tools.config_docs --missing -->\n", "<!-- end of keys -->\n"
 
 
 def missing_keys() -> str:
-    """Return the tables of the keys that do not act, keys of one reason in a row, between two marks."""
+    """Return the tables of the keys that do not act, keys of one reason in a row."""
     lines: list[str] = []
     for status, heading in _HEADINGS.items():
         lines += ["", f"### {heading}", "", "| key | |", "|---|---|"]
@@ -120,18 +83,27 @@ def missing_keys() -> str:
             if section_of(field) is None and about(field)[0] is status:
                 reasons.setdefault(about(field)[1], []).append(f"`{path}`")
         lines += [f"| {', '.join(dict.fromkeys(keys))} | {_cell(why)} |" for why, keys in reasons.items()]
-    return BEGIN + "\n".join(lines) + "\n\n" + END
+    return "\n".join(lines) + "\n\n"
 
 
-def with_missing_keys(page: str) -> str:
-    """Return a page with the part between the two marks made anew."""
-    before, _, rest = page.partition(BEGIN)
-    return before + missing_keys() + rest.partition(END)[2]
+PARTS: dict[str, Callable[[], str]] = {"keys": all_keys, "keys that do not act": missing_keys}
+END = "<!-- end of keys -->\n"
+
+
+def mark(part: str) -> str:
+    """Return the line after which a part of `PARTS` stands, up to `END`."""
+    return f"<!-- {part}: python -m zstore.tools.config_docs -->\n"
+
+
+def updated(page: str) -> str:
+    """Return a page with its part made anew; one without marks as it is."""
+    for part, make in PARTS.items():
+        before, found, rest = page.partition(mark(part))
+        if found:
+            page = before + found + make() + END + rest.partition(END)[2]
+    return page
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--missing"]:
-        _PAGE = Path("docs/deepspeed.md")
-        _PAGE.write_text(with_missing_keys(_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        sys.stdout.write(document())
+    for _path in (Path("docs/config.md"), Path("docs/deepspeed.md")):
+        _path.write_text(updated(_path.read_text(encoding="utf-8")), encoding="utf-8")

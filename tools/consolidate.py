@@ -5,48 +5,61 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from zstore.checkpoint.commit import new_folder
 from zstore.checkpoint.names import tag_folder
-from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.cast import Overflow
 from zstore.weights.choose import choose, frozen_weights
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import FileLayout, Weight, plan_files
-from zstore.weights.writer import Lost, lost_text
+from zstore.weights.layout import Weight, plan_files
+from zstore.weights.writer import lost_text
 
 from .companions import copy_companions
-from .opening import DEFAULTS, Common, open_location, print_json, reading
-from .progress import Progress
+from .opening import DEFAULTS, Common, open_location, reporting
+from .options import Dtype, Location, Tag, parse_size
 
-OVERFLOWS: dict[str, Overflow] = {"error": "error", "inf": "inf", "clamp": "clamp"}
+
+class Overflow(StrEnum):
+    """What becomes of values that the type cannot hold."""
+
+    ERROR = "error"
+    INF = "inf"
+    CLAMP = "clamp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Which:
     """Which checkpoint of a folder, and which of its weights, are written."""
 
-    tag: str | None = None
-    """None: the newest."""
-    include: Sequence[str] = ()
-    """Patterns of names; none: all."""
-    exclude: Sequence[str] = ()
-    without_frozen: bool = False
-    """Leave parameters out that the optimizer did not train."""
+    tag: Tag = None
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Only the weights whose names match, like `h.0.*`; may be repeated.", metavar="PATTERN"),
+    ] = None
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out the weights whose names match; may be repeated.", metavar="PATTERN"),
+    ] = None
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave out parameters that the optimizer did not train.")
+    ] = False
 
     def of(self, source: ArraySource, weights: Sequence[Weight]) -> tuple[list[Weight], list[str]]:
         """Return those of `weights` that are meant, and the names of the others.
 
-        Raises CheckpointMismatchError where none is left, and for a pattern that matches no name.
+        Raises CheckpointMismatchError where none remains, and for a pattern that matches no name.
         """
-        chosen = set(choose([weight.name for weight in weights], self.include, self.exclude))
-        if self.without_frozen:
+        chosen = set(choose([weight.name for weight in weights], self.include or (), self.exclude or ()))
+        if self.exclude_frozen:
             chosen -= frozen_weights(source)
         if not chosen:
             raise CheckpointMismatchError(
@@ -59,16 +72,26 @@ class Which:
 
 
 ALL = Which()
-_MOST_NAMED = 3
-"""Weights that the plan names of those left out."""
 
 
 def consolidate_command(
-    ckpt: str | os.PathLike[str],
-    out: Path | None,
-    dtype: str,
-    max_shard_size: int,
-    overflow: str,
+    ckpt: Location,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to write (default: CKPT-<type> beside CKPT).")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = Dtype.FP16,
+    max_shard_size: Annotated[
+        int,
+        typer.Option(
+            help="Size of the largest file, like 5GB or 512MiB.", metavar="SIZE", parser=parse_size, show_default="5GB"
+        ),
+    ] = 5 * 10**9,
+    overflow: Annotated[
+        Overflow,
+        typer.Option(
+            help="Values that the type cannot hold: stop with an error, write infinity, or the largest value."
+        ),
+    ] = Overflow.ERROR,
     *,
     which: Which = ALL,
     common: Common = DEFAULTS,
@@ -76,65 +99,46 @@ def consolidate_command(
     """Write the weights of `ckpt` into the new folder `out` (default: `ckpt`-`dtype` beside it, of a tag `ckpt/tag-dtype`);
     return the exit code.
 
-    `dtype` is one of `DTYPES`, `max_shard_size` the bytes of the largest file. Raises CheckpointError, with the tensors
-    named and nothing published, for values that `dtype` cannot hold (unless `overflow` says "inf" or "clamp");
-    CheckpointExistsError where `out` exists; see `Which` for others.
+    Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold (unless
+    `overflow` says otherwise); CheckpointExistsError where `out` exists; see `Which` for others.
     """
-    mode = OVERFLOWS.get(overflow)
-    if dtype not in DTYPES or mode is None:
-        raise UsageError(f"expected a type of {', '.join(DTYPES)} and {', '.join(OVERFLOWS)}, got {dtype}, {overflow}")
+    dtype, overflow = Dtype(dtype), Overflow(overflow)
     target = out or _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype]))
         files = plan_files(weights, max_shard_size)
-        with Progress(
-            f"consolidate {source.location}", sum(source.arrays[weight.array].spec.nbytes for weight in weights)
-        ) as progress:
-            progress.say(_plan_text(files, left_out, dtype, target) + _absent_text(source))
+        size = f"{format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')}"
+        total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
+        with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
+            plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
+            progress.say(plan + _left_out_text(left_out, source.record.absent_parameters))
             with new_folder(source.resources.files, target) as folder:
-                lost = write_weights(source, files, folder, overflow=mode, advance=progress.advance)
-                if lost and mode == "error":
+                lost = write_weights(source, files, folder, overflow=overflow.value, advance=progress.advance)
+                if lost and overflow is Overflow.ERROR:
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
-                copied = _copy_companions(source, folder)
-            progress.say(_done_text(files, lost, mode, target) + (f", with {copied}" if copied else ""))
-            read = reading(progress, source)
-        if common.json:
-            print_json(
-                {
-                    "path": str(target),
-                    "files": [file.name for file in files],
-                    "left_out": left_out,
-                    "not_saved": source.record.absent_parameters,
-                    "values_lost": sum(each.count for each in lost),
-                    **read,
-                    **progress.summary(),
-                }
-            )
+                copied = copy_companions(source, folder, beside=True)
+            num_lost = sum(each.count for each in lost)
+            became = "became infinite" if overflow is Overflow.INF else "were clamped to the largest value"
+            changed = f"; {num_lost} values did not fit and {became}" if lost else ""
+            progress.say(f"wrote {size} to {target}{changed}{copied}")
+            progress.document |= {
+                "path": str(target),
+                "files": [file.name for file in files],
+                "left_out": left_out,
+                "not_saved": source.record.absent_parameters,
+                "values_lost": num_lost,
+            }
     return 0
 
 
-def _plan_text(files: Sequence[FileLayout], left_out: Sequence[str], dtype: str, target: Path) -> str:
-    size = format_bytes(sum(file.file_bytes for file in files))
-    num_tensors = sum(len(file.weights) for file in files)
-    text = f"plan: {format_count(num_tensors, 'tensor')} as {dtype}, {size} in {format_count(len(files), 'file')}, to {target}"
-    if not left_out:
-        return text
-    more = ", ..." if len(left_out) > _MOST_NAMED else ""
-    return f"{text}; leaving out {len(left_out)}: {', '.join(left_out[:_MOST_NAMED])}{more}"
-
-
-def _absent_text(source: ArraySource) -> str:
-    absent = source.record.absent_parameters
-    if not absent:
-        return ""
-    return f"; without {len(absent)} frozen parameters that the save left out, as {', '.join(absent[:3])}"
-
-
-def _done_text(files: Sequence[FileLayout], lost: Sequence[Lost], mode: str, target: Path) -> str:
-    text = f"wrote {format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')} to {target}"
-    changed = {"inf": "became infinite", "clamp": "were clamped to the largest value"}.get(mode, mode)
-    return f"{text}; {sum(each.count for each in lost)} values did not fit and {changed}" if lost else text
+def _left_out_text(left_out: Sequence[str], absent: Sequence[str]) -> str:
+    text = ""
+    if left_out:
+        text = f"; leaving out {len(left_out)}: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+    if absent:
+        text += f"; without {len(absent)} frozen parameters that the save left out, such as {', '.join(absent[:3])}"
+    return text
 
 
 def _beside(ckpt: str | os.PathLike[str], tag: str | None, suffix: str) -> Path:
@@ -147,11 +151,3 @@ def _beside(ckpt: str | os.PathLike[str], tag: str | None, suffix: str) -> Path:
     if named is not None:
         path = path / tag_folder(named)
     return path.with_name(path.name + suffix)
-
-
-def _copy_companions(source: ArraySource, folder: Path) -> str:
-    """Copy config and tokenizer files that lie in the checkpoint or beside it; return their names."""
-    if isinstance(source, CheckpointReader):
-        return ", ".join(copy_companions([source.folder.parent, source.folder], folder))
-    place = Path(source.location)
-    return ", ".join(copy_companions([place.parent, place], folder)) if place.is_dir() else ""

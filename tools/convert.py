@@ -7,15 +7,15 @@ same as `reshard`), DCP's folder with all that the checkpoint has, and the weigh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from zstore.checkpoint.commit import new_folder, temporary_folder
-from zstore.checkpoint.reader import CheckpointReader
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.sizes import format_bytes, format_count
@@ -25,40 +25,78 @@ from zstore.weights.writer import Lost, lost_text
 
 from .companions import copy_companions
 from .export import write_state_dict
-from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
+from .opening import DEFAULTS, Common, open_location, reporting
+from .options import Dtype, Tag
 from .progress import Progress
+from .reshard import reshard_into
 
-TARGETS = ("zstore", "dcp", "torch", "safetensors")
+_MAX_FILE_BYTES = 5 * 10**9
+"""Of a safetensors file."""
+
+
+class Target(StrEnum):
+    """What `convert` writes."""
+
+    ZSTORE = "zstore"
+    DCP = "dcp"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
+_WEIGHTS_ALONE = (Target.TORCH, Target.SAFETENSORS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """What `zstore convert` is asked for beside source and target."""
 
-    tag: str | None = None
-    """Which checkpoint of a folder; None: the newest."""
-    to: str = "zstore"
-    world_size: int | None = None
-    """Ranks that zstore's arrays are laid out for; None: as many as the source has."""
-    dtype: str | None = None
-    """One of `DTYPES`, for weights; None: as they are stored."""
-    max_shard_size: int = 5 * 10**9
-    """Bytes of the largest safetensors file."""
+    tag: Tag = None
+    to: Annotated[Target, typer.Option(help="Kind of checkpoint to write.")] = Target.ZSTORE
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            help="With --to zstore: number of ranks to lay it out for (default: as the source).", min=1, metavar="N"
+        ),
+    ] = None
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="With --to torch or safetensors: data type of the weights (default: as stored)."),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.to not in TARGETS:
-            raise UsageError(f"--to {self.to}: expected one of {', '.join(TARGETS)}")
-        if self.dtype is not None and (self.dtype not in DTYPES or self.to in ("zstore", "dcp")):
+        """Refuse what does not go together."""
+        if self.to not in list(Target):
+            raise UsageError(f"--to {self.to}: expected one of {', '.join(Target)}")
+        if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):
             raise UsageError(
                 f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "
                 "safetensors; a whole checkpoint keeps its types"
             )
-        if self.world_size is not None and self.to != "zstore":
+        if self.world_size is not None and self.to != Target.ZSTORE:
             raise UsageError(f"--world-size with --to {self.to}: only zstore's own checkpoints are laid out for ranks")
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Name of the type of the weights, None: as they are stored."""
+        return DTYPES[self.dtype] if self.dtype else None
+
+
+AS_ZSTORE = ConvertOptions()
 
 
 def convert_command(
-    src: str | os.PathLike[str], out: Path, options: ConvertOptions, *, common: Common = DEFAULTS
+    src: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint of zstore, DeepSpeed or torch.distributed.checkpoint, or a folder of safetensors; SRC:TAG "
+            "means the same as --tag.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; with --to torch a file, like model.pt.")],
+    options: ConvertOptions = AS_ZSTORE,
+    *,
+    common: Common = DEFAULTS,
 ) -> int:
     """Write the checkpoint `src` as `out`: a folder of zstore checkpoints, a new folder, or a new file (`--to torch`).
 
@@ -66,104 +104,80 @@ def convert_command(
     """
     with open_location(src, common, options.tag) as source:
         names = list(source.arrays)
-        if options.to in ("torch", "safetensors"):
+        if options.to in _WEIGHTS_ALONE:
             names = [weight.array for weight in list_weights(source, None)]
-        total = sum(source.arrays[name].spec.nbytes for name in names)
-        with Progress(f"convert {source.location}", total) as progress:
-            job = _Job(source, out, options, progress)
-            progress.say(
-                f"plan: {format_count(len(names), 'tensor')}, {format_bytes(total)}, from {source.kind} to {job.plan()}"
-            )
+        total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
+        with reporting(f"convert {source.location}", common, source, total_bytes=total_bytes) as progress:
+            what = f"{format_count(len(names), 'tensor')}, {format_bytes(total_bytes)}"
+            progress.say(f"plan: {what}, from {source.kind} to {_plan(source, out, options)}")
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
-            report = job.run() | reading(progress, source)
-        if common.json:
-            print_json({"from": source.kind, "to": options.to, **report, **progress.summary()})
+            progress.document |= {"from": source.kind, "to": options.to}
+            progress.document |= _WRITERS[Target(options.to)](source, out, options, progress)
     return 0
 
 
-class _Job:
-    """One conversion."""
+def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
+    if options.to == Target.ZSTORE:
+        ranks = options.world_size or source.record.world_size
+        return f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
+    _require_new(out)
+    if options.to == Target.DCP:
+        return f"{out}, for torch.distributed.checkpoint"
+    what = "a plain torch state dict" if options.to == Target.TORCH else "safetensors files"
+    return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
-    def __init__(self, source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> None:
-        self._source = source
-        self._out = out
-        self._options = options
-        self._progress = progress
-        self._files = source.resources.files
 
-    def plan(self) -> str:
-        """Return what is written, in words."""
-        to = self._options.to
-        if to == "zstore":
-            return f"the checkpoint {self._source.tag!r} in {self._out}, for {format_count(self._world_size, 'rank')}"
-        if self._out.exists() or self._out.is_symlink():
-            raise CheckpointExistsError(f"{self._out} exists: remove it, or name another place to write")
-        if to == "dcp":
-            return f"{self._out}, for torch.distributed.checkpoint"
-        what = "a plain torch state dict" if to == "torch" else "safetensors files"
-        return f"{self._out}: the weights as {what}, in {self._options.dtype or 'the types that they have'}"
+def _require_new(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise CheckpointExistsError(f"{out} exists: remove it, or name another place to write")
 
-    @property
-    def _world_size(self) -> int:
-        return self._options.world_size or self._source.record.world_size
 
-    def run(self) -> dict[str, Any]:
-        """Convert; return what was written, as JSON."""
-        runs = {"zstore": self._to_zstore, "dcp": self._to_dcp, "torch": self._to_torch}
-        return runs.get(self._options.to, self._to_safetensors)()
+def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+    ranks = options.world_size or source.record.world_size
+    path = reshard_into(source, out, ranks, progress)
+    progress.say(f"wrote {path}{copy_companions(source, out, beside=False)}")
+    return {"path": str(path), "world_size": ranks}
 
-    def _to_zstore(self) -> dict[str, Any]:
-        with no_overwriting(self._out, self._source.tag):
-            path = reshard_checkpoint(self._source, self._out, self._world_size, self._progress.advance)
-        copied = self._copy_companions(self._out)
-        self._progress.say(f"wrote {path}" + (f", with {copied} beside it" if copied else ""))
-        return {"path": str(path), "world_size": self._world_size}
 
-    def _to_dcp(self) -> dict[str, Any]:
-        from .export_dcp import write_dcp
+def _to_dcp(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+    from .export_dcp import write_dcp
 
-        with new_folder(self._files, self._out) as folder:
-            names = write_dcp(self._source, folder, self._progress.advance)
-        self._progress.say(f"wrote {self._out}")
-        return {"path": str(self._out), "files": names}
+    with new_folder(source.resources.files, out) as folder:
+        names = write_dcp(source, folder, progress.advance)
+    progress.say(f"wrote {out}")
+    return {"path": str(out), "files": names}
 
-    def _to_torch(self) -> dict[str, Any]:
-        with temporary_folder(self._files, self._out.absolute().parent, self._out.name) as folder:
-            part = folder / "state.pt"
-            lost = write_state_dict(self._source, part, self._dtype, self._progress.advance)
-            self._refuse(lost)
-            if self._out.exists():
-                raise CheckpointExistsError(f"{self._out} exists: remove it, or name another place to write")
-            self._files.rename(part, self._out)
-            self._files.sync_folder(self._out.absolute().parent)
-        self._progress.say(f"wrote {self._out}")
-        return {"path": str(self._out)}
 
-    def _to_safetensors(self) -> dict[str, Any]:
-        layouts = plan_files(list_weights(self._source, self._dtype), self._options.max_shard_size)
-        with new_folder(self._files, self._out) as folder:
-            advance = self._progress.advance
-            self._refuse(write_weights(self._source, layouts, folder, overflow="error", advance=advance))
-            copied = self._copy_companions(folder)
-        self._progress.say(
-            f"wrote {format_count(len(layouts), 'file')} to {self._out}" + (f", with {copied}" if copied else "")
-        )
-        return {"path": str(self._out), "files": [layout.name for layout in layouts]}
+def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+    files, parent = source.resources.files, out.absolute().parent
+    with temporary_folder(files, parent, out.name) as folder:
+        part = folder / "state.pt"
+        _refuse(write_state_dict(source, part, options.stored_dtype, progress.advance), options)
+        _require_new(out)
+        files.rename(part, out)
+        files.sync_folder(parent)
+    progress.say(f"wrote {out}")
+    return {"path": str(out)}
 
-    @property
-    def _dtype(self) -> str | None:
-        return DTYPES[self._options.dtype] if self._options.dtype else None
 
-    def _refuse(self, lost: Sequence[Lost]) -> None:
-        if lost:
-            raise CheckpointError(lost_text(lost, self._options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
+def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+    layouts = plan_files(list_weights(source, options.stored_dtype), _MAX_FILE_BYTES)
+    with new_folder(source.resources.files, out) as folder:
+        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), options)
+        copied = copy_companions(source, folder, beside=False)
+    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
+    return {"path": str(out), "files": [layout.name for layout in layouts]}
 
-    def _copy_companions(self, folder: Path) -> str:
-        """Copy config and tokenizer files that belong to the source; return their names."""
-        source = self._source
-        if isinstance(source, CheckpointReader):
-            return ", ".join(copy_companions([source.folder.parent, source.folder], folder))
-        # Ours lie beside the tag. What lies beside other software's folder may be anyone's.
-        place = Path(source.location)
-        return ", ".join(copy_companions([place], folder)) if place.is_dir() else ""
+
+def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
+    if lost:
+        raise CheckpointError(lost_text(lost, options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
+
+
+_WRITERS = {
+    Target.ZSTORE: _to_zstore,
+    Target.DCP: _to_dcp,
+    Target.TORCH: _to_torch,
+    Target.SAFETENSORS: _to_safetensors,
+}

@@ -57,7 +57,7 @@ class Demo:
         first = self._train_on_disk()
         second = self._resume_in_memory()
         self._compare(first, second)
-        _say("Lay the newest checkpoint out for 4 ranks, and check every chunk")
+        _say("Reshard the newest checkpoint for 4 ranks, and verify every chunk")
         self._zstore("reshard", self.folder / "run", self.folder / "run-4", "--world-size", 4)
         self._zstore("verify", self.folder / "run-4")
         _say("Consolidate to fp16 weights that other software loads")
@@ -117,21 +117,24 @@ class Demo:
         apart = max(abs(losses[row["step"]] - row["loss"]) for row in second)
         self.facts += [
             ("loss, first step and last", f"{first[0]['loss']:.3f} -> {first[-1]['loss']:.3f}"),
-            (f"losses of the resumed run apart, {len(second)} steps", f"{apart:.5f} (at most {MOST_DIFFERENCE})"),
+            (
+                f"largest difference of the resumed run's loss, {len(second)} steps",
+                f"{apart:.5f} (at most {MOST_DIFFERENCE})",
+            ),
         ]
         _say(f"The losses of both runs are at most {apart:.5f} apart over {len(second)} steps")
         if not apart <= MOST_DIFFERENCE:
             raise SystemExit(
-                f"the resumed run's loss is {apart:.5f} from the first run's, allowed are {MOST_DIFFERENCE}"
+                f"the resumed run's loss is {apart:.5f} from the first run's; at most {MOST_DIFFERENCE} is allowed"
             )
 
     def _write_sample(self) -> None:
         import torch
         from safetensors.torch import load_file
 
-        from .models import build_model
+        from .sample.models import build_model
 
-        _say("Load the weights into a fresh plain torch model and let it write")
+        _say("Load the weights into a plain torch model and generate text")
         torch.set_num_threads(1)  # see ONE_THREAD
         model = build_model(self.model, 128)
         weights = load_file(self.folder / "weights" / "model.safetensors")
@@ -192,9 +195,9 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
         (f"{zstore} ls {run}", "the checkpoints, and what they share"),
         (f"{zstore} inspect {run} --stats", "the arrays: shape, bytes, range, norm, histogram"),
         (f"{zstore} diff {before} {last} --values", f"what the last {SAVE_EVERY} steps changed"),
-        (f"{zstore} train --config {config} --model {model} {on}", "train on"),
-        (f"{zstore} doctor --path {folder}", "what this machine and this drive can do"),
-        (f"{zstore} plan --model gpt-base", "what of a larger model's training fits here"),
+        (f"{zstore} train --config {config} --model {model} {on}", "continue training"),
+        (f"{zstore} doctor --path {folder}", "what this machine and its drive can do"),
+        (f"{zstore} plan --model gpt-base", "how a larger model's training fits on this machine"),
     ]
 
 

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
-from .compare import Comparison, compare_values, plan_comparison, summary
-from .opening import DEFAULTS, Common, open_location, print_json, reading
-from .progress import Progress
-from .tables import cell, make_console
-
-Location = str | os.PathLike[str]
+from .compare import Comparison, compare_values, plan_comparison
+from .opening import DEFAULTS, Common, open_location, reporting
+from .printing import cell, make_console
 
 
-def diff_command(before: Location, after: Location, *, values: bool = False, common: Common = DEFAULTS) -> int:
+def diff_command(
+    before: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A checkpoint: its folder or URL, DIR:TAG, or a folder of checkpoints (then its newest)."
+        ),
+    ],
+    after: Annotated[
+        str, typer.Argument(metavar="B", help="The checkpoint to compare it with, given in the same way.")
+    ],
+    *,
+    values: Annotated[
+        bool, typer.Option("--values", help="Read what differs, and show how many elements differ and by how much.")
+    ] = False,
+    common: Common = DEFAULTS,
+) -> int:
     """Compare two checkpoints and print the arrays that differ; return the exit code, 1 where one does.
 
-    Checksums of chunks tell where both are cut alike, without reading; `values` reads the chunks that differ, and says how
-    many elements differ and by how much. Arrays that are cut differently, or have no checksums, are read anyway. With
-    `json`, one object: `before`, `after`, `differ`, `num_same`, `arrays` (those that differ), and what was read.
+    Checksums of chunks tell where both are cut alike, without reading; `values` reads the chunks that differ. Arrays that
+    are cut differently, or have no checksums, are read anyway. With `json`, one object: `before`, `after`, `differ`,
+    `num_same`, `arrays` (those that differ), and what was read.
     """
-    part = common.shared_by(2)
+    part = replace(common, num_pools=2)
     with open_location(before, part) as old, open_location(after, part) as new:
         plan = plan_comparison(old, new, values=values)
-        with Progress(f"diff {old.location} {new.location}", plan.read_bytes(old, new)) as progress:
+        title, total_bytes = f"diff {old.location} {new.location}", plan.read_bytes(old, new)
+        with reporting(title, common, old, new, total_bytes=total_bytes) as progress:
             compare_values(old, new, plan, progress.advance)
             comparisons = list(plan.comparisons.values())
             differing = [comparison for comparison in comparisons if comparison.differs]
-            progress.say(summary(comparisons))
-            read = reading(progress, old, new)
-        if common.json:
-            print_json(
-                {
-                    "before": old.location,
-                    "after": new.location,
-                    "differ": bool(differing),
-                    "num_same": len(comparisons) - len(differing),
-                    "arrays": [comparison.document() for comparison in differing],
-                    **read,
-                    **progress.summary(),
-                }
-            )
-        elif differing:
+            progress.say(f"{len(differing)} of {len(comparisons)} arrays differ")
+            progress.document |= {
+                "before": old.location,
+                "after": new.location,
+                "differ": bool(differing),
+                "num_same": len(comparisons) - len(differing),
+                "arrays": [comparison.document() for comparison in differing],
+            }
+        if differing and not common.json:
             make_console().print(_table(differing))
     return 1 if differing else 0
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import json as json_module
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,8 @@ from zstore.io.pinning import clear_cuda_error
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
+from .options import Json
+from .printing import make_console, print_json
 
 _PACKAGES = (
     "torch", "numpy", "zarr", "numcodecs", "ml_dtypes", "crc32c", "safetensors", "fsspec", "pydantic",
@@ -94,7 +95,7 @@ def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
     folder = probe_folder(path)
     drive = measure_drive(path, rate_bytes) if folder.writable else None
     memory = _examine_memory()
-    devices = tuple(_with_rates(device, index) for index, device in enumerate((_cpu(memory), *_accelerators()), -1))
+    devices = tuple(_devices(memory))
     return Report(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         versions={
@@ -111,11 +112,14 @@ def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
     )
 
 
-def doctor_command(path: Path, json: bool) -> int:
+def doctor_command(
+    path: Annotated[Path, typer.Option(help="Folder on the drive to examine.", metavar="P")] = Path(),
+    json: Json = False,
+) -> int:
     """Print the report on stdout, as JSON or for people; 1 when something keeps zstore from working, else 0."""
     report = examine(path, rate_bytes=RATE_BYTES)
     if json:
-        print(json_module.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
     else:
         _print(report)
     return 1 if report.faults else 0
@@ -155,48 +159,42 @@ def _anonymous_huge_bytes() -> int | None:
     return int(found.group(1)) * 1024 if found else None
 
 
-def _cpu(memory: MemoryReport) -> Device:
+def _devices(memory: MemoryReport) -> Iterator[Device]:
+    """Yield the CPU, and the CUDA devices that torch sees, with their rates of matrix products where there is torch."""
     name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Device(
+    yield Device(
         kind="cpu",
         name=name.group(1) if name else platform.processor() or platform.machine(),
         memory_bytes=memory.total_bytes or 0,
-        num_cores=cores,
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         pinning=None,
+        **_rates_of("cpu"),
     )
-
-
-def _accelerators() -> Iterator[Device]:
-    """CUDA devices as torch sees them; none without torch."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        return
-    pinning = _can_pin()
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         yield Device(
             kind="cuda",
             name=properties.name,
             memory_bytes=properties.total_memory,
             num_cores=None,
-            pinning=pinning,
+            pinning=_can_pin(),
+            **_rates_of(f"cuda:{index}"),
         )
 
 
-def _with_rates(device: Device, index: int) -> Device:
-    """Return `device`, the CPU or CUDA device number `index`, with its rates of matrix products."""
+def _rates_of(device: str) -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
-        return device
+        return {}
     import torch
 
     from zstore.engine.plan.rates import measure_rates
 
-    rates = measure_rates(torch.device("cuda", index) if device.kind == "cuda" else torch.device("cpu"))
-    return replace(device, matmul_flops=rates.flops, matmul_text=rates.text(), native=tuple(sorted(rates.native)))
+    rates = measure_rates(torch.device(device))
+    return {"matmul_flops": rates.flops, "matmul_text": rates.text(), "native": tuple(sorted(rates.native))}
 
 
 def _can_pin() -> bool:
@@ -216,16 +214,16 @@ def _faults(folder: FolderReport, drive: DriveReport | None) -> Iterator[str]:
     if not folder.writable:
         yield f"{folder.path} cannot be written: check its permissions, or give another folder"
     elif drive is None:
-        yield f"{folder.path} has only {format_bytes(folder.free_bytes)} free: make room"
+        yield f"{folder.path} has only {format_bytes(folder.free_bytes)} free: free some space"
 
 
 def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ...]) -> Iterator[str]:
     if folder.direct_io is False:
-        yield "no direct I/O here: transfers go through the page cache, slower and beside the host budget"
+        yield "no direct I/O here: transfers go through the page cache, slower and not counted in the host budget"
     if folder.hard_links is False:
-        yield "no hard links here: checkpoints are copied behind training instead of linked"
+        yield "no hard links here: checkpoints are copied in the background instead of linked"
     if folder.preallocation is False:
-        yield "no preallocation here: a full disk may show in the middle of a step"
+        yield "no preallocation here: a full disk may be noticed only in the middle of a step"
     if memory.huge_pages is False:
         yield (
             f"no huge pages (mode {memory.transparent_huge_pages}): direct I/O runs at about half the rate; "
@@ -235,7 +233,7 @@ def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ..
         if device.matmul_flops is not None and not device.native:
             yield (
                 f"no fast bf16 or fp16 on this {device.kind.upper()}: train in fp32, which "
-                '"bf16": {"enabled": "auto"} takes here'
+                '"bf16": {"enabled": "auto"} selects here'
             )
     if any(device.pinning is False for device in devices):
         yield "host memory cannot be pinned: raise the locked-memory limit (ulimit -l unlimited)"
@@ -282,7 +280,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.drive is not None:
         yield "drive reads", _rate(report.drive.read_bytes_per_s, report.drive)
         yield "drive writes", _rate(report.drive.write_bytes_per_s, report.drive)
-        yield "to new files", _rate(report.drive.write_new_bytes_per_s, report.drive)
+        yield "drive, new files", _rate(report.drive.write_new_bytes_per_s, report.drive)
 
 
 def _rate(bytes_per_s: float, drive: DriveReport) -> str:
@@ -296,9 +294,9 @@ def _print(report: Report) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(report):
         table.add_row(name, value)
-    Console(file=sys.stdout).print(table, markup=False, highlight=False)
-    talk = Console(file=sys.stderr)
+    make_console().print(table)
+    talk = Console(stderr=True, markup=False, emoji=False, highlight=False)
     for fault in report.faults:
-        talk.print(f"fault: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+        talk.print(f"fault: {fault}", style="red", soft_wrap=True)
     for note in report.notes:
-        talk.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        talk.print(f"note: {note}", soft_wrap=True)

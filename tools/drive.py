@@ -1,4 +1,4 @@
-"""What a folder's file system can do, and how fast its drive is, found out by trying."""
+"""What a folder's file system supports, and how fast its drive is: both are tried out."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class DriveReport:
 def probe_folder(path: Path) -> FolderReport:
     """Try out the folder; nothing is left in it. `ConfigError` when it is not there."""
     if not path.is_dir():
-        raise ConfigError(f"expected an existing folder, but {path} is none: make it, or give another --path")
+        raise ConfigError(f"expected an existing folder, got {path}: create it, or give another --path")
     files = Files()
     direct = links = preallocates = None
     try:
         with _scratch(path) as folder:
-            direct = _does_direct_io(files, folder / "direct")
-            links = _does_hard_links(folder)
-            preallocates = _does_preallocation(files, folder / "preallocated")
+            direct = _has_direct_io(files, folder / "direct")
+            links = _has_hard_links(folder)
+            preallocates = _has_preallocation(files, folder / "preallocated")
         writable = True
     except OSError:
         writable = False
@@ -87,7 +87,7 @@ def probe_folder(path: Path) -> FolderReport:
 
 
 def measure_drive(path: Path, max_bytes: int = RATE_BYTES) -> DriveReport | None:
-    """The rates of the drive under the folder `path`; None when it has not even room for a few blocks.
+    """The rates of the drive under the folder `path`; None when there is no room even for one block.
 
     Takes at most an eighth of the free space, and leaves nothing behind.
     """
@@ -140,7 +140,7 @@ def file_system_of(path: Path) -> str | None:
 def _pass(
     transfer: Callable[[Bytes, int], None], slab: Bytes, num_blocks: int, finish: Callable[[], None]
 ) -> tuple[float, int]:
-    """Move blocks 0..num_blocks-1 from all threads; (bytes per second, blocks moved before the time was up)."""
+    """Move blocks 0..num_blocks-1 from all threads; return bytes per second, and the blocks moved within the time limit."""
     numbers = iter(range(num_blocks))
     lock = threading.Lock()
     started_s = time.perf_counter()
@@ -169,7 +169,7 @@ def _scratch(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _does_direct_io(files: Files, path: Path) -> bool:
+def _has_direct_io(files: Files, path: Path) -> bool:
     try:
         with files.opened(path, write=True, create=True) as file:
             # Some file systems open such a file and refuse the transfer.
@@ -181,7 +181,7 @@ def _does_direct_io(files: Files, path: Path) -> bool:
         raise
 
 
-def _does_hard_links(folder: Path) -> bool:
+def _has_hard_links(folder: Path) -> bool:
     (folder / "source").touch()
     try:
         os.link(folder / "source", folder / "link")
@@ -190,7 +190,7 @@ def _does_hard_links(folder: Path) -> bool:
     return (folder / "link").stat().st_nlink == 2
 
 
-def _does_preallocation(files: Files, path: Path) -> bool:
+def _has_preallocation(files: Files, path: Path) -> bool:
     with files.opened(path, write=True, create=True) as file:
         files.allocate(file, 2**20)
         status = os.fstat(file.fd)

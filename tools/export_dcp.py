@@ -29,7 +29,7 @@ from zstore.weights.from_checkpoint import whole_dtype
 from .export import Advance, values_of
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 DATA_FILE = "__0_0.distcp"
 _BLOCK_BYTES = 256 * 1024 * 1024
@@ -39,87 +39,79 @@ def write_dcp(source: ArraySource, folder: Path, advance: Advance) -> list[str]:
     """Write all that the checkpoint has into `folder`, durably; return the files' names."""
     files, nbytes = Files(), sum(array.spec.nbytes for array in source.arrays.values())
     files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
-    job = _Job(source, advance)
     with ExitStack() as opened:
         sink = FileSink(files, folder / DATA_FILE, opened)
-        job.write_tensors(sink)
-        job.write_values(sink)
+        writer = _DcpWriter(source, sink, advance)
+        writer.write_tensors()
+        writer.write_values()
         sink.finish()
-    files = Files(direct=False)
-    files.write_small(folder / ".metadata", job.metadata(folder))
+    Files(direct=False).write_small(folder / ".metadata", writer.metadata())
     return [DATA_FILE, ".metadata"]
 
 
-class _Job:
-    """One checkpoint on its way."""
+class _DcpWriter:
+    """One checkpoint on its way into one data file."""
 
-    def __init__(self, source: ArraySource, advance: Advance) -> None:
+    def __init__(self, source: ArraySource, sink: FileSink, advance: Advance) -> None:
         self._source = source
+        self._sink = sink
         self._advance = advance
         self._state = DcpState.of(source.record.state, source.arrays)
         self._tensors = {n: path for n, path in self._state.paths.items() if n not in self._state.opaque}
+        self._dtypes = {name: whole_dtype(source, name) for name in self._tensors}
+        self._blocks = {
+            name: list(_blocks(source.arrays[name].spec.shape, dtype)) for name, dtype in self._dtypes.items()
+        }
         self._stored: list[tuple[str, tuple[int, ...] | None, int, int]] = []
         """Key, offsets, and where it lies."""
 
-    def write_tensors(self, sink: FileSink) -> None:
+    def write_tensors(self) -> None:
         """Write every block of every tensor, and of tied ones that they are there again."""
-        source = self._source
-        ranges = [(name, 0, numel) for name in self._tensors if (numel := source.arrays[name].spec.numel)]
-        with ReadAhead(source, self._cut(ranges)) as ahead:
+        ranges: list[tuple[str, int, int]] = []
+        for name, blocks in self._blocks.items():
+            first = 0
+            for numel in filter(None, (math.prod(sizes) for _, sizes in blocks)):
+                ranges.append((name, first, first + numel))
+                first += numel
+        with ReadAhead(self._source, ranges) as ahead:
             for name, path in self._tensors.items():
-                for offsets, sizes in _blocks(source.arrays[name].spec.shape, whole_dtype(source, name)):
-                    self._write_block(sink, ahead, name, (offsets, sizes))
-                    at, nbytes = self._stored.pop()[2:]
+                for offsets, sizes in self._blocks[name]:
+                    at, nbytes = self._write_block(ahead, name, sizes)
                     for each in self._all_paths(name, path):
                         self._stored.append((key_of(each), offsets, at, nbytes))
 
-    def _cut(self, ranges: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Return the ranges cut where blocks are."""
-        cut: list[tuple[str, int, int]] = []
-        for name, _, _ in ranges:
-            first = 0
-            for _, sizes in _blocks(self._source.arrays[name].spec.shape, whole_dtype(self._source, name)):
-                cut.append((name, first, first + math.prod(sizes)))
-                first += math.prod(sizes)
-        return cut
+    def _write_block(self, ahead: ReadAhead, name: str, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Write a block; return where it begins and how many bytes it has."""
+        tensor = Tensor(0, sizes, self._dtypes[name])
+        values = values_of(self._source, ahead, name, tensor.numel, tensor.dtype, self._advance)
+        start = self._sink.offset
+        return start, write_archive(self._sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
 
-    def _write_block(
-        self, sink: FileSink, ahead: ReadAhead, name: str, block: tuple[tuple[int, ...], tuple[int, ...]]
-    ) -> None:
-        offsets, sizes = block
-        dtype = whole_dtype(self._source, name)
-        tensor = Tensor(0, sizes, dtype)
-        values = values_of(self._source, ahead, name, tensor.numel, dtype, self._advance)
-        start = sink.offset
-        nbytes = write_archive(sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
-        self._stored.append((name, offsets, start, nbytes))
-
-    def write_values(self, sink: FileSink) -> None:
+    def write_values(self) -> None:
         """Write what is no tensor."""
         for path, value in self._state.values:
-            self._write_value(sink, path, decode_value(value))
+            self._write_value(path, decode_value(value))
         for name, kind in self._state.opaque.items():
             content = self._source.read_array(name).tobytes()
             path = self._state.paths[name]
             if kind != PICKLE:
-                self._write_value(sink, path, content)
+                self._write_value(path, content)
             else:
-                self._stored.append((key_of(path), None, sink.offset, len(content)))
-                sink.write(content)
+                self._stored.append((key_of(path), None, self._sink.offset, len(content)))
+                self._sink.write(content)
             self._advance(len(content))
 
-    def _write_value(self, sink: FileSink, path: KeyPath, value: Any) -> None:
-        start = sink.offset
-        self._stored.append((key_of(path), None, start, write_archive(sink, value)))
+    def _write_value(self, path: KeyPath, value: Any) -> None:
+        start = self._sink.offset
+        self._stored.append((key_of(path), None, start, write_archive(self._sink, value)))
 
     def _all_paths(self, name: str, path: KeyPath) -> Iterator[KeyPath]:
         yield path
-        if not name.startswith("model/"):
-            return
-        for alias in self._source.arrays[name].spec.aliases:
-            yield (*path[:-1], alias)
+        if name.startswith("model/"):
+            for alias in self._source.arrays[name].spec.aliases:
+                yield (*path[:-1], alias)
 
-    def metadata(self, folder: Path) -> bytes:
+    def metadata(self) -> bytes:
         """Return the content of `.metadata`."""
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -139,20 +131,15 @@ class _Job:
 
     def _described(self, name: str) -> TensorStorageMetadata:
         import torch
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-        shape = self._source.arrays[name].spec.shape
-        dtype = whole_dtype(self._source, name)
-        chunks: list[ChunkStorageMetadata] = [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in _blocks(shape, dtype)
-        ]
         return TensorStorageMetadata(
-            properties=TensorProperties(dtype=getattr(torch, dtype)), size=torch.Size(shape), chunks=chunks
+            properties=TensorProperties(dtype=getattr(torch, self._dtypes[name])),
+            size=torch.Size(self._source.arrays[name].spec.shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                for offsets, sizes in self._blocks[name]
+            ],
         )
 
 

@@ -6,14 +6,15 @@ import datetime
 import itertools
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
+import typer
 from rich.table import Table
+from rich.text import Text
 
 from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
+from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
 from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.source import ArraySource, StoredArray
 from zstore.checkpoint.usage import count_files
@@ -22,10 +23,11 @@ from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.layout import natural_key
 
-from .opening import DEFAULTS, Common, open_location, opened_bytes, print_json, reading
-from .printable import printable
+from .listing import describe_refusals, print_refusals
+from .opening import DEFAULTS, Common, open_location, read_of, reporting
+from .options import Location, Tag
+from .printing import cell, make_console, printable
 from .progress import Progress
-from .tables import cell, make_console
 
 if TYPE_CHECKING:
     from .array_stats import ArrayStats
@@ -36,29 +38,35 @@ _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
 def inspect_command(
-    ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, tag: str | None = None, stats: bool = False
+    ckpt: Location,
+    common: Common = DEFAULTS,
+    *,
+    tag: Tag = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read all values and show min, max, mean, norm, NaN count and a histogram.")
+    ] = False,
 ) -> int:
     """Print tags and, of the newest checkpoint or `tag`, step, world size and arrays; return the exit code.
 
-    With `stats` every array is read, and what its values are like is told too. With `json`, one JSON object (see
-    `describe`), and what was read.
+    With `stats` every array is read, and statistics of its values are added. With `json`, one JSON object (see `describe`),
+    and what was read.
     """
-    with Progress(f"inspect {shown(os.fspath(ckpt))}") as progress, open_location(ckpt, common, tag) as source:
+    title = f"inspect {shown(os.fspath(ckpt))}"
+    with reporting(title, common) as progress, open_location(ckpt, common, tag) as source:
         infos, refusals = _neighbours(ckpt, source, common)
         found = _read_stats(source, progress) if stats else {}
         if not stats:
-            progress.advance(opened_bytes(source))
-        read = reading(progress, source)
-    if common.json:
-        print_json(describe(source, infos, refusals, found) | read | progress.summary())
-        return 0
-    console = make_console()
-    if infos:
-        _print_tags(console, infos, source)
-    _print_summary(console, source)
-    console.print(_arrays_table(source, found))
-    for refusal in refusals:
-        print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
+            progress.advance(_opened_bytes(source))
+        read = read_of(progress, source)
+        progress.document |= (describe(source, infos, refusals, found) | read) if common.json else {}
+    if not common.json:
+        console = make_console()
+        if infos:
+            console.print(_tags_table(infos, source))
+        for line in _summary(source):
+            console.print(printable(line), soft_wrap=True)
+        console.print(_arrays_table(source, found))
+        print_refusals(refusals)
     return 0
 
 
@@ -67,6 +75,15 @@ def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats
 
     progress.expect(sum(array.spec.nbytes for array in source.arrays.values()))
     return collect_stats(source, [name for name, _ in sorted_arrays(source.arrays)], progress.advance)
+
+
+def _opened_bytes(source: ArraySource) -> int:
+    """Return the bytes that were read to open it; 0 of other software's, where nobody counts them."""
+    if not isinstance(source, CheckpointReader):
+        return source.read_bytes
+    if not source.folder.is_local:
+        return source.reading().read_bytes
+    return sum(os.stat(source.path / file).st_size for file in (METADATA_FILE, RECORD_FILE))
 
 
 def _neighbours(
@@ -90,8 +107,17 @@ def describe(
     """
     record = source.record
     return {
-        "tags": [_describe_tag(info) for info in infos],
-        "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals],
+        "tags": [
+            {
+                "tag": info.tag,
+                "path": info.location,
+                "step": info.record.step,
+                "world_size": info.record.world_size,
+                "committed": _time(info.record.committed_ns),
+            }
+            for info in infos
+        ],
+        "refused": describe_refusals(refusals),
         "checkpoint": {
             "tag": source.tag,
             "path": source.location,
@@ -117,17 +143,6 @@ def describe(
 def sorted_arrays(arrays: Mapping[str, StoredArray]) -> list[tuple[str, StoredArray]]:
     """Return names and arrays, `h.2` before `h.10`."""
     return sorted(arrays.items(), key=lambda item: natural_key(item[0]))
-
-
-def _describe_tag(info: TagInfo) -> dict[str, Any]:
-    record = info.record
-    return {
-        "tag": info.tag,
-        "path": info.location,
-        "step": record.step,
-        "world_size": record.world_size,
-        "committed": _time(record.committed_ns),
-    }
 
 
 def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
@@ -166,35 +181,34 @@ def _time(committed_ns: int) -> str | None:
     return datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
 
 
-def _print_tags(console: Console, infos: list[TagInfo], source: ArraySource) -> None:
+def _tags_table(infos: list[TagInfo], source: ArraySource) -> Table:
     table = Table(title=format_count(len(infos), "checkpoint"), title_justify="left")
     for column in ("tag", "step", "world size", "committed"):
         table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
     for info in infos:
-        shown = cell(info.tag) + (" <-" if info.location == source.location and len(infos) > 1 else "")
+        mark = " <-" if info.location == source.location and len(infos) > 1 else ""
         record = info.record
-        table.add_row(shown, str(record.step), str(record.world_size), _time(record.committed_ns))
-    console.print(table)
+        table.add_row(cell(info.tag) + mark, str(record.step), str(record.world_size), _time(record.committed_ns))
+    return table
 
 
-def _print_summary(console: Console, source: ArraySource) -> None:
+def _summary(source: ArraySource) -> Iterator[str]:
     facts = describe(source, [], [], {})["checkpoint"]
     trained = facts["training_world_size"]
     resharded = f" (trained on {trained})" if trained != facts["world_size"] else ""
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
-    lines = [
+    absent = len(facts["parameters_left_out"])
+    yield (
         f"{facts['path']}: {whose}step {facts['step']}, {format_count(facts['world_size'], 'rank')}{resharded}, "
         + format_count(facts["num_arrays"], "array")
-        + (f", without {count} frozen parameters" if (count := len(facts["parameters_left_out"])) else ""),
-        f"  array data   {format_bytes(facts['array_bytes'])}",
-    ]
+        + (f", without {absent} frozen parameters" if absent else "")
+    )
+    yield f"  array data   {format_bytes(facts['array_bytes'])}"
     if facts["num_files"] is not None:
         shards, files = format_count(facts["num_shard_files"], "file"), format_count(facts["num_files"], "file")
         also = f", with checksums and padding{_archive(source, facts)}"
-        lines.append(f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{also}")
-        lines.append(f"  on disk      {format_bytes(facts['size_bytes'])} in {files}, metadata included")
-    for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
+        yield f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{also}"
+        yield f"  on disk      {format_bytes(facts['size_bytes'])} in {files}, metadata included"
 
 
 def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
@@ -215,15 +229,17 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
         table.add_column("histogram", no_wrap=True)
     arrays = [array for _, array in sorted_arrays(source.arrays)]
     for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
-        table.add_row(f"[bold]{cell(group)}[/]", *_totals(members), style="cyan")
-        for layer, parts in _grouped(members, lambda array: _layer(_inside(array))):
+        table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
+        for layer, parts in _grouped(members, _layer):
             indent = "  "
             if layer and len(parts) > 1:
                 table.add_row(f"  {cell(layer)}", *_totals(parts), style="dim")
                 indent = "    "
             for array in parts:
-                cells = _stats_cells(stats[array.spec.name]) if stats else []
-                table.add_row(indent + cell(_inside(array)), *_array_cells(array), *cells)
+                spec = array.spec
+                cells = [cell(list(spec.shape)), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)]
+                cells += _stats_cells(stats[spec.name]) if stats else []
+                table.add_row(indent + cell(_inside(array)), *cells)
     return table
 
 
@@ -245,19 +261,14 @@ def _inside(array: StoredArray) -> str:
     return spec.name[len(_group(spec.name)) + 1 :] + tied
 
 
-def _layer(name: str) -> str:
-    """Return the part of a name up to its first number, as `transformer.h.0`; empty where there is none."""
-    match = _LAYER.match(name)
+def _layer(array: StoredArray) -> str:
+    """Return the part of an array's name up to its first number, like `transformer.h.0`; empty where there is none."""
+    match = _LAYER.match(_inside(array))
     return match.group() if match else ""
 
 
 def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
     return f"{len(arrays)} arrays", "", format_bytes(sum(array.spec.nbytes for array in arrays)), ""
-
-
-def _array_cells(array: StoredArray) -> tuple[str, str, str, str]:
-    spec = array.spec
-    return cell(str(list(spec.shape))), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)
 
 
 def _stats_cells(stats: ArrayStats) -> list[str]:

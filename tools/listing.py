@@ -6,15 +6,21 @@ once they are read, and the listing of one checkpoint's files, one after the oth
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.catalog import Refusal, TagInfo
 from zstore.checkpoint.folder import Folder
 from zstore.checkpoint.names import RECORD_FILE
 
-from .opening import Common, require_listing_memory
+from .opening import BESIDE_BYTES, Common, require_memory
+from .printing import printable
+
+_FILE_BYTES, _TIMES_PARSED = 600, 10
+"""What a file in a list takes in memory, and how often the bytes of a commit record once it is parsed: rounded up."""
 
 
 def check_listing(place: Folder, common: Common) -> None:
@@ -24,28 +30,40 @@ def check_listing(place: Folder, common: Common) -> None:
     """
     if common.memory_bytes is None or not place.is_local:
         return
-    paths = [path for path in (place.path, *_folders_in(place.path)) if (path / RECORD_FILE).is_file()]
-    require_listing_memory(
-        common,
-        place.location,
-        num_files=sum(len(names) for path in paths for _, _, names in os.walk(path)),
-        records_bytes=_bytes_of_records(paths),
-    )
+    folders: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        folders = [Path(entry.path) for entry in os.scandir(place.path) if entry.is_dir()]
+    paths = [path for path in (place.path, *folders) if (path / RECORD_FILE).is_file()]
+    num_files = sum(len(names) for path in paths for _, _, names in os.walk(path))
+    _require(common, place, num_files, _bytes_of_records(paths))
 
 
-def records_bytes(place: Folder, infos: Iterable[TagInfo]) -> int:
-    """Return the bytes of the records of `infos`, which were read of `place`; behind a URL all that was read of it."""
-    if place.traffic is not None:
-        return place.traffic.read_bytes
-    return _bytes_of_records([info.path for info in infos])
+def check_records(place: Folder, infos: Iterable[TagInfo], common: Common) -> int:
+    """Return the bytes of the records of `infos`, which were read of `place`; behind a URL all that was read of it.
+
+    Raises BudgetError where a limit that was asked for does not hold them.
+    """
+    nbytes = _bytes_of_records([info.path for info in infos]) if place.traffic is None else place.traffic.read_bytes
+    _require(common, place, 0, nbytes)
+    return nbytes
+
+
+def describe_refusals(refusals: Iterable[Refusal]) -> list[dict[str, str]]:
+    """Return what looks like a checkpoint and is not, as JSON."""
+    return [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals]
+
+
+def print_refusals(refusals: Iterable[Refusal]) -> None:
+    """Tell of what looks like a checkpoint and is not, on stderr."""
+    for refusal in refusals:
+        print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
+
+
+def _require(common: Common, place: Folder, num_files: int, records_bytes: int) -> None:
+    listing_bytes = num_files * _FILE_BYTES + records_bytes * _TIMES_PARSED
+    text = f"{place.location} has checkpoints of {num_files} files, whose records and list take about {listing_bytes} bytes"
+    require_memory(common, BESIDE_BYTES + listing_bytes, text)
 
 
 def _bytes_of_records(paths: Iterable[Path]) -> int:
     return sum(os.stat(path / RECORD_FILE).st_size for path in paths)
-
-
-def _folders_in(path: Path) -> list[Path]:
-    try:
-        return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,15 @@ from typing import Any
 from rich.table import Table
 
 from zstore.checkpoint.catalog import Catalog, TagInfo, list_tags
-from zstore.checkpoint.folder import Folder
 from zstore.checkpoint.usage import size_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
 
-from .listing import check_listing, records_bytes
-from .opening import DEFAULTS, Common, open_location, print_json, require_listing_memory
-from .printable import printable
-from .progress import Progress
-from .tables import cell, make_console
+from .listing import check_listing, check_records, describe_refusals, print_refusals
+from .opening import DEFAULTS, Common, open_location, reporting
+from .options import FolderLocation
+from .printing import cell, make_console
 
 _COLUMNS_OF_ONE = {"world_size": "world size", "array_bytes": "array data"}
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
@@ -48,48 +45,38 @@ class Entry:
     newest: bool
 
 
-def ls_command(folder: str | os.PathLike[str], common: Common = DEFAULTS) -> int:
+def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
     """Print the checkpoints in `folder`, the oldest first; return the exit code.
 
     With `json`, one object: `path`, `checkpoints` (see `Entry`), `refused`, and `Progress.summary` of the records that were
     read. Raises CheckpointNotFoundError where there is none, BudgetError where a limit of memory does not hold the list.
     """
     place = folder_of(folder, common.storage_options)
-    with Progress(f"ls {place}") as progress:
+    with reporting(f"ls {place}", common) as progress:
         check_listing(place, common)
         try:
             found = list_tags(place)
         except (CheckpointNotFoundError, CorruptionError):
             found = Catalog(tags=(), refusals=())
+        nbytes = check_records(place, found.tags, common)
+        progress.expect(nbytes)
+        entries = list_entries(found.tags, time.time_ns())
+        progress.advance(nbytes)
         listed = bool(found.tags or found.refusals)
-        entries = _list(place, found.tags, progress, common)
         one = None if listed else _describe_one(folder, common)
+        progress.document |= {
+            "path": place.location if listed else os.fspath(folder),
+            "checkpoints": [asdict(entry) for entry in entries] if one is None else [one],
+            "refused": describe_refusals(found.refusals),
+        }
     if common.json:
-        print_json(
-            {
-                "path": place.location if listed else os.fspath(folder),
-                "checkpoints": [asdict(entry) for entry in entries] if one is None else [one],
-                "refused": [{"path": refusal.location, "reason": refusal.reason} for refusal in found.refusals],
-                **progress.summary(),
-            }
-        )
         return 0
     if entries or one is not None:
         make_console().print(_table(entries) if one is None else _table_of_one(one))
-    for refusal in found.refusals:
-        print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
+    print_refusals(found.refusals)
     if listed and not entries:
         raise CheckpointNotFoundError(f"{place} has no committed checkpoint")
     return 0
-
-
-def _list(place: Folder, infos: Sequence[TagInfo], progress: Progress, common: Common) -> list[Entry]:
-    nbytes = records_bytes(place, infos)
-    progress.expect(nbytes)
-    require_listing_memory(common, place.location, num_files=0, records_bytes=nbytes)
-    entries = list_entries(infos, time.time_ns())
-    progress.advance(nbytes)
-    return entries
 
 
 def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:

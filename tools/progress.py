@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from zstore.sizes import format_bytes
 
-from .printable import printable
+from .printing import printable
 
 if TYPE_CHECKING:
     from rich import progress as rich_progress
@@ -23,10 +23,47 @@ _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
 """Variables by which rich takes any stream for a terminal."""
 
 
-class Progress:
+class Bar:
+    """A bar, or plain lines in its place. Used as a context; methods may be called from any thread."""
+
+    def __init__(self, title: str, total: int | None, *, in_bytes: bool, stream: TextIO | None = None) -> None:
+        self.title = printable(title)
+        self._stream = stream or sys.stderr
+        self._bar = _make_bar(self._stream, in_bytes=in_bytes)
+        self._task = None if self._bar is None else self._bar.add_task(self.title, total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None and self._task is not None:
+            self._bar.reset(self._task)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, **facts: Any) -> bool:
+        """Change the bar, as `rich.progress.Progress.update` does; return whether there is one."""
+        if self._bar is None or self._task is None:
+            return False
+        self._bar.update(self._task, **facts)
+        return True
+
+    def say(self, text: str) -> None:
+        """Print a line on stderr, above the bar where there is one."""
+        text = printable(text)
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+class Progress(Bar):
     """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
 
-    `advance` may be called from any thread. Used as a context; left by an exception it closes without the last line.
+    Left by an exception it closes without the last line.
     """
 
     def __init__(
@@ -37,29 +74,24 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.title = printable(title)
+        super().__init__(title, total_bytes, in_bytes=True, stream=stream)
         self.total_bytes = total_bytes
         self.done_bytes = 0
-        self._stream = stream or sys.stderr
+        self.document: dict[str, Any] = {}
+        """What `--json` prints at the end, beside `summary`."""
         self._clock = clock
         self._lock = threading.Lock()
         self._started_s = self._last_line_s = clock()
         self._stopped_s: float | None = None
-        self._bar = _make_bar(self._stream)
-        self._task: rich_progress.TaskID | None = None
 
     def __enter__(self) -> Self:
         self._started_s = self._last_line_s = self._clock()
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total_bytes)
-        return self
+        return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        super().__exit__(kind, error, traceback)
         self._stopped_s = self._clock()
         if kind is None:
             done = self.summary()
@@ -70,15 +102,13 @@ class Progress:
         """Tell what there is to do, where that was not known at the start."""
         with self._lock:
             self.total_bytes = total_bytes
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, total=total_bytes)
+            self.update(total=total_bytes)
 
     def advance(self, num_bytes: int) -> None:
         """Count `num_bytes` more as done."""
         with self._lock:
             self.done_bytes += num_bytes
-            if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, completed=self.done_bytes)
+            if self.update(completed=self.done_bytes):
                 return
             now_s = self._clock()
             if now_s - self._last_line_s < PLAIN_LINE_S:
@@ -93,26 +123,16 @@ class Progress:
         rate = self.done_bytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
         return {"bytes": self.done_bytes, "seconds": round(elapsed_s, 6), "gb_per_s": round(rate, 6)}
 
-    def say(self, text: str) -> None:
-        """Print a line on stderr, above the bar where there is one."""
-        text = printable(text)
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
-
     def _plain_line(self, elapsed_s: float) -> str:
         done = format_bytes(self.done_bytes)
         if self.total_bytes:
             done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
-        return f"{self.title}: {done}{self._rate_text(elapsed_s)}"
-
-    def _rate_text(self, elapsed_s: float) -> str:
-        return f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
+        rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
+        return f"{self.title}: {done}{rate}"
 
 
-def _make_bar(stream: TextIO) -> rich_progress.Progress | None:
-    """Return a bar on `stream`; None where that is no terminal, and rich need not be loaded."""
+def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | None:
+    """Return a bar of bytes or of steps on `stream`; None where that is no terminal, and rich need not be loaded."""
     if not stream.isatty() and not any(name in os.environ for name in _FORCING):
         return None
     from rich import progress
@@ -127,12 +147,8 @@ def _make_bar(stream: TextIO) -> rich_progress.Progress | None:
     console = Console(file=stream)
     if not console.is_terminal:
         return None
-    return progress.Progress(
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.DownloadColumn(),
-        Rate(),
-        progress.TimeRemainingColumn(),
-        console=console,
-    )
+    text, left = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()
+    columns: tuple[progress.ProgressColumn, ...] = (progress.MofNCompleteColumn(), left, text)
+    if in_bytes:
+        columns = (progress.TaskProgressColumn(), progress.DownloadColumn(), Rate(), left)
+    return progress.Progress(text if in_bytes else "step", progress.BarColumn(), *columns, console=console)

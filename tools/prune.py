@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated
+
+import typer
 
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.commit import discard
@@ -20,13 +22,46 @@ from zstore.remote.commit import remove_checkpoints
 from zstore.remote.folder import RemoteFolder
 from zstore.sizes import format_bytes
 
-from .listing import check_listing, records_bytes
-from .opening import DEFAULTS, Common, print_json, require_listing_memory
-from .printable import printable
-from .progress import Progress
+from .listing import check_listing, check_records
+from .opening import DEFAULTS, Common, reporting
+from .options import FolderLocation
+from .printing import printable
 
 
 def prune_command(
+    folder: FolderLocation,
+    *,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Keep the newest N (the newest is always kept).", min=1, metavar="N")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep those whose step is a multiple of K.", min=1, metavar="K")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the one with the smallest or largest value of a metric in save_checkpoint(metrics=...) or client_state.",
+            metavar="METRIC:min|max",
+        ),
+    ] = None,
+    keep_tag: Annotated[
+        list[str] | None,
+        typer.Option(help="Keep this tag, or those that match a pattern; may be repeated.", metavar="TAG"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
+    common: Common = DEFAULTS,
+) -> int:
+    """Prune by the rules that the options make; see `prune_folder`."""
+    if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):
+        raise typer.BadParameter("say what to keep with --keep-last, --keep-every, --keep-best or --keep-tag")
+    try:
+        keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+    return prune_folder(folder, keep, dry_run=dry_run, common=common)
+
+
+def prune_folder(
     folder: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False, common: Common = DEFAULTS
 ) -> int:
     """Print which checkpoints in `folder` are kept and removed, and the bytes that are freed; then remove them.
@@ -44,7 +79,7 @@ def prune_command(
     for line in _lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
-    with Progress(f"prune {place}", sum(fate.size_bytes for fate in doomed)) as progress:
+    with reporting(f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in doomed)) as progress:
         sizes = {fate.info.location: fate.size_bytes for fate in doomed}
 
         def gone(info: TagInfo) -> None:
@@ -54,23 +89,28 @@ def prune_command(
         messages = [] if dry_run else _remove(place, doomed, gone)
         for message in messages:
             progress.say(f"zstore: {message}")
-    if common.json:
-        print_json(
-            {
-                "path": place.location,
-                "dry_run": dry_run,
-                "freed_bytes": freed_bytes,
-                "checkpoints": [_describe(fate) for fate in fates],
-                "removed": removed,
-                "messages": messages,
-                **progress.summary(),
-            }
-        )
+        progress.document |= {
+            "path": place.location,
+            "dry_run": dry_run,
+            "freed_bytes": freed_bytes,
+            "checkpoints": [
+                {
+                    "tag": fate.info.tag,
+                    "path": fate.info.location,
+                    "step": fate.info.record.step,
+                    "size_bytes": fate.size_bytes,
+                    "reasons": list(fate.reasons),
+                }
+                for fate in fates
+            ],
+            "removed": removed,
+            "messages": messages,
+        }
     return 1 if messages else 0
 
 
 def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
-    """Return what becomes of each checkpoint; see `prune_command` for errors."""
+    """Return what becomes of each checkpoint; see `prune_folder` for errors."""
     check_listing(place, common)
     try:
         fates = weigh(place, keep)
@@ -81,8 +121,7 @@ def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
                 "it is not needed"
             ) from None
         raise
-    read_bytes = records_bytes(place, [fate.info for fate in fates])
-    require_listing_memory(common, place.location, num_files=0, records_bytes=read_bytes)
+    check_records(place, [fate.info for fate in fates], common)
     return fates
 
 
@@ -94,17 +133,6 @@ def _remove(place: Folder, doomed: Sequence[Fate], gone: Callable[[TagInfo], Non
     return remove_each([fate.info for fate in doomed], lambda info: discard(files, info.path), gone)
 
 
-def _describe(fate: Fate) -> dict[str, Any]:
-    record = fate.info.record
-    return {
-        "tag": fate.info.tag,
-        "path": fate.info.location,
-        "step": record.step,
-        "size_bytes": fate.size_bytes,
-        "reasons": list(fate.reasons),
-    }
-
-
 def _lines(fates: list[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
     """Return the plan: what is removed and freed, and a line for each checkpoint, the oldest first."""
     width = max(len(fate.info.tag) for fate in fates)
@@ -112,7 +140,7 @@ def _lines(fates: list[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
     total = format_bytes(sum(fate.size_bytes for fate in doomed))
     what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
     if doomed:
-        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run link stay"
+        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
     lines = [what]
     for fate in fates:
         word = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"

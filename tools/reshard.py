@@ -5,32 +5,50 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.usage import count_files
-from zstore.errors import UsageError
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, no_overwriting, open_location, print_json, reading
+from .opening import DEFAULTS, Common, open_location, read_of
+from .options import Location, Tag
+from .printing import print_json
 from .progress import Progress
 
 
+class CodecName(StrEnum):
+    """What an archive's chunks are compressed with."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+    BLOSC = "blosc"
+
+
 def reshard_command(
-    ckpt: str | os.PathLike[str],
-    out: Path | None,
-    world_size: int | None = None,
+    ckpt: Location,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write; not needed with --to.")] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks to lay the state out for (default: unchanged).", min=1, metavar="N"),
+    ] = None,
     *,
-    tag: str | None = None,
-    codec: str = "none",
-    to: str | None = None,
+    tag: Tag = None,
+    codec: Annotated[
+        CodecName, typer.Option(help="Compress the chunks: smaller, and read like any checkpoint.")
+    ] = CodecName.NONE,
+    to: Annotated[
+        str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
+    ] = None,
     common: Common = DEFAULTS,
 ) -> int:
     """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
@@ -42,21 +60,32 @@ def reshard_command(
     written, and with `to` also `url` and `upload`. Raises CheckpointExistsError where `out` or `to` has it already.
     """
     if to is None and out is None:
-        raise UsageError("give the folder to write as OUT, or a URL to upload to with --to")
+        raise typer.BadParameter("give the folder to write as OUT, or a URL to upload to with --to")
     if to is not None and not is_url(to):
         raise UsageError(f"--to {to}: expected a URL like s3://bucket/run; give a local folder as OUT")
-    with _folder(out) as folder:
+    with contextlib.ExitStack() as temporary:
+        folder = out or Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
         with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
-            job = _Job(source, ranks, codec, folder, out, to)
-            path = job.as_it_is() if (world_size, codec) == (None, "none") else None
-            plan = job.plan(path)
-            document: dict[str, Any] = {"path": str(path), "world_size": ranks, "codec": codec}
-            if path is None:
-                path, facts = job.run(plan)
+            plan = (
+                f"plan: {format_count(len(source.arrays), 'array')}, {format_bytes(_total_bytes(source))} of array data"
+            )
+            document: dict[str, Any] = {"world_size": ranks, "codec": codec}
+            is_ours_here = isinstance(source, CheckpointReader) and source.folder.is_local
+            if is_ours_here and to is not None and (out, world_size, codec) == (None, None, "none"):
+                path = Path(source.location)
+                plan += f", uploaded unchanged from {path} to {shown(to)}"
+                document["path"] = str(path)
+            else:
+                where = "a temporary folder" if out is None else str(out)
+                then = "" if to is None else f", and from there to {shown(to)}"
+                compressed = "" if codec == "none" else f", compressed with {codec}"
+                ranks_text = f"from {source.record.world_size} to {format_count(ranks, 'rank')}"
+                plan += f", {ranks_text}{compressed}, into {where}{then}"
+                path, facts = _reshard(source, folder, ranks, codec, plan, kept=out is not None)
                 document |= {"path": None if out is None else str(path), **facts}
-                plan = []
-        if to is not None:  # the source's buffers are given back
+                plan = ""
+        if to is not None:  # the source's buffers are free again
             upload = _upload(path, to, common, plan)
             document = {**upload["upload"], **document, **upload}
     if common.json:
@@ -64,70 +93,43 @@ def reshard_command(
     return 0
 
 
-@contextlib.contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    if out is not None:
-        yield out
-        return
-    with tempfile.TemporaryDirectory(prefix="zstore-reshard-") as folder:
-        yield Path(folder)
+def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progress, codec: str = "none") -> Path:
+    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
+
+    Raises CheckpointExistsError where its tag is there already.
+    """
+    try:
+        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec)
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{os.fspath(folder)} has a checkpoint {source.tag!r} already: name another folder, or remove that one first"
+        ) from error
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One resharding, into `folder`: `out`, or where that is None a temporary one."""
+def _reshard(
+    source: ArraySource, folder: Path, ranks: int, codec: str, plan: str, *, kept: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Write it; return the tag's folder, and what was done as JSON."""
+    total_bytes = _total_bytes(source)
+    with Progress(f"reshard {source.location}", total_bytes) as progress:
+        progress.say(plan)
+        for note in source.notes:
+            progress.say(f"not carried over: {note}")
+        path = reshard_into(source, folder, ranks, progress, codec)
+        read = read_of(progress, source)
+        file_bytes = _file_bytes(path)
+        num_files, size_bytes = count_files(path)
+        ratio = total_bytes / file_bytes if file_bytes else 1.0
+        progress.say(
+            f"wrote {path if kept else source.tag} for {format_count(ranks, 'rank')}: "
+            f"{format_bytes(size_bytes)} on disk in {format_count(num_files, 'file')}"
+            + ("" if codec == "none" else f", the array data compressed {ratio:.2f} times")
+        )
+    return path, {"file_bytes": file_bytes, "size_bytes": size_bytes, **read, **progress.summary()}
 
-    source: ArraySource
-    ranks: int
-    codec: str
-    folder: Path
-    out: Path | None
-    to: str | None
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.spec.nbytes for array in self.source.arrays.values())
-
-    def as_it_is(self) -> Path | None:
-        """Return the folder that can be uploaded without writing another, None where there is none."""
-        source = self.source
-        if self.out is None and isinstance(source, CheckpointReader) and source.folder.is_local:
-            return source.path
-        return None
-
-    def plan(self, path: Path | None) -> list[str]:
-        """Return what is done, in words: with the checkpoint in `path` as it is, or written anew."""
-        what = f"plan: {format_count(len(self.source.arrays), 'array')}, {format_bytes(self.total_bytes)} of array data"
-        if path is not None:
-            return [f"{what}, uploaded unchanged from {path} to {shown(str(self.to))}"]
-        how = "" if self.codec == "none" else f", compressed with {self.codec}"
-        where = "a temporary folder" if self.out is None else str(self.out)
-        then = "" if self.to is None else f", and from there to {shown(self.to)}"
-        notes = [f"not carried over: {note}" for note in self.source.notes]
-        return [
-            f"{what}, from {self.source.record.world_size} to {format_count(self.ranks, 'rank')}{how}, into {where}{then}",
-            *notes,
-        ]
-
-    def run(self, plan: list[str]) -> tuple[Path, dict[str, Any]]:
-        """Write it; return the tag's folder, and what was done as JSON."""
-        source = self.source
-        with Progress(f"reshard {source.location}", self.total_bytes) as progress:
-            for line in plan:
-                progress.say(line)
-            with no_overwriting(self.folder, source.tag):
-                path = reshard_checkpoint(source, self.folder, self.ranks, progress.advance, codec=self.codec)
-            read = reading(progress, source)
-            file_bytes = _file_bytes(path)
-            num_files, size_bytes = count_files(path)
-            ratio = self.total_bytes / file_bytes if file_bytes else 1.0
-            progress.say(
-                f"wrote {path if self.out is not None else source.tag} for {format_count(self.ranks, 'rank')}: "
-                f"{format_bytes(size_bytes)} on disk in {format_count(num_files, 'file')}"
-                + ("" if self.codec == "none" else f", the array data compressed {ratio:.2f} times")
-            )
-        return path, {"file_bytes": file_bytes, "size_bytes": size_bytes, **read, **progress.summary()}
+def _total_bytes(source: ArraySource) -> int:
+    return sum(array.spec.nbytes for array in source.arrays.values())
 
 
 def _file_bytes(path: Path) -> int:
@@ -135,10 +137,10 @@ def _file_bytes(path: Path) -> int:
         return sum(array.file_bytes for array in written.arrays.values())
 
 
-def _upload(path: Path, url: str, common: Common, plan: list[str]) -> dict[str, Any]:
+def _upload(path: Path, url: str, common: Common, plan: str) -> dict[str, Any]:
     with Progress(f"upload {path.name} to {shown(url)}", _file_bytes(path)) as progress:
-        for line in plan:
-            progress.say(line)
+        if plan:
+            progress.say(plan)
         place, messages = upload_checkpoint(
             path,
             url,

@@ -7,33 +7,37 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from zstore.checkpoint.reader import refused
+from zstore.checkpoint.reader import CheckpointReader, refused
 from zstore.checkpoint.verify import Fault, verify_checkpoint
-from zstore.errors import CheckpointNotFoundError, CorruptionError
+from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, open_location, own_reader, print_json
-from .printable import printable
+from .opening import DEFAULTS, Common, open_location, print_json
+from .options import Location, Tag
+from .printing import printable
 from .progress import Progress
 
 
-def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, tag: str | None = None) -> int:
+def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 where there is one.
 
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
-    too.
-    With `json`, one object: `path`, `faults`, what was read for what (see `ReadStatistics`), and `Progress.summary`.
+    too. With `json`, one object: `path`, `faults`, what was read for what (see `ReadStatistics`), and `Progress.summary`.
     """
     faults: list[Fault] = []
     place, named = split_location(ckpt, tag)
     with contextlib.suppress(CheckpointNotFoundError):
         refusals = refused(folder_of(place, common.storage_options)) if named is None else []
         faults += [Fault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
-    transfer: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     try:
-        with open_location(place, common, named) as source:
-            reader = own_reader(source, "verify")
+        with open_location(place, common, named) as reader:
+            if not isinstance(reader, CheckpointReader):
+                raise UsageError(
+                    f"zstore verify checks zstore's own checkpoints: {reader.location} is {reader.kind}, which has no "
+                    "checksums; `zstore convert` makes a checkpoint that has"
+                )
             total = sum(array.file_bytes for array in reader.arrays.values())
             with Progress(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
@@ -43,14 +47,13 @@ def verify_command(ckpt: str | os.PathLike[str], common: Common = DEFAULTS, *, t
                     done = replace(done, read_bytes=progress.done_bytes)
                 if done.requests:
                     progress.say(f"read {format_bytes(done.read_bytes)} in {format_count(done.requests, 'request')}")
-                transfer = asdict(done)
                 if not faults:
                     progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
-            transfer |= progress.summary()
+            document = asdict(done) | progress.summary()
     except CorruptionError as error:
         faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))
     if common.json:
-        print_json({"path": os.fspath(ckpt), "faults": [asdict(fault) for fault in faults], **transfer})
+        print_json({"path": os.fspath(ckpt), "faults": [asdict(fault) for fault in faults], **document})
     else:
         for fault in faults:
             print(printable(fault))

@@ -6,8 +6,10 @@ the model compares each prediction with the token after it. `loss_of` takes the 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -188,9 +190,10 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         path /= "config.json"
-    if not path.is_file():
-        raise ConfigError(_unknown(name_or_path, path))
-    return _build_transformers(path, seq_len)
+    with _from_transformers(path):
+        automatic, config = _transformers_config(name_or_path, path, seq_len)
+        built: nn.Module = automatic.from_config(config)
+    return built.float()
 
 
 def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
@@ -206,17 +209,9 @@ def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
         with zstore.Init(config=config):
             return build_model(name_or_path, seq_len)
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(_unknown(name_or_path, path))
-    automatic, _ = _transformers_config(path, seq_len)
+    with _from_transformers(path):
+        automatic, _ = _transformers_config(name_or_path, path, seq_len)
     return zstore.from_pretrained(automatic, folder, config=config)
-
-
-def shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape of a shipped model; no tensor is filled. The tied output head is not listed again."""
-    with torch.device("meta"):
-        model = Gpt(SHIPPED[name])
-    return {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
 
 
 def loss_of(output: Any) -> Tensor:
@@ -239,30 +234,26 @@ def _unknown(name: str, path: Path) -> str:
     )
 
 
-def _transformers_config(path: Path, seq_len: int) -> tuple[Any, Any]:
+@contextlib.contextmanager
+def _from_transformers(path: Path) -> Iterator[None]:
+    """Raise ConfigError for what transformers refuses in a block."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
+
+
+def _transformers_config(name: str, path: Path, seq_len: int) -> tuple[Any, Any]:
     """Return transformers' class that makes causal language models, and the config at `path`, which can be trained."""
+    if not path.is_file():
+        raise ConfigError(_unknown(name, path))
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"{path} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
-    _check_transformers(config, path, seq_len)
-    return AutoModelForCausalLM, config
-
-
-def _build_transformers(path: Path, seq_len: int) -> nn.Module:
-    automatic, config = _transformers_config(path, seq_len)
-    try:
-        built: nn.Module = automatic.from_config(config)
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
-    return built.float()
-
-
-def _check_transformers(config: Any, path: Path, seq_len: int) -> None:
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
     vocab_size = getattr(config, "vocab_size", BYTE_VOCABULARY)
     if vocab_size < BYTE_VOCABULARY and not has_tokenizer(str(path.parent)):
         raise ConfigError(
@@ -271,3 +262,4 @@ def _check_transformers(config: Any, path: Path, seq_len: int) -> None:
     positions = getattr(config, "max_position_embeddings", None) or seq_len
     if positions < seq_len:
         raise ConfigError(f"{path}: max_position_embeddings is {positions}, but the sequences have {seq_len} tokens")
+    return AutoModelForCausalLM, config

@@ -66,27 +66,53 @@ def _has_checkpoint(folder: str, storage_options: Mapping[str, Any] | None) -> b
     return True
 
 
+STATE_KEY = "zstore_train"
+"""Of a run's position, in the client state."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is in its data: what a sample number means, and how many were seen."""
+
+    seed: int
+    seq_len: int
+    samples: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a checkpoint says of the run that goes on from it."""
+    """What a checkpoint says of the run that it belongs to."""
 
     id: str
     step: int
-    position: dict[str, Any]
-    """Where it is in its data."""
+    position: Position
 
 
-def saved_run(folder: str, tag: str | None, key: str, *, storage_options: Mapping[str, Any] | None = None) -> SavedRun:
-    """Return the run that a checkpoint of `zstore train` belongs to; `key` is that of its position in the client state."""
+def saved_run(folder: str, tag: str | None, *, storage_options: Mapping[str, Any] | None = None) -> SavedRun:
+    """Return the run that a checkpoint of `zstore train` belongs to."""
     with open_source(folder, tag, storage_options=storage_options) as checkpoint:
         record = checkpoint.record
-        state = record.state.get("client_state", {}).get(key)
+        state = record.state.get("client_state", {}).get(STATE_KEY)
     if not isinstance(state, dict) or not {"seed", "seq_len", "samples"} <= state.keys():
         raise CheckpointMismatchError(
-            f"{folder}: the checkpoint was not saved by `zstore train`, so its place in the data is not known; load it "
+            f"{folder}: the checkpoint was not saved by `zstore train`, so its position in the data is unknown; load it "
             "with `engine.load_checkpoint` in the script that made it"
         )
-    return SavedRun(id=record.run, step=record.step, position=state)
+    position = Position(int(state["seed"]), int(state["seq_len"]), int(state["samples"]))
+    return SavedRun(id=record.run, step=record.step, position=position)
+
+
+def start_position(seed: int | None, seq_len: int | None, saved: Position | None) -> Position:
+    """Return where to start; a resumed run keeps its seed and sample length, or its order of data would change."""
+    if saved is None:
+        return Position(seed or 0, seq_len or 128)
+    for option, asked, kept in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
+        if asked is not None and asked != kept:
+            raise CheckpointMismatchError(
+                f"{option} {asked}: the checkpoint was trained with {kept}, and the order of its data depends on it; omit "
+                "the option to resume, or start a new run"
+            )
+    return saved
 
 
 def require_free_tags(
@@ -105,5 +131,5 @@ def require_free_tags(
     others = f" and {len(met) - 1} more" if len(met) > 1 else ""
     raise CheckpointExistsError(
         f"--save {save} holds {met[0].tag}{others} of another run, and this one would save under the same names: pass "
-        f"--resume auto to go on from the newest checkpoint there, name another folder, or remove them (`zstore prune {save}`)"
+        f"--resume auto to resume from the newest checkpoint there, name another folder, or remove them (`zstore prune {save}`)"
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from zstore.engine.plan.plan import Plan
 
-from .plan_machine import Machine
-from .plan_model import ModelShape
+from .machine import Machine
+from .model import ModelShape
 
 BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""

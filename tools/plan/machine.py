@@ -15,7 +15,7 @@ from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, wa
 from zstore.errors import ConfigError
 from zstore.io.hostmemory import read_host_memory
 
-from .drive import RATE_BYTES, measure_drive, probe_folder
+from ..drive import RATE_BYTES, measure_drive, probe_folder
 
 _MATMUL_ROWS = 512
 _MATMUL_S = 0.5

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
+
+from ..progress import PLAIN_LINE_S, Bar
 
 if TYPE_CHECKING:
     import torch
 
     from zstore.engine import Engine
-
-_PLAIN_LINE_S = 30.0
 
 
 class StepMeter:
@@ -77,29 +75,22 @@ class StepMeter:
         }
 
 
-class MetricsFile:
+class MetricsFile(contextlib.AbstractContextManager["MetricsFile"]):
     """One JSON object a line and step. A resumed run drops the lines of steps that it does again."""
 
-    def __init__(self, path: Path | None, *, first_step: int) -> None:
-        self._file: TextIO | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_before(path, first_step) if path.exists() else []
-            self._file = path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_before(path, first_step) if path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def _lines_before(path: Path, first_step: int) -> list[str]:
@@ -114,52 +105,29 @@ def _lines_before(path: Path, first_step: int) -> list[str]:
     return lines
 
 
-class TrainProgress:
+class TrainProgress(Bar):
     """A bar with loss, tokens/s, disk GB/s and memory on a terminal; elsewhere a plain line every 30 s."""
 
-    def __init__(self, total: int, done: int, *, enabled: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._enabled = enabled
+    def __init__(self, total: int, done: int) -> None:
+        super().__init__("", total, in_bytes=False)
         self._total = total
-        self._last_line = -_PLAIN_LINE_S
-        self._console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if enabled and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"),
-                console=self._console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=total, completed=done)
+        self._done = done
+        self._last_line_s = -PLAIN_LINE_S
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.update(completed=self._done)
+        return self
 
     def show(self, row: dict[str, Any]) -> None:
         """Show a step's row."""
-        if not self._enabled:
-            return
         moved = row["disk_read_bytes"] + row["disk_write_bytes"]
         text = (
             f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
             f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
-        if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], description=text)
-        elif row["step"] == self._total or time.monotonic() - self._last_line >= _PLAIN_LINE_S:
-            self._last_line = time.monotonic()
-            print(f"step {row['step']}/{self._total}  {text}", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """Print a line beside the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text)
-        elif self._enabled:
-            print(text, file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self.update(completed=row["step"], description=text):
+            return
+        if row["step"] == self._total or time.monotonic() - self._last_line_s >= PLAIN_LINE_S:
+            self._last_line_s = time.monotonic()
+            self.say(f"step {row['step']}/{self._total}  {text}")

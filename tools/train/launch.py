@@ -117,8 +117,8 @@ class Ranks:
         if self._came:
             number = self._came[-1]
             name = signal.Signals(number).name
-            print(f"zstore: stopped by {name}; the checkpoints that were committed hold", file=sys.stderr)
+            print(f"zstore: stopped by {name}; committed checkpoints remain valid", file=sys.stderr)
             raise SystemExit(128 + number)
         failed = [str(rank) for rank, code in enumerate(codes) if code]
         where = f"ranks {', '.join(failed)}" if failed[1:] else f"rank {failed[0]}"
-        raise ZstoreError(f"training failed on {where}; why stands above")
+        raise ZstoreError(f"training failed on {where}; see the error above")

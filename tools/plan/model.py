@@ -13,7 +13,7 @@ from zstore.engine.params.tensors import PRECISIONS, dtype_name
 from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
 
-from .models import build_model
+from ..sample.models import build_model
 
 DEFAULT_VOCAB = 32_000
 _MULTIPLE = 16

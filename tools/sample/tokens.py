@@ -7,7 +7,7 @@ its beginning. So nothing is prepared, nothing is kept, and any number of ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zstore.errors import ConfigError
 
-from .corpus import Corpus, start_of
+from .corpus import Corpus, Text, start_of
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _BYTES_PER_TOKEN = 6
@@ -24,7 +24,7 @@ _BYTES_PER_TOKEN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCorpus:
+class TokenCorpus(Text):
     """A corpus as tokens. `encode` gives the tokens of a text."""
 
     corpus: Corpus
@@ -32,8 +32,7 @@ class TokenCorpus:
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` unless samples of `seq_len` tokens can be made from the text."""
-        if seq_len < 2:
-            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
+        super().require(seq_len)
         self.sample(0, seq_len, 0)
 
     def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -47,9 +46,7 @@ class TokenCorpus:
                 ids = torch.tensor(tokens[:seq_len], dtype=torch.int64)
                 return ids, ids.clone()
             if not tokens and wanted > total:
-                raise ConfigError(
-                    f"{self.corpus.name} holds no text that the tokenizer makes tokens of: give other text"
-                )
+                raise ConfigError(f"the tokenizer makes no tokens of the text in {self.corpus.name}: give other text")
             wanted *= 2
 
     def _text(self, start: int, num_bytes: int) -> str:
@@ -63,11 +60,6 @@ class TokenCorpus:
             position = 0
         return b"".join(pieces).decode("utf-8", errors="ignore")
 
-    def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
-        """The samples of `numbers` as `(input_ids, labels)`, int64 [len(numbers), seq_len]."""
-        ids, labels = zip(*(self.sample(number, seq_len, seed) for number in numbers), strict=True)
-        return torch.stack(ids), torch.stack(labels)
-
 
 def has_tokenizer(model: str) -> bool:
     """Return whether `model` is a folder with a tokenizer's files."""
@@ -75,7 +67,7 @@ def has_tokenizer(model: str) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in _FILES)
 
 
-def with_tokenizer(corpus: Corpus, model: str) -> Corpus | TokenCorpus:
+def with_tokenizer(corpus: Corpus, model: str) -> Text:
     """Return the corpus as the tokenizer in the folder `model` sees it; as bytes where that has none (extra `hf`)."""
     if not has_tokenizer(model):
         return corpus

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from zstore.engine.config import Config, ResolveContext, load_config
@@ -15,39 +14,15 @@ from zstore.engine.plan.plan import OffloadTier, Plan
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
-from .plan_estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
-from .plan_machine import Machine
-from .plan_model import ModelShape
+from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
+from .job import Job
+from .machine import Machine
 
 HEADROOM_PERCENT = 10
 """Of every memory: left for the process itself, the allocator's gaps, and what an estimate misses."""
 
 _BUDGET_PERCENT = 60
 _ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
-_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be trained, and on what."""
-
-    model: ModelShape
-    machine: Machine
-    micro_batch: int
-    """Samples of one rank and step; fewer in one forward make more forwards."""
-    seq_length: int
-    """Tokens in a sample."""
-    precision: str
-    nvme_path: PurePosixPath
-    precision_is_auto: bool = False
-    """Whether the configs say "auto", which is `precision` on this machine."""
-    precision_note: str | None = None
-    """What there is to say about it."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a parameter."""
-        return _ITEMSIZES[self.precision]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +73,7 @@ def all_choices(job: Job) -> list[Outcome]:
 
 
 def ladder(job: Job) -> list[Outcome]:
-    """Return what to try when memory runs out, each rung on top of those before."""
+    """Return what to try when memory runs out, each rung adds to the ones before."""
     return [weigh(job, choice, title) for title, choice in _rungs(job)]
 
 

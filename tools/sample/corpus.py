@@ -11,6 +11,7 @@ import bisect
 import itertools
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,26 @@ STDLIB_BYTES = 8_000_000
 _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
+class Text(ABC):
+    """Text that samples are cut from."""
+
+    @abstractmethod
+    def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal: the model does the shift by one."""
+
+    def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The samples of `numbers` as `(input_ids, labels)`, int64 [len(numbers), seq_len]."""
+        ids, labels = zip(*(self.sample(number, seq_len, seed) for number in numbers), strict=True)
+        return torch.stack(ids), torch.stack(labels)
+
+    def require(self, seq_len: int) -> None:
+        """Raise `ConfigError` unless a sample of `seq_len` tokens can be made from the text."""
+        if seq_len < 2:
+            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(Text):
     """Files laid end to end. Only their sizes are kept; a sample's bytes are read when it is asked for."""
 
     files: tuple[Path, ...]
@@ -44,8 +63,7 @@ class Corpus:
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` unless a sample of `seq_len` tokens can be cut from the text."""
-        if seq_len < 2:
-            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
+        super().require(seq_len)
         if self.num_bytes < seq_len:
             raise ConfigError(
                 f"{self.name} holds {self.num_bytes} bytes, but one sample takes {seq_len}: "
@@ -53,16 +71,11 @@ class Corpus:
             )
 
     def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal: the model does the shift by one."""
+        """See `Text.sample`: bytes are tokens."""
         self.require(seq_len)
         start = start_of(number, seed, self.num_bytes - seq_len + 1)
         ids = torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))
         return ids, ids.clone()
-
-    def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
-        """The samples of `numbers` as `(input_ids, labels)`, int64 [len(numbers), seq_len]."""
-        ids, labels = zip(*(self.sample(number, seq_len, seed) for number in numbers), strict=True)
-        return torch.stack(ids), torch.stack(labels)
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """The bytes from `start` on, across files; `ConfigError` when a file has become shorter."""
@@ -87,7 +100,7 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return _corpus(_stdlib_files(root), f"the standard library ({root})")
+        return _corpus(list(_stdlib_files(root)), f"the standard library ({root})")
     root = Path(path).expanduser()
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
@@ -118,15 +131,11 @@ def _files_below(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
-def _stdlib_files(root: Path) -> list[Path]:
-    return list(_until(STDLIB_BYTES, (file for file in _files_below(root, skip=_NOT_TEXT) if file.suffix == ".py")))
-
-
-def _until(max_bytes: int, files: Iterator[Path]) -> Iterator[Path]:
+def _stdlib_files(root: Path) -> Iterator[Path]:
     taken = 0
-    for file in files:
+    for file in _files_below(root, skip=_NOT_TEXT):
         size = file.stat().st_size
-        if taken + size <= max_bytes:
+        if file.suffix == ".py" and taken + size <= STDLIB_BYTES:
             taken += size
             yield file
 

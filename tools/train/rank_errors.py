@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstore.errors import RankError, UsageError, ZstoreError
 
-from .printable import printable
+from ..printing import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -1,0 +1,117 @@
+"""Options of the command line: types that commands share, how their texts are read, and how typer learns of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import typer
+
+from zstore.errors import UsageError
+
+
+class Dtype(StrEnum):
+    """Types that weights are written in."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"expected a size like 5GB, 512MiB or a number of bytes, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = " kmgt".index(prefix.lower()) if prefix else 0
+    num_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+    if num_bytes < 1:
+        raise typer.BadParameter(f"expected a size of at least one byte, got {text!r}")
+    return num_bytes
+
+
+def parse_number(text: str | int) -> int:
+    """Whole number in a text like "7e9", "7B", "1.3 B" or "150T"; `typer.BadParameter` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"expected a number like 7e9, 7B or 150T, got {text!r}")
+    number, suffix = match.groups()
+    power = " kmbt".index(suffix.lower().replace("g", "b")) if suffix else 0
+    value = int(float(number) * float(1000**power))
+    if value < 1:
+        raise typer.BadParameter(f"expected a number of at least one, got {text!r}")
+    return value
+
+
+Location = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="A folder of checkpoints (its newest, or --tag), one checkpoint's own folder, or CKPT:TAG; a URL works "
+        "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open as they are.",
+    ),
+]
+"""Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
+FolderLocation = Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints, or its URL.")]
+Tag = Annotated[
+    str | None,
+    typer.Option(
+        "--tag", help="Which checkpoint of the folder, as `zstore ls` lists them; default: the newest.", metavar="TAG"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        help="Option for the file system of a URL, as key=value (the value may be JSON); may be repeated.",
+        metavar="K=V",
+    ),
+]
+
+
+def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Return `command` with a signature for typer: a parameter that is a dataclass of options stands for its fields.
+
+    A field is an option where its type is `Annotated`. What such a dataclass refuses is wrong usage.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(kind := hints[name]) and isinstance(kind, type):
+            groups[name] = kind
+            parameters += _options(kind)
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int | None:
+        for name, kind in groups.items():
+            own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
+            try:
+                given[name] = kind(**own)
+            except UsageError as error:
+                raise typer.BadParameter(str(error)) from error
+        return command(**given)
+
+    keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in keyword}
+    return run
+
+
+def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if get_origin(hints[field.name]) is Annotated:
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            yield inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            )

@@ -1,0 +1,1 @@
+"""`zstore plan`: what of a training run fits where on a machine."""

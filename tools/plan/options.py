@@ -1,0 +1,79 @@
+"""What the command line of `zstore plan` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zstore.errors import UsageError
+
+from ..options import parse_number, parse_size
+
+
+class Precision(StrEnum):
+    """Types that a model is trained in."""
+
+    AUTO = "auto"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the command line says; None: not given."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf)."),
+    ] = None
+    params: Annotated[
+        int | None, typer.Option(help="Number of parameters, like 7e9 or 7B.", metavar="N", parser=parse_number)
+    ] = None
+    hidden: Annotated[int | None, typer.Option(help="Hidden size, with --params.", min=1, metavar="N")] = None
+    layers: Annotated[int | None, typer.Option(help="Layers, with --params.", min=1, metavar="N")] = None
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size, with --params (default: 32000).", min=1)] = None
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs; 0: train on the CPU (default: this machine's).", min=0, metavar="N")
+    ] = None
+    gpu_memory: Annotated[
+        int | None, typer.Option(help="Memory of one GPU, like 24GB.", metavar="SIZE", parser=parse_size)
+    ] = None
+    memory: Annotated[
+        int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
+    ] = None
+    disk: Annotated[int | None, typer.Option(help="Free space on the drive.", metavar="SIZE", parser=parse_size)] = None
+    micro_batch: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, metavar="N")] = 1
+    seq_length: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 1024
+    precision: Annotated[
+        Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
+    ] = Precision.AUTO
+    disk_read: Annotated[
+        int | None,
+        typer.Option(help="Bytes read from the drive per second, like 3GB.", metavar="SIZE", parser=parse_size),
+    ] = None
+    disk_write: Annotated[
+        int | None, typer.Option(help="Bytes written to the drive per second.", metavar="SIZE", parser=parse_size)
+    ] = None
+    flops: Annotated[
+        int | None,
+        typer.Option(
+            help="Floating-point operations per second of one device, like 150T.", metavar="N", parser=parse_number
+        ),
+    ] = None
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Measure the rates that are not given, the drive's in this folder.", metavar="FOLDER"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what names no model, or two."""
+        numbers = (self.params, self.hidden, self.layers)
+        if self.model is not None and any(value is not None for value in (*numbers, self.vocab)):
+            raise UsageError("--model already gives the shape: leave out --params, --hidden, --layers and --vocab")
+        if self.model is None and None in numbers:
+            raise UsageError("name a model: --model M, or --params, --hidden and --layers together")

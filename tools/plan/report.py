@@ -1,0 +1,155 @@
+"""How `zstore plan` shows what it found: tables and notes for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from zstore.engine.plan.report import describe
+from zstore.sizes import format_bytes
+
+from ..printing import make_console
+from .choices import HEADROOM_PERCENT, Outcome
+from .job import Job
+
+
+def notes_of(job: Job, first: Outcome | None) -> list[str]:
+    """Return what to know about the numbers."""
+    counted = "sizes of state are computed as the engine does; activations and buffers in transit are estimates"
+    notes = [f"{counted}; {HEADROOM_PERCENT} % of each memory is left free"]
+    if job.precision_note is not None:
+        notes.append(job.precision_note)
+    if job.machine.disk_bytes is None:
+        notes.append("no --disk was given: the disk is assumed to be large enough")
+    rates = job.machine.rates
+    missing = [
+        f"--{name.replace('_', '-')}" for name in ("flops", "disk_read", "disk_write") if getattr(rates, name) is None
+    ]
+    if missing:
+        notes.append(f"step times also depend on {' and '.join(missing)}: give them, or --measure FOLDER")
+    if rates.flops is not None:
+        notes.append(
+            "step times leave out collectives, copies to and from the device, and the update's own computation"
+        )
+    notes.append(
+        "without zstore.Init() the model is built whole before it is sharded, which temporarily takes "
+        f"{format_bytes(4 * job.model.num_parameters)} of host memory in each rank"
+    )
+    if first is not None and first.choice.checkpointing:
+        notes.append(
+            "activation checkpointing is enabled in the model: torch.utils.checkpoint around each block, or transformers' "
+            "gradient_checkpointing_enable()"
+        )
+    if first is not None and first.disk_bytes:
+        notes.append(
+            "a checkpoint on the same drive keeps the previous version of the state: leave the same space again"
+        )
+    return notes
+
+
+def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
+    """Print the tables, and of the first rung that fits the plan and the config."""
+    console = make_console()
+    console.print(_headline(job), soft_wrap=True)
+    table = _table(job, "what fits where", ("stage", "optimizer", "parameters"))
+    for one in choices:
+        table.add_row(str(one.choice.stage), one.choice.optimizer, one.choice.parameters, *_cells(job, one))
+    console.print(table)
+    table = _table(job, "the ladder: each rung adds to the ones before", ("rung",))
+    for one in rungs:
+        table.add_row(one.title + (" <- the first that fits" if one is first else ""), *_cells(job, one))
+    console.print(table)
+    if first is None:
+        return
+    ranks = job.machine.num_ranks
+    console.print(describe(first.plan, world_size=ranks, local_ranks=ranks), soft_wrap=True)
+    console.print("config of the first rung that fits:")
+    console.print(json_module.dumps(first.config, indent=2), soft_wrap=True)
+
+
+def _headline(job: Job) -> str:
+    machine, model = job.machine, job.model
+    devices = f"{machine.gpus} GPU(s) of {format_bytes(machine.gpu_bytes)}" if machine.gpus else "the CPU"
+    disk = "" if machine.disk_bytes is None else f", {format_bytes(machine.disk_bytes)} of disk"
+    return (
+        f"{model.name}: {model.num_parameters:,} parameters in {job.precision}, Adam, {job.micro_batch} x "
+        f"{job.seq_length} tokens per rank and step, on {devices} with {format_bytes(machine.memory_bytes)} of memory{disk}"
+    )
+
+
+def _table(job: Job, title: str, names: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    columns = ("host", "disk", "written per step", "s per step")
+    for name in columns if job.machine.device_is_host else ("each device", *columns):
+        table.add_column(name, justify="right")
+    table.add_column("fits", overflow="fold")
+    return table
+
+
+def _cells(job: Job, one: Outcome) -> list[str]:
+    written = one.plan.traffic_total.written * job.machine.num_ranks
+    cells = [_size(one.host_bytes), _size(one.disk_bytes), _size(written), _seconds(one)]
+    if not job.machine.device_is_host:
+        cells.insert(0, _size(one.device_bytes))
+    return [*cells, "yes" if one.fits else f"no: {'; '.join(one.lacking)}"]
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _seconds(one: Outcome) -> str:
+    seconds = one.seconds
+    if seconds.overlapped is None or seconds.in_turn is None:
+        return "-"
+    best, worst = f"{seconds.overlapped:.3g}", f"{seconds.in_turn:.3g}"
+    return best if best == worst else f"{best} to {worst}"
+
+
+def document(
+    job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
+) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    model = {
+        name: getattr(job.model, name) for name in ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
+    }
+    return {
+        "model": model,
+        "machine": asdict(job.machine),
+        "job": {"micro_batch": job.micro_batch, "seq_length": job.seq_length, "precision": job.precision},
+        "choices": [_outcome(one) for one in choices],
+        "ladder": [_outcome(one) for one in rungs],
+        "first_that_fits": None if first is None else first.title,
+        "config": None if first is None else first.config,
+        "notes": notes,
+    }
+
+
+def _outcome(one: Outcome) -> dict[str, Any]:
+    names = (
+        "title",
+        "lacking",
+        "fits",
+        "device_bytes",
+        "host_bytes",
+        "disk_bytes",
+        "activations_bytes",
+        "transit_bytes",
+    )
+    seconds = asdict(one.seconds) | {"overlapped": one.seconds.overlapped, "in_turn": one.seconds.in_turn}
+    return {name: getattr(one, name) for name in names} | {
+        "choice": asdict(one.choice),
+        "config": one.config,
+        "seconds": seconds,
+        "rank_0": {
+            "held": {kind: asdict(held) for kind, held in one.plan.held.items()},
+            "disk_traffic_of_a_step": {kind: asdict(moved) for kind, moved in one.plan.traffic.items()},
+            "file_bytes": one.plan.file_bytes,
+        },
+    }

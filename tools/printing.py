@@ -1,0 +1,37 @@
+"""What is printed: text out of files made safe for a terminal, tables on stdout, and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PLAIN_COLUMNS = 200
+"""Width where stdout is no terminal: names are not cut for a pipe."""
+
+
+def printable(text: object) -> str:
+    r"""Return `text` with line feeds as they are and other control characters as `\x1b`: they would steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def cell(text: object) -> str:
+    """Return text out of a checkpoint as a table shows it: no control characters, on one line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def make_console() -> Console:
+    """Return a console on stdout that prints text as it is: a name like `[a]` or `:b:` means nothing to it."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _PLAIN_COLUMNS
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout."""
+    print(json.dumps(document, indent=2))

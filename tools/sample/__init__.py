@@ -1,0 +1,1 @@
+"""What `zstore train` trains on its own: text, tokens and models."""

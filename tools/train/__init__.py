@@ -1,0 +1,1 @@
+"""`zstore train`: the training loop of the command, its processes and its config."""

@@ -1,0 +1,119 @@
+"""`zstore train`: the training loop of the command, on one process or under torch's elastic launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zstore.errors import storage_error
+from zstore.remote.folder import open_folder
+from zstore.remote.url import is_url
+
+from .config import TrainOptions, answers, load_train_config, offloads
+from .launch import end_with_launcher, launch
+from .rank_errors import said_once
+from .resume import Position, require_free_tags, resume_source, saved_run, start_position
+
+if TYPE_CHECKING:
+    from zstore.engine.config import Config
+
+    from ..sample.corpus import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a run begins with."""
+
+    config: Config
+    source: tuple[str, str | None] | None
+    """Folder and tag of the checkpoint to go on from."""
+    position: Position
+    corpus: Text
+
+
+OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
+"""What torch reads once, as it is loaded. Its threads do not spin as they wait, for I/O and the update need the cores
+meanwhile; storage that is filled anew for every unit is in huge pages, which costs a tenth."""
+
+
+def train_command(options: TrainOptions) -> None:
+    """Train as `options` say; with `nproc` over 1 in that many processes started here."""
+    with said_once():
+        if offloads(load_train_config(options)):
+            for name, value in OFFLOAD_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+    if options.nproc > 1 and "RANK" not in os.environ:
+        _prepare(options)  # what is wrong is said once, and not by every rank
+        launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
+    else:
+        end_with_launcher()
+        with said_once():
+            _train(options)
+
+
+def _prepare(options: TrainOptions) -> _Start:
+    """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
+    from ..sample.corpus import open_corpus
+    from ..sample.tokens import with_tokenizer
+
+    config = load_train_config(options)
+    storage = config.storage_options
+    source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
+    saved = None if source is None else saved_run(*source, storage_options=storage)
+    position = start_position(options.seed, options.seq_len, None if saved is None else saved.position)
+    corpus = with_tokenizer(open_corpus(options.data), options.model)
+    corpus.require(position.seq_len)
+    if options.save is not None:
+        # Any of these may end with a save: a signal decides that, too.
+        steps = range(1 if saved is None else saved.step + 1, options.steps + 1)
+        require_free_tags(options.save, steps, None if saved is None else saved.id, storage_options=storage)
+        require_place(options.save, storage)
+    return _Start(config=config, source=source, position=position, corpus=corpus)
+
+
+def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
+    """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training. A
+    folder that is not there yet is not made."""
+    if is_url(location):
+        place, probe = open_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
+        place.write_small(probe, b"")
+        place.remove(probe)
+        return
+    folder = Path(location)
+    try:
+        present = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        message = "--save: the folder cannot be written; give one that this user may write"
+        raise storage_error(error, message, path=str(folder)) from error
+
+
+def _train(options: TrainOptions) -> None:
+    import torch
+
+    import zstore
+
+    from ..sample.models import load_or_build
+    from .loop import TrainLoop
+
+    start = _prepare(options)
+    zstore.init_distributed()
+    torch.manual_seed(start.position.seed)
+    model = load_or_build(options.model, start.position.seq_len, start.config)
+    auto, chosen = answers(options, start.config)
+    if chosen and os.environ.get("RANK", "0") == "0":
+        print(chosen, file=sys.stderr)
+    engine, *_ = zstore.initialize(model=model, config=start.config, auto=auto)
+    with engine:
+        if options.save is not None:
+            engine.steps.note_folder(str(options.save))
+        if start.source is not None:
+            engine.load_checkpoint(*start.source)
+        TrainLoop(options, engine, start.corpus, start.position).run()

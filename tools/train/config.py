@@ -1,0 +1,183 @@
+"""The config of `zstore train`: the file with what the command line says put in, and the answers to its "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zstore.errors import ConfigError, UsageError
+from zstore.remote.url import parse_options
+
+from ..options import StorageOption
+
+if TYPE_CHECKING:
+    from zstore.engine.config import Config
+
+
+_BATCH = "train_micro_batch_size_per_gpu"
+_WARMUP = "scheduler.params.warmup_num_steps"
+_TOTAL = "scheduler.params.total_num_steps"
+_WARMUP_STEPS = 1000
+"""The longest warm-up that is chosen, DeepSpeed's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What the command line says. None: not given."""
+
+    config: Annotated[
+        Path, typer.Option(help="Configuration, JSON in the DeepSpeed dialect.", exists=True, dir_okay=False)
+    ]
+    model: Annotated[
+        str,
+        typer.Option(
+            help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf), whose weights "
+            "and tokenizer are used where it has them."
+        ),
+    ]
+    steps: Annotated[int, typer.Option(help="Total number of steps, those before a resume included.", min=1)]
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text file or folder of them, read as bytes (default: Python's standard library)."),
+    ] = None
+    save: Annotated[
+        str | None, typer.Option(help="Folder or URL for checkpoints; one is saved at the end.", metavar="DIR")
+    ] = None
+    save_every: Annotated[int | None, typer.Option(help="Also save every K steps.", min=1, metavar="K")] = None
+    keep: Annotated[
+        int | None, typer.Option(help="Keep the newest N checkpoints (default: by the config).", min=1, metavar="N")
+    ] = None
+    keep_every: Annotated[
+        int | None, typer.Option(help="Also keep those whose step is a multiple of K.", min=1, metavar="K")
+    ] = None
+    keep_best: Annotated[
+        str | None,
+        typer.Option(help="Also keep the best one, by the loss or grad_norm of its last step.", metavar="loss:min"),
+    ] = None
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, or a newer snapshot of a "
+            "step, if there is one.",
+            metavar="DIR[:TAG]|auto",
+        ),
+    ] = None
+    nproc: Annotated[int, typer.Option(help="Processes to start on this machine.", min=1, metavar="N")] = 1
+    """Under torchrun it is torchrun's."""
+    metrics: Annotated[
+        Path | None, typer.Option(help="Write one JSON object per step to this file.", metavar="FILE.jsonl")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights and data order (default: the resumed run's, or 0).", metavar="N")
+    ] = None
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sample (default: the resumed run's, or 128).", min=2, metavar="N")
+    ] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate, overrides the configuration's.", metavar="X")] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples in one forward on one rank, overrides the configuration's (1 if that leaves it open).",
+            min=1,
+            metavar="N",
+        ),
+    ] = None
+    storage_option: StorageOption = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        if self.save_every is not None and self.save is None:
+            raise UsageError("--save-every needs --save DIR, the folder to save in")
+        if self.resume == "auto" and self.save is None:
+            raise UsageError("--resume auto needs --save DIR, the folder to look in")
+        if not self.config.is_file():
+            raise ConfigError(f"--config: expected a JSON file, found none at {self.config}")
+
+    def arguments(self) -> list[str]:
+        """Return the command line that gives these options, `--nproc` left out."""
+        words = [word for option in self.storage_option or () for word in ("--storage-option", option)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name not in ("nproc", "storage_option"):
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return words
+
+
+def load_train_config(options: TrainOptions) -> Config:
+    """Return the config file's content with what the command line says put in. Raises ConfigError, by the file's name."""
+    from zstore.engine.config import load_config, read_config
+
+    name = str(options.config)
+    raw = read_config(options.config)
+    load_config(raw, name=name)  # what follows may rely on the shape of its sections
+    # The command shows its own progress; the engine's lines come where they are asked for.
+    raw.setdefault("steps_per_print", 0)
+    if options.micro_batch is not None:
+        raw[_BATCH] = options.micro_batch
+    if options.lr is not None:
+        _set_lr(raw, options.lr)
+    _keep(options, raw)
+    if options.storage_option:
+        own = _section(raw, "zstore")
+        own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}
+    if options.seed is not None:
+        raw["seed"] = options.seed
+    return load_config(raw, name=name)
+
+
+def answers(options: TrainOptions, config: Config) -> tuple[dict[str, Any], str]:
+    """Return what the command answers to "auto" in `config`, and a line about what it chose by itself, or nothing."""
+    from zstore.engine.config.resolve import open_keys
+
+    settings = config.settings
+    open_ = set(open_keys(settings))
+    given: dict[str, Any] = {_TOTAL: options.steps}
+    chosen: dict[str, Any] = {}
+    sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
+    if all(size in (None, "auto") for size in sizes):
+        chosen[_BATCH] = 1
+    if _WARMUP in open_:
+        chosen[_WARMUP] = max(1, min(_WARMUP_STEPS, options.steps // 10))
+    hints = {_BATCH: "--micro-batch N sets another", _WARMUP: "a tenth of --steps"}
+    listed = ", ".join(f"{key} = {value} ({hints[key]})" for key, value in chosen.items())
+    return given | chosen, f"{config.source}: chosen, since the config leaves it open: {listed}" if chosen else ""
+
+
+def offloads(config: Config) -> bool:
+    """Return whether state is moved off the device."""
+    return any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
+
+
+def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section to change, made where there is none or it is null."""
+    section: dict[str, Any] = raw.get(name) or {}
+    raw[name] = section
+    return section
+
+
+def _set_lr(raw: dict[str, Any], lr: float) -> None:
+    optimizer = _section(raw, "optimizer")
+    optimizer.setdefault("type", "AdamW")
+    _section(optimizer, "params")["lr"] = lr
+    schedule: Mapping[str, Any] = raw.get("scheduler") or {}
+    params = schedule.get("params") or {}
+    if "warmup_max_lr" in params:
+        params["warmup_max_lr"] = lr
+
+
+def _keep(options: TrainOptions, raw: dict[str, Any]) -> None:
+    """Put what the command line says of checkpoints to keep in the place of what the config says."""
+    asked = {"last": options.keep, "every": options.keep_every, "best": options.keep_best}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked:
+        own = _section(raw, "zstore")
+        before = own.get("keep")
+        own["keep"] = (before if isinstance(before, dict) else {"last": before}) | asked

@@ -1,0 +1,137 @@
+"""The loop of `zstore train`: steps with metrics and saves."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zstore.checkpoint.folder import LocalFolder
+from zstore.engine import Engine
+from zstore.open.sources import folder_of
+
+from ..companions import companions
+from ..sample.corpus import Text
+from ..sample.models import loss_of
+from .config import TrainOptions
+from .metrics import MetricsFile, StepMeter, TrainProgress
+from .resume import STATE_KEY, Position
+
+
+class TrainLoop:
+    """Steps from where the engine stands to `options.steps`, with metrics and saves."""
+
+    def __init__(self, options: TrainOptions, engine: Engine, corpus: Text, position: Position) -> None:
+        self._options = options
+        self._engine = engine
+        self._corpus = corpus
+        self._position = position
+        self._first_step = engine.global_steps
+        engine.step_client_state = self._state
+        self._row: dict[str, Any] = {}
+        """Metrics of the last step."""
+        self._saved = False
+        self._meter = StepMeter(engine, position.seq_len)
+
+    def run(self) -> None:
+        """Train; the last state is saved, and every save is whole when this returns."""
+        options, engine = self._options, self._engine
+        leader = engine.global_rank == 0
+        if engine.global_steps >= options.steps:
+            if leader:
+                print(
+                    f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do",
+                    file=sys.stderr,
+                )
+            return
+        with contextlib.ExitStack() as opened:
+            metrics = progress = None
+            if leader and options.metrics is not None:
+                metrics = opened.enter_context(MetricsFile(options.metrics, first_step=engine.global_steps + 1))
+            if leader:
+                progress = opened.enter_context(TrainProgress(options.steps, engine.global_steps))
+            if options.save is not None:
+                engine.watch_signals()
+            while engine.global_steps < options.steps:
+                row = self._row = self._step()
+                if metrics is not None:
+                    metrics.write(row)
+                if progress is not None:
+                    progress.show(row)
+                due, stop = self._is_save_due(), engine.stop_requested
+                if due or stop is not None:
+                    stall_s = self._save()
+                    if progress is not None:
+                        progress.say(f"step {engine.global_steps}: save stall {1000 * stall_s:.1f} ms")
+                if stop is not None and engine.global_steps < options.steps:
+                    engine.save_and_stop(None)
+            engine.wait_for_checkpoint()
+
+    def _keep_model_files(self) -> None:
+        """Put config and tokenizer of a transformers model beside the checkpoints, where `consolidate` finds them."""
+        model, save = Path(self._options.model).expanduser(), self._options.save
+        if save is None or not model.exists():
+            return
+        files = {name: model / name for name in companions(LocalFolder(model))} if model.is_dir() else {}
+        place = folder_of(save, self._engine.training_state.config.storage_options)
+        for name, path in (files or {"config.json": model}).items():
+            place.write_small(name, path.read_bytes())
+
+    def _step(self) -> dict[str, Any]:
+        engine, meter = self._engine, self._meter
+        meter.start()
+        model = engine.module
+        model.train()
+        for micro in range(engine.gradient_accumulation_steps()):
+            inputs, labels = self._batch(micro)
+            with meter.phase("forward"):
+                loss = loss_of(engine(inputs, labels=labels))
+            meter.add_loss(loss)
+            with meter.phase("backward"):
+                engine.backward(loss)
+            with meter.phase("optimizer"):
+                engine.step()
+        return meter.finish()
+
+    def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's samples of micro-batch number `micro` as (inputs, labels), [micro-batch size, seq_len].
+
+        A sample's number in the run does not depend on the world size, nor does the set of samples of a step.
+        """
+        engine = self._engine
+        size = engine.train_micro_batch_size_per_gpu()
+        first = self._samples + (micro * engine.world_size + engine.global_rank) * size
+        inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
+        return inputs.to(engine.device), labels.to(engine.device)
+
+    @property
+    def _samples(self) -> int:
+        """Samples of the run that its finished steps have seen."""
+        steps = self._engine.global_steps - self._first_step
+        return self._position.samples + steps * self._engine.train_batch_size()
+
+    def _state(self) -> dict[str, Any]:
+        return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
+
+    def _is_save_due(self) -> bool:
+        options, step = self._options, self._engine.global_steps
+        if options.save is None:
+            return False
+        return step == options.steps or (options.save_every is not None and step % options.save_every == 0)
+
+    def _save(self) -> float:
+        """Pin the state and let training go on; returns the seconds that took."""
+        if not self._saved and self._engine.global_rank == 0:
+            self._keep_model_files()
+        self._saved = True
+        handle = self._engine.save_checkpoint(
+            str(self._options.save),
+            client_state=self._state(),
+            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None},
+            wait=False,
+        )
+        return float(handle.stall_s)
