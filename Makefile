@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_FLAGS ?= --only-binary :all:
-# A worker for each core. Each goes through files next to each other, so that module-scoped fixtures are made once; one that is
+# Three workers for two cores. Each goes through files next to each other, so that module-scoped fixtures are made once; one that is
 # done takes from the end of another's.
 PYTEST_ARGS ?= -n auto --maxprocesses 16 --dist worksteal
 # `make bench BENCHMARKS=disk BENCH_ARGS="--path /mnt/nvme"` runs one of them on another drive.

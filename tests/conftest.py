@@ -38,12 +38,13 @@ WORKER_BYTES = 2**31
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return a number of workers for `-n auto`: one a core, where memory lets them; the variable is xdist's own."""
+    """Return a number of workers for `-n auto`: three for two cores, as tests wait for ranks and drives, where memory
+    lets them; the variable is xdist's own."""
     if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return int(given)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     available_bytes = read_host_memory().available_bytes
-    wanted = min(cores, 16)
+    wanted = min(cores + cores // 2, 16)
     return wanted if available_bytes is None else max(min(wanted, 2), min(wanted, available_bytes // WORKER_BYTES))
 
 

@@ -80,12 +80,12 @@ def main() -> None:
         app()
     except (ZstoreError, OSError) as error:
         say(error)
-        _exit(exit_code(error))
+        _end(exit_code(error))
     except SystemExit as ended:
-        _exit(ended.code)
+        _end(ended.code)
 
 
-def _exit(code: str | int | None) -> None:
+def _end(code: str | int | None) -> None:
     """End the process. A rank's ends without taking the interpreter apart: threads of torch's process groups that come back
     into it then abort the process, after all was saved."""
     if "RANK" not in os.environ or isinstance(code, str):
