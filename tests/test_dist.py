@@ -49,7 +49,7 @@ def _threads_of_a_second_group(rank: int) -> list[int]:
     second.release()
     second.release()
     counts.append(_count_threads())
-    world.barrier()
+    world.all_gather_object(None)
     return counts
 
 
