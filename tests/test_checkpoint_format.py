@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
@@ -180,6 +181,17 @@ SPECS = [
     ArraySpec(name="model/long", shape=(3, 400_000), dtype="float64"),
     ArraySpec(name="optimizer/exp_avg/w", shape=(77,), dtype="bool"),
 ]
+
+
+def test_a_small_file_is_read_into_little_memory(tmp_path: Path) -> None:
+    file = tmp_path / "zstore.json"
+    file.write_bytes(b"{}")
+    tracemalloc.start()
+    try:
+        assert read_json(file) == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -277,7 +277,8 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
-            data = file.read(most_bytes + 1) if status.st_size <= most_bytes else None
+            # What is asked for is reserved: the limit would take the address space of a process that reads many at once.
+            data = file.read(status.st_size + 1) if status.st_size <= most_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
