@@ -223,14 +223,18 @@ def test_seconds_follow_from_the_rates() -> None:
 
 
 def test_rates_that_are_not_given_are_measured(tmp_path: Path) -> None:
-    rates, free_bytes = measured_rates(tmp_path, Rates(disk_write=5.0), "fp32", 64, rate_bytes=2 * BLOCK_BYTES)
-    assert rates.disk_write == 5.0
+    rates, free_bytes = measured_rates(tmp_path, Rates(disk_write=5.0, flops=7.0), rate_bytes=2 * BLOCK_BYTES)
+    assert (rates.disk_write, rates.flops) == (5.0, 7.0)
     assert rates.disk_read is not None
-    assert rates.flops is not None
     assert 1e5 < rates.disk_read < 1e12
-    assert 1e6 < rates.flops < 1e16
     assert free_bytes > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPUs of this machine")
+def test_the_rates_of_a_cpu_are_not_taken_for_those_of_gpus_elsewhere(tmp_path: Path) -> None:
+    options = PlanOptions(model="gpt-tiny", gpus=2, gpu_memory=GB, measure=tmp_path, disk_read=10, disk_write=10)
+    assert make_job(options).machine.rates.flops is None
 
 
 # -- models -------------------------------------------------------------------------------------------------------------

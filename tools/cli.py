@@ -47,7 +47,7 @@ class Commands(TyperGroup):
 
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
-        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         one.command(name, help=COMMANDS[str(name)])(for_typer(getattr(module, f"{name}_command")))
         return name, typer.main.get_command(one), rest
 
@@ -62,13 +62,14 @@ app = typer.Typer(
     cls=Commands,
     help="Train models larger than memory, and look after their checkpoints.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=_exit,
 )
 for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help)(lambda: None)
+    app.command(_name, help=_help, short_help=_help)(lambda: None)
 
 
 def main() -> None:

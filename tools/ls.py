@@ -20,7 +20,7 @@ from zstore.sizes import format_bytes
 from .listing import check_listing, check_records, describe_refusals, print_refusals
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import FolderLocation
-from .printing import cell, make_console
+from .printing import cell, make_console, make_table
 
 _COLUMNS_OF_ONE = {"world_size": "world size", "array_bytes": "array data"}
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
@@ -115,18 +115,14 @@ def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str,
 
 
 def _table_of_one(document: Mapping[str, Any]) -> Table:
-    table = Table()
-    for column in document:
-        table.add_column(_COLUMNS_OF_ONE.get(column, column), overflow="fold")
+    table = make_table([_COLUMNS_OF_ONE.get(column, column) for column in document])
     shown = {**document, "array_bytes": format_bytes(document["array_bytes"])}
     table.add_row(*(cell(str(value)) for value in shown.values()))
     return table
 
 
 def _table(entries: Sequence[Entry]) -> Table:
-    table = Table()
-    for column in ("tag", "step", "world size", "on disk", "shared", "freed if removed", "age", ""):
-        table.add_column(column, justify="left" if column in ("tag", "") else "right", overflow="fold")
+    table = make_table(("tag",), ("step", "world size", "on disk", "shared", "freed if removed", "age", ""))
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
         newest = "newest" if entry.newest else ""

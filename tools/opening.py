@@ -4,9 +4,8 @@ torch."""
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from zstore.open.sources import open_source, split_location
 from zstore.remote.url import is_url, parse_options
 
 from .options import Json, StorageOption, parse_size
+from .printing import print_json
 from .progress import Progress
 
 MIB = 1024 * 1024
@@ -163,8 +163,3 @@ def read_of(progress: Progress, *sources: ArraySource) -> dict[str, int]:
     if done.asked_bytes or done.requests:
         progress.say(done.text())
     return asdict(done)
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout."""
-    print(json_module.dumps(document, indent=2))

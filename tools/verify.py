@@ -13,9 +13,9 @@ from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, open_location
 from .options import Location, Tag
-from .printing import printable
+from .printing import print_json, printable
 from .progress import Progress
 
 

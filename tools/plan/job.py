@@ -52,7 +52,7 @@ def make_job(options: PlanOptions) -> Job:
     size."""
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
-    own = own_rates(gpus, options.gpu_memory)
+    own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
     precision = find_precision(str(options.precision), own)
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
@@ -64,7 +64,7 @@ def make_job(options: PlanOptions) -> Job:
     rates = Rates(disk_read=options.disk_read, disk_write=options.disk_write, flops=options.flops)
     disk = options.disk
     if options.measure is not None:
-        rates, free_bytes = measured_rates(options.measure, rates, precision.name, model.hidden)
+        rates, free_bytes = measured_rates(options.measure, rates)
         disk = disk or free_bytes
     if rates.flops is None and own is not None:
         rates = replace(rates, flops=device_flops(own, precision.name))

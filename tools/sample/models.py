@@ -36,6 +36,8 @@ class GptConfig:
     vocab_size: int = BYTE_VOCABULARY
     max_positions: int = 1024
     """Longest sequence in tokens: rows of the position embedding."""
+    mlp_width: int | None = None
+    """Elements between the two projections of an MLP; None: four times `hidden`."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no model can have."""
@@ -71,12 +73,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections around a GELU, four times as wide between them."""
+    """Two projections around a GELU, `config.mlp_width` wide between them."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.hidden, 4 * config.hidden)
-        self.c_proj = nn.Linear(4 * config.hidden, config.hidden)
+        width = config.mlp_width or 4 * config.hidden
+        self.c_fc = nn.Linear(config.hidden, width)
+        self.c_proj = nn.Linear(width, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
