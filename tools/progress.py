@@ -55,7 +55,7 @@ class Bar:
         """Print a line on stderr, above the bar where there is one."""
         text = printable(text)
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text)
         else:
             print(text, file=self._stream, flush=True)
 
@@ -138,7 +138,7 @@ def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | Non
     from rich import progress
     from rich.console import Console
 
-    console = Console(file=stream)
+    console = Console(file=stream, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         return None
     text, left = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()

@@ -63,7 +63,7 @@ def own_gpus() -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionChoice:
     """The type that parameters and gradients are planned in."""
 
     name: str
@@ -83,21 +83,21 @@ def own_rates(gpus: int, *, is_this_machine: bool) -> MatmulRates | None:
     return None
 
 
-def find_precision(asked: str, rates: MatmulRates | None) -> Precision:
+def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
     """Return the precision for what was asked ("auto" or a name), on devices of these rates; None: not known, where
     "auto" is bf16."""
     if asked != "auto":
         config = load_config({"train_batch_size": 1} | ({} if asked == "fp32" else {asked: {"enabled": True}}))
-        return Precision(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
+        return PrecisionChoice(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
     if rates is None:
-        return Precision(
+        return PrecisionChoice(
             name="bf16", is_auto=False, note="--precision auto is bf16 for GPUs that are not in this machine"
         )
     config = load_config({"train_batch_size": 1, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
     bf16, fp16 = ("bf16" in rates.native, "fp16" in rates.native)
     context = ResolveContext(world_size=1, device_supports_bf16=bf16, device_supports_fp16=fp16)
     name = config.resolve(context).precision
-    return Precision(name=name, is_auto=True, note=tell_choice(config, name, rates))
+    return PrecisionChoice(name=name, is_auto=True, note=tell_choice(config, name, rates))
 
 
 def device_flops(rates: MatmulRates, precision: str) -> float | None:
