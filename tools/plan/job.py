@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from zstore.engine.params.tensors import PRECISIONS
+from zstore.engine.plan.plan import OffloadTier
 from zstore.errors import UsageError
 
 from .machine import (
@@ -31,7 +32,7 @@ class Job:
     model: ModelShape
     machine: Machine
     micro_batch: int
-    """Samples of one rank and step; fewer in one forward make more forwards."""
+    """Samples per rank and step; a choice may take fewer in one forward, and more forwards."""
     seq_length: int
     """Tokens in a sample."""
     precision: str
@@ -45,6 +46,17 @@ class Job:
     def itemsize(self) -> int:
         """Bytes of a parameter."""
         return PRECISIONS[self.precision].itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What of a job's config can be chosen."""
+
+    stage: int
+    optimizer: OffloadTier = "none"
+    parameters: OffloadTier = "none"
+    micro_batch: int
+    checkpointing: bool = False
 
 
 def make_job(options: PlanOptions) -> Job:
