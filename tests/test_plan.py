@@ -311,7 +311,7 @@ def test_where_nothing_fits_the_command_says_so_and_ends_with_1(capsys: pytest.C
     assert plan_command(options, json=True) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["config"] is None
-    assert "nothing on the ladder fits" in printed.err
+    assert "no configuration fits" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _TILE_NUMEL = 64 * 1024
 
 @dataclass
 class Comparison:
-    """How one array differs. What was not looked at is None."""
+    """How one array differs. None: not compared."""
 
     name: str
     status: Status
@@ -52,7 +52,7 @@ class Comparison:
         return self.status != "same"
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON, without what was not looked at."""
+        """Return it as JSON, without what was not compared."""
         found = {key: value for key, value in vars(self).items() if value is not None}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass
 class ComparisonPlan:
-    """What checksums and metadata tell, and which elements must be read for the rest."""
+    """What checksums and metadata show, and which elements must be read to know the rest."""
 
     comparisons: dict[str, Comparison]
     ranges: list[Range]

@@ -24,7 +24,7 @@ from zstore.sizes import format_bytes, format_count
 from zstore.weights.layout import natural_key
 
 from .listing import describe_refusals, print_refusals
-from .opening import DEFAULTS, Common, open_location, read_of, reporting
+from .opening import DEFAULTS, Common, array_bytes, open_location, read_of, reporting
 from .options import Location, Tag
 from .printing import cell, make_console, make_table, printable
 from .progress import Progress
@@ -73,7 +73,7 @@ def inspect_command(
 def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
     from .array_stats import collect_stats
 
-    progress.expect(sum(array.spec.nbytes for array in source.arrays.values()))
+    progress.expect(array_bytes(source))
     return collect_stats(source, list(source.arrays), progress.advance)
 
 
@@ -130,7 +130,7 @@ def describe(
             "run": record.run,
             "num_arrays": len(source.arrays),
             "parameters_left_out": record.absent_parameters,
-            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
+            "array_bytes": array_bytes(source),
             **_describe_files(source),
         },
         "arrays": [

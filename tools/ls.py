@@ -18,7 +18,7 @@ from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
 
 from .listing import check_listing, check_records, describe_refusals, print_refusals
-from .opening import DEFAULTS, Common, open_location, reporting
+from .opening import DEFAULTS, Common, array_bytes, open_location, reporting
 from .options import FolderLocation
 from .printing import cell, make_console, make_table
 
@@ -110,7 +110,7 @@ def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str,
             "kind": source.kind,
             "step": source.record.step,
             "world_size": source.record.world_size,
-            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
+            "array_bytes": array_bytes(source),
         }
 
 

@@ -27,7 +27,7 @@ class Seconds:
 
     @property
     def overlapped(self) -> float | None:
-        """With all transfers behind the computation, or the other way round."""
+        """With computation and transfers fully overlapped."""
         return None if self.compute is None or self.disk is None else max(self.compute, self.disk)
 
     @property

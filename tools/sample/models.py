@@ -200,7 +200,7 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 
 
 def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
-    """A model in shards, as `config`, of `zstore.initialize`, lets it rest (all ranks).
+    """A model in shards, placed as `config`, that of `zstore.initialize`, says (all ranks).
 
     With the weights of the folder `name_or_path` where that has safetensors files, else with random ones, as
     `build_model` makes it. Raises what that raises.
