@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from .compare import Comparison, compare_values, plan_comparison
 from .opening import DEFAULTS, Common, open_location, reporting
 from .printing import cell, make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def diff_command(

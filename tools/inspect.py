@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
 from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
@@ -30,6 +28,8 @@ from .printing import cell, make_console, make_table, printable
 from .progress import Progress
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .array_stats import ArrayStats
 
 _STATS = ("min", "max", "mean", "norm", "NaN", "inf", "histogram")
@@ -217,6 +217,8 @@ def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
 
 
 def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table:
+    from rich.text import Text
+
     table = make_table(("array", "shape", "type"), ("array data", "shards"))
     for column in _STATS if stats else ():
         table.add_column(column, justify="left" if column == "histogram" else "right", no_wrap=True)

@@ -7,9 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint.catalog import Catalog, TagInfo, list_tags
 from zstore.checkpoint.usage import size_bytes, stored_files
@@ -21,6 +19,9 @@ from .listing import check_listing, check_records, describe_refusals, print_refu
 from .opening import DEFAULTS, Common, array_bytes, open_location, reporting
 from .options import FolderLocation
 from .printing import cell, make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _COLUMNS_OF_ONE = {"world_size": "world size", "array_bytes": "array data"}
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
