@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import UsageError
 from zstore.remote.url import parse_options
 
 from ..options import StorageOption
@@ -89,17 +89,11 @@ class TrainOptions:
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
-        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len", "micro_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        """Refuse options that need others."""
         if self.save_every is not None and self.save is None:
             raise UsageError("--save-every needs --save DIR, the folder to save in")
         if self.resume == "auto" and self.save is None:
             raise UsageError("--resume auto needs --save DIR, the folder to look in")
-        if not self.config.is_file():
-            raise ConfigError(f"--config: expected a JSON file, found none at {self.config}")
 
     def arguments(self) -> list[str]:
         """Return the command line that gives these options, `--nproc` left out."""
