@@ -86,9 +86,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Progress("consolidate [fp16]", 1000, stream=stream) as progress:
+    with Progress("consolidate [fp16] :smile:", 1000, stream=stream) as progress:
         progress.advance(1000)
-        progress.say("a line [above] it")
-    assert "consolidate [fp16]" in stream.getvalue()
+        progress.say("a line [above] :heart: it")
+    assert "consolidate [fp16] :smile:" in stream.getvalue()
     assert "100%" in stream.getvalue()
-    assert "a line [above] it" in stream.getvalue()
+    assert "a line [above] :heart: it" in stream.getvalue()

@@ -62,6 +62,11 @@ def test_help_loads_no_arrays() -> None:
     assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()
 
 
+def test_the_help_of_a_command_loads_nothing_that_draws() -> None:
+    modules = loaded("inspect", "--help")
+    assert modules & (HEAVY | {"rich.console", "rich.table", "rich.markdown"}) == set()
+
+
 def processor_s(*words: str) -> float:
     """The least processor time of a process of Python, of three."""
     taken = []
@@ -77,5 +82,5 @@ def processor_s(*words: str) -> float:
 def test_commands_start_in_little_more_than_what_they_stand_on(saved: Path) -> None:
     """A quiet machine takes under 0.6 s; here by the time of what each cannot do without, for machines differ."""
     base_s = processor_s("-c", "import numpy, typer, pydantic, rich.console")
-    for words in (["--help"], ["ls", str(saved)], ["inspect", str(saved)]):
+    for words in (["--help"], ["inspect", "--help"], ["ls", str(saved)], ["inspect", str(saved)]):
         assert processor_s("-m", "zstore", *words) < 2.5 * base_s + 0.1, words

@@ -76,6 +76,22 @@ def test_a_table_names_tags_and_arrays(saved: Path, capsys: pytest.CaptureFixtur
     assert "[best]" not in capsys.readouterr().out
 
 
+def test_names_that_rich_would_replace_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, tag = "model/:smile:.[red]w[/]", ":heart:"
+    for folder, values in (("a", np.ones(3, np.float32)), ("b", np.zeros(3, np.float32))):
+        save_arrays(tmp_path / folder, {name: values}, world_size=1, step=1, tag=tag)
+    assert inspect_command(str(tmp_path / "a")) == 0
+    out = capsys.readouterr().out
+    assert name.removeprefix("model/") in out
+    assert tag in out
+    assert ls_command(str(tmp_path / "a")) == 0
+    assert tag in capsys.readouterr().out
+    assert diff_command(str(tmp_path / "a"), str(tmp_path / "b")) == 1
+    assert name in capsys.readouterr().out
+
+
 def test_arrays_are_a_tree_of_groups_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["model/h.2.w", "model/h.2.b", "model/h.10.w", "model/embed", "optimizer/exp_avg/a/b.w"]
     save_arrays(tmp_path, {name: np.ones((10, 10), np.float32) for name in names})

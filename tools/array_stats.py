@@ -1,8 +1,8 @@
-"""Statistics of arrays in one reading: extremes, mean, norm, what is no number, and a histogram. No torch.
+"""Statistics of arrays in one pass: minimum, maximum, mean, norm, NaN and inf counts, and a histogram. No torch.
 
 [Note: the histogram]
 Bins are `[i w, (i + 1) w)` with w a power of two and i a whole number. Where values come that need more bins than
-`NUM_BINS`, w is doubled: two bins become one, exactly. So one reading is enough, and neither the order of the parts nor
+`NUM_BINS`, w is doubled: two bins become one, exactly. So one pass is enough, and neither the order of the parts nor
 their number changes the result.
 """
 
@@ -119,12 +119,12 @@ class ArrayStats:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite values; None where there are none, or their sum is none in float64."""
+        """Mean of the finite values; None where there are none, or their sum overflows float64."""
         return _known(_sum(self.sums) / self.finite) if self.finite else None
 
     @property
     def norm(self) -> float | None:
-        """Root of the sum of squares of the finite values; None where there are none, or float64 has no such sum."""
+        """Root of the sum of squares of the finite values; None where there are none, or the sum overflows float64."""
         return _known(math.sqrt(_sum(self.squares))) if self.finite else None
 
     def merge(self, other: ArrayStats) -> None:
@@ -195,7 +195,7 @@ def stats_of(values: Array) -> ArrayStats:
 
 
 def collect_stats(source: ArraySource, names: Sequence[str], advance: Callable[[int], None]) -> dict[str, ArrayStats]:
-    """Return the statistics of these arrays, read once, in parallel and in the memory of the source's pool.
+    """Return the statistics of these arrays, read once, in parallel, through the source's buffer pool.
 
     `advance` is told, from several threads, how many bytes were read.
     """

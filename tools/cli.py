@@ -1,4 +1,4 @@
-"""The `zstore` command: its parts, exit codes and errors. Each command is a module of its own.
+"""The `zstore` command: its subcommands, exit codes and errors. Each command is a module of its own.
 
 Exit codes: 0 done, 1 failed or found something, 2 wrong usage. Data goes to stdout, everything else to stderr. A command's
 module is imported when the command is run, so that `zstore inspect` starts without torch, and `zstore --help` without numpy.
@@ -24,30 +24,30 @@ COMMANDS = {
     "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
-    "ls": "List the checkpoints in a folder: step, world size, size on disk, how much of it others share, age.",
+    "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
     "verify": "Read a checkpoint and check every checksum; exit code 1 if one is wrong or a file is missing.",
     "diff": "Show which arrays differ between two checkpoints, by their checksums; exit code 1 if any does.",
     "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
-    "reshard": "Write a copy laid out for another number of ranks, compressed, or behind a URL.",
+    "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
 }
 _MODULES = {"train": ".train.command", "plan": ".plan.command"}
-"""Of the commands that are no module of their own name."""
+"""Modules of the commands that are not in a file of their name."""
 _WITH_TORCH = ("train", "plan", "doctor")
 
 
 class Commands(TyperGroup):
-    """Imports a command's module once the command is to run; a list of the commands needs none."""
+    """Imports a command's module when the command runs; `--help` alone imports none."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command and the rest of the words."""
+        """Return the name, the command and the remaining arguments."""
         from .options import for_typer
 
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
-        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         one.command(name, help=COMMANDS[str(name)])(for_typer(getattr(module, f"{name}_command")))
         return name, typer.main.get_command(one), rest
 
@@ -62,13 +62,14 @@ app = typer.Typer(
     cls=Commands,
     help="Train models larger than memory, and look after their checkpoints.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=_exit,
 )
 for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help)(lambda: None)
+    app.command(_name, help=_help, short_help=_help)(lambda: None)
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ _TILE_NUMEL = 64 * 1024
 
 @dataclass
 class Comparison:
-    """How one array differs. What was not looked at is None."""
+    """How one array differs. None: not compared."""
 
     name: str
     status: Status
@@ -44,7 +45,6 @@ class Comparison:
     """Root of the mean square of the differences, over all elements."""
     nonfinite: int | None = None
     """Elements that differ, one of them not finite."""
-    _squares: list[float] = field(default_factory=list, repr=False)
 
     @property
     def differs(self) -> bool:
@@ -52,21 +52,17 @@ class Comparison:
         return self.status != "same"
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON, without what was not looked at."""
-        found = {key: value for key, value in vars(self).items() if value is not None and not key.startswith("_")}
+        """Return it as JSON, without what was not compared."""
+        found = {key: value for key, value in vars(self).items() if value is not None}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
-    def add(self, part: Difference) -> None:
-        """Take in the elements of a part."""
-        self.changed = (self.changed or 0) + part.changed
-        self.nonfinite = (self.nonfinite or 0) + part.nonfinite
-        self.max_abs = max(self.max_abs or 0.0, part.max_abs)
-        self._squares.append(part.squares)
-
-    def end_values(self, numel: int) -> None:
-        """Settle what follows from all parts of the array's `numel` elements."""
+    def add_values(self, parts: Sequence[Difference], numel: int) -> None:
+        """Add how the parts that were read of the array's `numel` elements differ."""
         self.numel = numel
-        self.rms = math.sqrt(sum(self._squares) / numel)
+        self.changed = sum(part.changed for part in parts)
+        self.nonfinite = sum(part.nonfinite for part in parts)
+        self.max_abs = max(part.max_abs for part in parts)
+        self.rms = math.sqrt(sum(part.squares for part in parts) / numel)
         if self.status == "same" and self.changed:
             self.status = "values"
 
@@ -83,7 +79,7 @@ class Difference:
 
 @dataclass
 class ComparisonPlan:
-    """What checksums and metadata tell, and which elements must be read for the rest."""
+    """What checksums and metadata show, and which elements must be read to know the rest."""
 
     comparisons: dict[str, Comparison]
     ranges: list[Range]
@@ -164,7 +160,7 @@ def compare_values(
     `advance` is told, from several threads, how many bytes were read.
     """
     lock = threading.Lock()
-
+    found: dict[str, list[Difference]] = defaultdict(list)
     with ReadAhead(after, plan.ranges) as other:
 
         def use(span: Span) -> None:
@@ -178,12 +174,11 @@ def compare_values(
                 parts.append(difference_of(tile, new))
                 advance(tile.nbytes + new.nbytes)
             with lock:
-                for part in parts:
-                    plan.comparisons[span.name].add(part)
+                found[span.name] += parts
 
         use_spans(before, plan.ranges, use, "zstore-diff")
-    for name in {name for name, _, _ in plan.ranges}:
-        plan.comparisons[name].end_values(before.array(name).spec.numel)
+    for name, parts in found.items():
+        plan.comparisons[name].add_values(parts, before.array(name).spec.numel)
 
 
 def difference_of(old: Array, new: Array) -> Difference:

@@ -29,7 +29,7 @@ from .options import Dtype, Location, Tag, parse_size
 
 
 class Overflow(StrEnum):
-    """What becomes of values that the type cannot hold."""
+    """How values that the type cannot hold are written."""
 
     ERROR = "error"
     INF = "inf"
@@ -54,7 +54,7 @@ class Which:
     ] = False
 
     def of(self, source: ArraySource, weights: Sequence[Weight]) -> tuple[list[Weight], list[str]]:
-        """Return those of `weights` that are meant, and the names of the others.
+        """Return the selected `weights`, and the names of the others.
 
         Raises CheckpointMismatchError where none remains, and for a pattern that matches no name.
         """

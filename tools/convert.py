@@ -48,14 +48,14 @@ _WEIGHTS_ALONE = (Target.TORCH, Target.SAFETENSORS)
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What `zstore convert` is asked for beside source and target."""
+    """Options of `zstore convert` beside source and target."""
 
     tag: Tag = None
     to: Annotated[Target, typer.Option(help="Kind of checkpoint to write.")] = Target.ZSTORE
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="With --to zstore: number of ranks to lay it out for (default: as the source).", min=1, metavar="N"
+            help="With --to zstore: number of ranks to partition it for (default: as the source).", min=1, metavar="N"
         ),
     ] = None
     dtype: Annotated[
@@ -64,7 +64,7 @@ class ConvertOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that contradict each other."""
         if self.to not in list(Target):
             raise UsageError(f"--to {self.to}: expected one of {', '.join(Target)}")
         if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):

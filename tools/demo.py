@@ -22,14 +22,16 @@ SAVE_EVERY = 20
 LEARNING_RATE = 4e-3
 MOST_DIFFERENCE = 0.02
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""A model as small as this gains little from torch's threads, and where other programs use the cores they wait for each other
-most of the time."""
+"""A model as small as this gains little from torch's threads, which mostly wait for each other where other programs use the
+cores."""
 
 
 def main() -> None:
-    """Run the demo; exits with 1 where a promise is not kept."""
+    """Run the demo; exits with 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="folder to work in; it is made anew")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("demo-run"), help="folder to work in; an existing one is replaced"
+    )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps; a multiple of 20, at least 40")
     parser.add_argument("--model", default=MODEL)
     options = parser.parse_args()
@@ -66,7 +68,7 @@ class Demo:
         sweeper.join()
 
     def _make_folder(self) -> threading.Thread:
-        """Make the folder anew; what a former run left goes behind the training, for thousands of files take a while."""
+        """Create the folder; files of an earlier run are deleted during the training, since thousands of them take a while."""
         aside, left = self.folder.with_name(f"{self.folder.name}.{os.getpid()}"), self.folder / ".left"
         if self.folder.exists():
             self.folder.rename(aside)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from .compare import Comparison, compare_values, plan_comparison
 from .opening import DEFAULTS, Common, open_location, reporting
-from .printing import cell, make_console
+from .printing import cell, make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def diff_command(
@@ -58,11 +60,7 @@ def diff_command(
 
 
 def _table(differing: Sequence[Comparison]) -> Table:
-    table = Table()
-    table.add_column("array", overflow="fold")
-    table.add_column("what", overflow="fold")
-    for column in ("chunks", "elements", "max abs", "rms"):
-        table.add_column(column, justify="right")
+    table = make_table(("array", "what"), ("chunks", "elements", "max abs", "rms"))
     for one in differing:
         chunks = "" if one.chunks is None else f"{one.chunks_changed} of {one.chunks}"
         elements = "" if one.changed is None else f"{one.changed} of {one.numel}"

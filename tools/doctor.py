@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from zstore._version import __version__
@@ -25,7 +24,10 @@ from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
 from .options import Json
-from .printing import make_console, print_json
+from .printing import make_console, print_json, printable
+
+if TYPE_CHECKING:
+    from zstore.engine.plan.rates import MatmulRates
 
 _PACKAGES = (
     "torch", "numpy", "zarr", "numcodecs", "ml_dtypes", "crc32c", "safetensors", "fsspec", "pydantic",
@@ -45,11 +47,11 @@ class Device:
     """Cores this process may use; None on an accelerator."""
     pinning: bool | None
     """Whether host memory can be registered for it; None on the CPU, which needs none."""
-    matmul_flops: Mapping[str, float] | None = None
-    """Precision -> operations a second in matrix products, of one core of a CPU, of a whole GPU; None without torch."""
-    matmul_text: str | None = None
+    matmul_flops: Mapping[str, float]
+    """Precision -> operations a second in matrix products, of one core of a CPU, of a whole GPU."""
+    matmul_text: str
     """The same in words."""
-    native: tuple[str, ...] = ()
+    native: tuple[str, ...]
     """The 16-bit precisions that it computes natively: what "auto" in a config chooses from."""
 
 
@@ -160,7 +162,11 @@ def _anonymous_huge_bytes() -> int | None:
 
 
 def _devices(memory: MemoryReport) -> Iterator[Device]:
-    """Yield the CPU, and the CUDA devices that torch sees, with their rates of matrix products where there is torch."""
+    """Yield the CPU, and the CUDA devices that torch sees, with their rates of matrix products."""
+    import torch
+
+    from zstore.engine.plan.rates import measure_rates
+
     name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     yield Device(
         kind="cpu",
@@ -168,12 +174,8 @@ def _devices(memory: MemoryReport) -> Iterator[Device]:
         memory_bytes=memory.total_bytes or 0,
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         pinning=None,
-        **_rates_of("cpu"),
+        **_describe_rates(measure_rates(torch.device("cpu"))),
     )
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch
-
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         yield Device(
@@ -182,18 +184,11 @@ def _devices(memory: MemoryReport) -> Iterator[Device]:
             memory_bytes=properties.total_memory,
             num_cores=None,
             pinning=_can_pin(),
-            **_rates_of(f"cuda:{index}"),
+            **_describe_rates(measure_rates(torch.device("cuda", index))),
         )
 
 
-def _rates_of(device: str) -> dict[str, Any]:
-    if importlib.util.find_spec("torch") is None:
-        return {}
-    import torch
-
-    from zstore.engine.plan.rates import measure_rates
-
-    rates = measure_rates(torch.device(device))
+def _describe_rates(rates: MatmulRates) -> dict[str, Any]:
     return {"matmul_flops": rates.flops, "matmul_text": rates.text(), "native": tuple(sorted(rates.native))}
 
 
@@ -230,7 +225,7 @@ def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ..
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
     for device in devices:
-        if device.matmul_flops is not None and not device.native:
+        if not device.native:
             yield (
                 f"no fast bf16 or fp16 on this {device.kind.upper()}: train in fp32, which "
                 '"bf16": {"enabled": "auto"} selects here'
@@ -264,8 +259,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     for device in report.devices:
         extra = f", {device.num_cores} cores" if device.num_cores else f", pinning: {_yes(device.pinning)}"
         yield device.kind, f"{device.name}, {format_bytes(device.memory_bytes)}{extra}"
-        if device.matmul_text is not None:
-            yield "matrix products", device.matmul_text
+        yield "matrix products", device.matmul_text
     memory = report.memory
     yield "memory", f"{_size(memory.total_bytes)}, {_size(memory.available_bytes)} available"
     if memory.limit_bytes is not None:
@@ -295,8 +289,5 @@ def _print(report: Report) -> None:
     for name, value in _rows(report):
         table.add_row(name, value)
     make_console().print(table)
-    talk = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    for fault in report.faults:
-        talk.print(f"fault: {fault}", style="red", soft_wrap=True)
-    for note in report.notes:
-        talk.print(f"note: {note}", soft_wrap=True)
+    for line in (*(f"fault: {fault}" for fault in report.faults), *(f"note: {note}" for note in report.notes)):
+        print(printable(line), file=sys.stderr)

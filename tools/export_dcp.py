@@ -27,6 +27,7 @@ from zstore.io.sink import FileSink
 from zstore.weights.from_checkpoint import whole_dtype
 
 from .export import Advance, values_of
+from .opening import array_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -37,7 +38,7 @@ _BLOCK_BYTES = 256 * 1024 * 1024
 
 def write_dcp(source: ArraySource, folder: Path, advance: Advance) -> list[str]:
     """Write all that the checkpoint has into `folder`, durably; return the files' names."""
-    files, nbytes = Files(), sum(array.spec.nbytes for array in source.arrays.values())
+    files, nbytes = Files(), array_bytes(source)
     files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
     with ExitStack() as opened:
         sink = FileSink(files, folder / DATA_FILE, opened)
@@ -63,10 +64,10 @@ class _DcpWriter:
             name: list(_blocks(source.arrays[name].spec.shape, dtype)) for name, dtype in self._dtypes.items()
         }
         self._stored: list[tuple[str, tuple[int, ...] | None, int, int]] = []
-        """Key, offsets, and where it lies."""
+        """Key, offsets in the tensor, offset and bytes in the file."""
 
     def write_tensors(self) -> None:
-        """Write every block of every tensor, and of tied ones that they are there again."""
+        """Write every block of every tensor; tied tensors refer to the same bytes."""
         ranges: list[tuple[str, int, int]] = []
         for name, blocks in self._blocks.items():
             first = 0
@@ -88,7 +89,7 @@ class _DcpWriter:
         return start, write_archive(self._sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
 
     def write_values(self) -> None:
-        """Write what is no tensor."""
+        """Write the values that are not tensors."""
         for path, value in self._state.values:
             self._write_value(path, decode_value(value))
         for name, kind in self._state.opaque.items():

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
 from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
@@ -24,16 +22,18 @@ from zstore.sizes import format_bytes, format_count
 from zstore.weights.layout import natural_key
 
 from .listing import describe_refusals, print_refusals
-from .opening import DEFAULTS, Common, open_location, read_of, reporting
+from .opening import DEFAULTS, Common, array_bytes, open_location, read_of, reporting
 from .options import Location, Tag
-from .printing import cell, make_console, printable
+from .printing import cell, make_console, make_table, printable
 from .progress import Progress
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .array_stats import ArrayStats
 
-_STATS = ("min", "max", "mean", "norm", "NaN", "inf")
-"""Columns of what values are like, before the histogram."""
+_STATS = ("min", "max", "mean", "norm", "NaN", "inf", "histogram")
+"""Columns that `--stats` adds."""
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
@@ -73,8 +73,8 @@ def inspect_command(
 def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
     from .array_stats import collect_stats
 
-    progress.expect(sum(array.spec.nbytes for array in source.arrays.values()))
-    return collect_stats(source, [name for name, _ in sorted_arrays(source.arrays)], progress.advance)
+    progress.expect(array_bytes(source))
+    return collect_stats(source, list(source.arrays), progress.advance)
 
 
 def _opened_bytes(source: ArraySource) -> int:
@@ -130,19 +130,19 @@ def describe(
             "run": record.run,
             "num_arrays": len(source.arrays),
             "parameters_left_out": record.absent_parameters,
-            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
+            "array_bytes": array_bytes(source),
             **_describe_files(source),
         },
         "arrays": [
-            _describe_array(source, array) | ({"stats": stats[name].document()} if name in stats else {})
-            for name, array in sorted_arrays(source.arrays)
+            _describe_array(source, array) | ({"stats": stats[array.spec.name].document()} if stats else {})
+            for array in sorted_arrays(source.arrays)
         ],
     }
 
 
-def sorted_arrays(arrays: Mapping[str, StoredArray]) -> list[tuple[str, StoredArray]]:
-    """Return names and arrays, `h.2` before `h.10`."""
-    return sorted(arrays.items(), key=lambda item: natural_key(item[0]))
+def sorted_arrays(arrays: Mapping[str, StoredArray]) -> list[StoredArray]:
+    """Return the arrays by name, `h.2` before `h.10`."""
+    return [arrays[name] for name in sorted(arrays, key=natural_key)]
 
 
 def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
@@ -182,9 +182,7 @@ def _time(committed_ns: int) -> str | None:
 
 
 def _tags_table(infos: list[TagInfo], source: ArraySource) -> Table:
-    table = Table(title=format_count(len(infos), "checkpoint"), title_justify="left")
-    for column in ("tag", "step", "world size", "committed"):
-        table.add_column(column, justify="left" if column in ("tag", "committed") else "right", overflow="fold")
+    table = make_table(("tag",), ("step", "world size", "committed"), format_count(len(infos), "checkpoint"))
     for info in infos:
         mark = " <-" if info.location == source.location and len(infos) > 1 else ""
         record = info.record
@@ -219,16 +217,12 @@ def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
 
 
 def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table:
-    table = Table()
-    table.add_column("array", overflow="fold")
-    table.add_column("shape", overflow="fold")
-    table.add_column("type")
-    for column in ("array data", "shards", *(_STATS if stats else ())):
-        table.add_column(column, justify="right", no_wrap=column in _STATS)
-    if stats:
-        table.add_column("histogram", no_wrap=True)
-    arrays = [array for _, array in sorted_arrays(source.arrays)]
-    for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
+    from rich.text import Text
+
+    table = make_table(("array", "shape", "type"), ("array data", "shards"))
+    for column in _STATS if stats else ():
+        table.add_column(column, justify="left" if column == "histogram" else "right", no_wrap=True)
+    for group, members in _grouped(sorted_arrays(source.arrays), lambda array: _group(array.spec.name)):
         table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
         for layer, parts in _grouped(members, _layer):
             indent = "  "

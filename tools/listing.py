@@ -24,7 +24,7 @@ _FILE_BYTES, _TIMES_PARSED = 600, 10
 
 
 def check_listing(place: Folder, common: Common) -> None:
-    """Raise BudgetError where a limit that was asked for does not hold a list of the local folder `place`.
+    """Raise BudgetError where a limit that was asked for does not suffice for a list of the local folder `place`.
 
     Does nothing for a URL, or where none was asked for.
     """
@@ -49,12 +49,12 @@ def check_records(place: Folder, infos: Iterable[TagInfo], common: Common) -> in
 
 
 def describe_refusals(refusals: Iterable[Refusal]) -> list[dict[str, str]]:
-    """Return what looks like a checkpoint and is not, as JSON."""
+    """Return the folders that look like checkpoints and are not, as JSON."""
     return [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals]
 
 
 def print_refusals(refusals: Iterable[Refusal]) -> None:
-    """Tell of what looks like a checkpoint and is not, on stderr."""
+    """Print the folders that look like checkpoints and are not, on stderr."""
     for refusal in refusals:
         print(printable(f"{refusal.location} is not a checkpoint: {refusal.reason}"), file=sys.stderr)
 

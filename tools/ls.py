@@ -7,9 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint.catalog import Catalog, TagInfo, list_tags
 from zstore.checkpoint.usage import size_bytes, stored_files
@@ -18,9 +16,12 @@ from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
 
 from .listing import check_listing, check_records, describe_refusals, print_refusals
-from .opening import DEFAULTS, Common, open_location, reporting
+from .opening import DEFAULTS, Common, array_bytes, open_location, reporting
 from .options import FolderLocation
-from .printing import cell, make_console
+from .printing import cell, make_console, make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _COLUMNS_OF_ONE = {"world_size": "world size", "array_bytes": "array data"}
 _AGES = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"))
@@ -110,23 +111,19 @@ def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str,
             "kind": source.kind,
             "step": source.record.step,
             "world_size": source.record.world_size,
-            "array_bytes": sum(array.spec.nbytes for array in source.arrays.values()),
+            "array_bytes": array_bytes(source),
         }
 
 
 def _table_of_one(document: Mapping[str, Any]) -> Table:
-    table = Table()
-    for column in document:
-        table.add_column(_COLUMNS_OF_ONE.get(column, column), overflow="fold")
+    table = make_table([_COLUMNS_OF_ONE.get(column, column) for column in document])
     shown = {**document, "array_bytes": format_bytes(document["array_bytes"])}
     table.add_row(*(cell(str(value)) for value in shown.values()))
     return table
 
 
 def _table(entries: Sequence[Entry]) -> Table:
-    table = Table()
-    for column in ("tag", "step", "world size", "on disk", "shared", "freed if removed", "age", ""):
-        table.add_column(column, justify="left" if column in ("tag", "") else "right", overflow="fold")
+    table = make_table(("tag",), ("step", "world size", "on disk", "shared", "freed if removed", "age", ""))
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
         newest = "newest" if entry.newest else ""

@@ -4,9 +4,8 @@ torch."""
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +21,14 @@ from zstore.open.sources import open_source, split_location
 from zstore.remote.url import is_url, parse_options
 
 from .options import Json, StorageOption, parse_size
+from .printing import print_json
 from .progress import Progress
 
 MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB
 LEAST_MEMORY_BYTES = 64 * MIB
 BESIDE_BYTES = 32 * MIB
-"""Kept free for blocks of output files, metadata and what Python makes on its way."""
+"""Kept free for blocks of output files, metadata and temporary Python objects."""
 _MOST_POOL_BYTES = 64 * MIB
 _ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
 """What the metadata of an array, and the checksum of a chunk, take in memory: measured, and rounded up."""
@@ -58,8 +58,8 @@ class Common:
             show_default=f"{DEFAULT_MEMORY_BYTES // MIB}MiB",
         ),
     ] = None
-    """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which gives way to metadata, where a limit that was asked for holds or
-    is refused."""
+    """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; a limit that was given is kept or
+    refused."""
     storage_option: StorageOption = None
     num_pools: int = 1
     """Pools that share the memory."""
@@ -91,7 +91,7 @@ DEFAULTS = Common()
 def open_location(
     location: str | os.PathLike[str], common: Common = DEFAULTS, tag: str | None = None
 ) -> Iterator[ArraySource]:
-    """Open what `location` and `tag` mean for the length of a `with` block.
+    """Open the checkpoint that `location` and `tag` name for the length of a `with` block.
 
     `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR:TAG`
     and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for the rest.
@@ -124,7 +124,7 @@ def _open(place: str, tag: str | None, resources: IoResources, common: Common) -
 
 
 def _check_memory(source: ArraySource, common: Common) -> None:
-    """Raise BudgetError where a limit that was asked for does not hold the metadata; the default one then gives way."""
+    """Raise BudgetError where the metadata does not fit in a limit that was given; the default may be exceeded."""
     num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
     metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks * _CHUNK_BYTES if source.record.id else 0)
     least = LEAST_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - BESIDE_BYTES // 4)
@@ -133,7 +133,7 @@ def _check_memory(source: ArraySource, common: Common) -> None:
 
 
 def require_memory(common: Common, least_bytes: int, why: str) -> None:
-    """Raise BudgetError that says `why` where a limit that was asked for is below `least_bytes`."""
+    """Raise BudgetError, with the reason `why`, where a limit that was given is below `least_bytes`."""
     if common.memory_bytes is not None and common.memory_bytes < least_bytes:
         raise BudgetError(f"{why}: give `--memory {-(-least_bytes // MIB)}MiB` or more")
 
@@ -149,8 +149,13 @@ def reporting(title: str, common: Common, *sources: ArraySource, total_bytes: in
         print_json(progress.document | progress.summary())
 
 
+def array_bytes(source: ArraySource) -> int:
+    """Return the bytes of all values of a checkpoint, uncompressed."""
+    return sum(array.spec.nbytes for array in source.arrays.values())
+
+
 def read_of(progress: Progress, *sources: ArraySource) -> dict[str, int]:
-    """Say what was read of zstore's own checkpoints for what was asked for, all together, and return it for `--json`."""
+    """Report what was read of zstore's own checkpoints, all together, and how much of it was needed; return it for `--json`."""
     found = [done for source in sources if (done := source.reading()) is not None]
     if not found:
         return {}
@@ -163,8 +168,3 @@ def read_of(progress: Progress, *sources: ArraySource) -> dict[str, int]:
     if done.asked_bytes or done.requests:
         progress.say(done.text())
     return asdict(done)
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout."""
-    print(json_module.dumps(document, indent=2))

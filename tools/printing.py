@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _PLAIN_COLUMNS = 200
 """Width where stdout is no terminal: names are not cut for a pipe."""
@@ -30,6 +31,18 @@ def make_console() -> Console:
 
     width = None if sys.stdout.isatty() else _PLAIN_COLUMNS
     return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def make_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """Return a table whose columns `left` are aligned left and may fold; the columns `right` that follow hold numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
 
 
 def print_json(document: Mapping[str, Any]) -> None:

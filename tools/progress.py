@@ -55,7 +55,7 @@ class Bar:
         """Print a line on stderr, above the bar where there is one."""
         text = printable(text)
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text)
         else:
             print(text, file=self._stream, flush=True)
 
@@ -138,17 +138,11 @@ def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | Non
     from rich import progress
     from rich.console import Console
 
-    class Rate(progress.ProgressColumn):
-        """Bytes a second since the start, in GB/s."""
-
-        def render(self, task: progress.Task) -> str:
-            return f"{task.completed / task.elapsed / 1e9:.2f} GB/s" if task.elapsed else ""
-
-    console = Console(file=stream)
+    console = Console(file=stream, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         return None
     text, left = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()
     columns: tuple[progress.ProgressColumn, ...] = (progress.MofNCompleteColumn(), left, text)
     if in_bytes:
-        columns = (progress.TaskProgressColumn(), progress.DownloadColumn(), Rate(), left)
+        columns = (progress.TaskProgressColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(), left)
     return progress.Progress(text if in_bytes else "step", progress.BarColumn(), *columns, console=console)

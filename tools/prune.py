@@ -110,7 +110,7 @@ def prune_folder(
 
 
 def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
-    """Return what becomes of each checkpoint; see `prune_folder` for errors."""
+    """Return for each checkpoint whether it is kept and why; see `prune_folder` for errors."""
     check_listing(place, common)
     try:
         fates = weigh(place, keep)

@@ -1,4 +1,4 @@
-"""`zstore reshard`: the same state laid out for another number of ranks, or compressed, here or behind a URL. No torch."""
+"""`zstore reshard`: the same state for another number of ranks, or compressed, in a folder or at a URL. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, open_location, read_of
+from .opening import DEFAULTS, Common, array_bytes, open_location, read_of
 from .options import Location, Tag
 from .printing import print_json
 from .progress import Progress
@@ -39,12 +39,12 @@ def reshard_command(
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write; not needed with --to.")] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(help="Number of ranks to lay the state out for (default: unchanged).", min=1, metavar="N"),
+        typer.Option(help="Number of ranks to partition the state for (default: unchanged).", min=1, metavar="N"),
     ] = None,
     *,
     tag: Tag = None,
     codec: Annotated[
-        CodecName, typer.Option(help="Compress the chunks: smaller, and read like any checkpoint.")
+        CodecName, typer.Option(help="Compress the chunks; the result reads like any checkpoint.")
     ] = CodecName.NONE,
     to: Annotated[
         str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
@@ -54,8 +54,8 @@ def reshard_command(
     """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
     has) into the folder `out`, its chunks compressed with `codec`; return the exit code.
 
-    With `to` it is then uploaded to the folder of checkpoints at that URL; without `out` it lies in a temporary folder
-    meanwhile, and where neither layout nor codec is asked for a checkpoint on this machine is uploaded as it is. The tag
+    With `to` it is then uploaded to the folder of checkpoints at that URL; without `out` it is written to a temporary
+    folder first, and where neither layout nor codec is asked for a checkpoint on this machine is uploaded as it is. The tag
     stays the same. With `json`, one object: `path` (null where nothing of it stays on this machine), what was read and
     written, and with `to` also `url` and `upload`. Raises CheckpointExistsError where `out` or `to` has it already.
     """
@@ -68,7 +68,7 @@ def reshard_command(
         with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
             plan = (
-                f"plan: {format_count(len(source.arrays), 'array')}, {format_bytes(_total_bytes(source))} of array data"
+                f"plan: {format_count(len(source.arrays), 'array')}, {format_bytes(array_bytes(source))} of array data"
             )
             document: dict[str, Any] = {"world_size": ranks, "codec": codec}
             is_ours_here = isinstance(source, CheckpointReader) and source.folder.is_local
@@ -110,7 +110,7 @@ def _reshard(
     source: ArraySource, folder: Path, ranks: int, codec: str, plan: str, *, kept: bool
 ) -> tuple[Path, dict[str, Any]]:
     """Write it; return the tag's folder, and what was done as JSON."""
-    total_bytes = _total_bytes(source)
+    total_bytes = array_bytes(source)
     with Progress(f"reshard {source.location}", total_bytes) as progress:
         progress.say(plan)
         for note in source.notes:
@@ -126,10 +126,6 @@ def _reshard(
             + ("" if codec == "none" else f", the array data compressed {ratio:.2f} times")
         )
     return path, {"file_bytes": file_bytes, "size_bytes": size_bytes, **read, **progress.summary()}
-
-
-def _total_bytes(source: ArraySource) -> int:
-    return sum(array.spec.nbytes for array in source.arrays.values())
 
 
 def _file_bytes(path: Path) -> int:

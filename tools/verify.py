@@ -13,9 +13,9 @@ from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, open_location, print_json
+from .opening import DEFAULTS, Common, array_bytes, open_location
 from .options import Location, Tag
-from .printing import printable
+from .printing import print_json, printable
 from .progress import Progress
 
 
@@ -42,7 +42,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
             with Progress(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
                 # All data was asked for; of a folder the check reads the files past its reader.
-                done = replace(reader.reading(), asked_bytes=sum(array.spec.nbytes for array in reader.arrays.values()))
+                done = replace(reader.reading(), asked_bytes=array_bytes(reader))
                 if reader.folder.is_local:
                     done = replace(done, read_bytes=progress.done_bytes)
                 if done.requests:

@@ -15,7 +15,7 @@ from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
 from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
-from .job import Job
+from .job import Choice, Job
 from .machine import Machine
 
 HEADROOM_PERCENT = 10
@@ -23,17 +23,6 @@ HEADROOM_PERCENT = 10
 
 _BUDGET_PERCENT = 60
 _ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What can be set."""
-
-    stage: int
-    optimizer: OffloadTier = "none"
-    parameters: OffloadTier = "none"
-    micro_batch: int
-    checkpointing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +88,7 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
 def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
     """Return what `choice` needs, and what of it this machine lacks."""
     machine = job.machine
-    activations = activation_bytes(
-        job.model,
-        micro_batch=choice.micro_batch,
-        seq_length=job.seq_length,
-        itemsize=job.itemsize,
-        checkpointing=choice.checkpointing,
-    )
+    activations = activation_bytes(job, choice)
     config = make_config(job, choice)
     plan = plan_of(job, config)
     if "nvme" in (choice.optimizer, choice.parameters):
@@ -113,7 +96,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         with contextlib.suppress(BudgetError):
             budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
             config, plan = budgeted, plan_of(job, budgeted)
-    transit = _transit(job, choice, plan)
+    transit = transit_bytes(job, choice, plan)
     held = plan.held_total
     on_device = held.device + transit + activations
     outcome = Outcome(
@@ -126,13 +109,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         device_bytes=0 if machine.device_is_host else on_device,
         host_bytes=machine.num_ranks * (held.host + held.pinned) + (on_device if machine.device_is_host else 0),
         disk_bytes=machine.num_ranks * plan.file_bytes,
-        seconds=step_seconds(
-            job.model,
-            plan,
-            machine,
-            tokens_per_rank=job.micro_batch * job.seq_length,
-            checkpointing=choice.checkpointing,
-        ),
+        seconds=step_seconds(job, choice, plan),
         lacking=(),
     )
     return replace(outcome, lacking=tuple(_lacking(outcome, machine)))
@@ -182,16 +159,12 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     return make_plan(needs, settings, units)
 
 
-def _transit(job: Job, choice: Choice, plan: Plan) -> int:
-    return transit_bytes(job.model, plan, num_ranks=job.machine.num_ranks, itemsize=job.itemsize, stage=choice.stage)
-
-
 def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
     """Return a host budget for the machine: what "auto" would take, but on a CPU no more than the model leaves."""
     memory = job.machine.memory_bytes
     budget = memory * _BUDGET_PERCENT // 100
     if job.machine.device_is_host:
-        budget = min(budget, _usable(memory) - plan.held_total.device - _transit(job, choice, plan) - activations)
+        budget = min(budget, _usable(memory) - plan.held_total.device - transit_bytes(job, choice, plan) - activations)
     return max(1, budget)
 
 

@@ -26,5 +26,5 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     if first is None:
-        print("zstore: nothing on the ladder fits: add memory, disk or ranks, or take a smaller model", file=sys.stderr)
+        print("zstore: no configuration fits: add memory, disk or ranks, or choose a smaller model", file=sys.stderr)
     return 0 if first is not None else 1

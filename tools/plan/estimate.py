@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from zstore.engine.plan.plan import Plan
 
-from .machine import Machine
-from .model import ModelShape
+from .job import Choice, Job
 
 BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
@@ -28,7 +27,7 @@ class Seconds:
 
     @property
     def overlapped(self) -> float | None:
-        """With all transfers behind the computation, or the other way round."""
+        """With computation and transfers fully overlapped."""
         return None if self.compute is None or self.disk is None else max(self.compute, self.disk)
 
     @property
@@ -37,49 +36,46 @@ class Seconds:
         return None if self.compute is None or self.disk is None else self.compute + self.disk
 
 
-def activation_bytes(
-    model: ModelShape, *, micro_batch: int, seq_length: int, itemsize: int, checkpointing: bool
-) -> int:
+def activation_bytes(job: Job, choice: Choice) -> int:
     """Return what a forward keeps for its backward on one rank, about.
 
     34 s b h bytes a layer in 16 bits: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
     (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, which attention kernels that keep no scores
-    do not have. With checkpointing of every layer 2 s b h, and one layer in full. To it come the logits: once in the
+    do not have. With checkpointing of every layer 2 s b h, and one layer in full. The logits are added: once in the
     compute type, in fp32 for the loss, and the gradient of that.
     """
-    token_widths = micro_batch * seq_length * model.hidden
-    layer = _BYTES_PER_TOKEN_AND_WIDTH * token_widths * itemsize // 2
-    layers = layer * model.num_layers
-    if checkpointing:
-        layers = _KEPT_PER_TOKEN_AND_WIDTH * token_widths * itemsize // 2 * model.num_layers + layer
-    logits = micro_batch * seq_length * model.vocab_size * (itemsize + 2 * _FP32_BYTES)
-    return layers + logits
+    tokens = choice.micro_batch * job.seq_length
+    layer = _BYTES_PER_TOKEN_AND_WIDTH * tokens * job.model.hidden * job.itemsize // 2
+    layers = layer * job.model.num_layers
+    if choice.checkpointing:
+        kept = _KEPT_PER_TOKEN_AND_WIDTH * tokens * job.model.hidden * job.itemsize // 2
+        layers = kept * job.model.num_layers + layer
+    return layers + tokens * job.model.vocab_size * (job.itemsize + 2 * _FP32_BYTES)
 
 
-def transit_bytes(model: ModelShape, plan: Plan, *, num_ranks: int, itemsize: int, stage: int) -> int:
-    """Return what passes through a device's memory beside what rests there, about: gathered parameters of a unit and the
-    next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
-    unit = model.largest_unit_numel * itemsize
-    whole = stage < 2 or num_ranks == 1
-    cast = plan.settings.accumulation_steps > 1 and itemsize < _FP32_BYTES
+def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
+    """Return what passes through a device's memory beside the state that it holds, about: gathered parameters of a unit and
+    the next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
+    model, num_ranks = job.model, job.machine.num_ranks
+    unit = model.largest_unit_numel * job.itemsize
+    whole = choice.stage < 2 or num_ranks == 1
+    cast = plan.settings.accumulation_steps > 1 and job.itemsize < _FP32_BYTES
     in_backward = 0 if whole and plan.held["gradients"].device and not cast else unit
-    bucket = min(BUCKET_NUMEL, model.num_parameters if stage < 2 else model.largest_unit_numel) * itemsize
+    bucket = min(BUCKET_NUMEL, model.num_parameters if choice.stage < 2 else model.largest_unit_numel) * job.itemsize
     return plan.gathered_bytes + in_backward + (2 * bucket if num_ranks > 1 else 0)
 
 
-def step_seconds(
-    model: ModelShape, plan: Plan, machine: Machine, *, tokens_per_rank: int, checkpointing: bool
-) -> Seconds:
+def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
     """Return the time of a step from the machine's rates.
 
-    Six operations a parameter and token, eight where the forward runs twice; reads and writes share the drive's time.
-    Collectives, copies to and from the device and the update itself are not in it.
+    Six operations per parameter and token, eight where the forward runs twice; reads and writes share the drive's time.
+    Collectives, copies to and from the device and the update itself are left out.
     """
-    rates, moved = machine.rates, plan.traffic_total
-    operations = (8 if checkpointing else 6) * model.num_parameters * tokens_per_rank
+    rates, moved = job.machine.rates, plan.traffic_total
+    operations = (8 if choice.checkpointing else 6) * job.model.num_parameters * job.micro_batch * job.seq_length
     disk: float | None = None
     if moved.total == 0:
         disk = 0.0
     elif rates.disk_read is not None and rates.disk_write is not None:
-        disk = machine.num_ranks * (moved.read / rates.disk_read + moved.written / rates.disk_write)
+        disk = job.machine.num_ranks * (moved.read / rates.disk_read + moved.written / rates.disk_write)
     return Seconds(compute=None if rates.flops is None else operations / rates.flops, disk=disk)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from zstore.engine.params.tensors import PRECISIONS
+from zstore.engine.plan.plan import OffloadTier
 from zstore.errors import UsageError
 
 from .machine import (
@@ -31,7 +32,7 @@ class Job:
     model: ModelShape
     machine: Machine
     micro_batch: int
-    """Samples of one rank and step; fewer in one forward make more forwards."""
+    """Samples per rank and step; a choice may take fewer in one forward, and more forwards."""
     seq_length: int
     """Tokens in a sample."""
     precision: str
@@ -47,12 +48,23 @@ class Job:
         return PRECISIONS[self.precision].itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What of a job's config can be chosen."""
+
+    stage: int
+    optimizer: OffloadTier = "none"
+    parameters: OffloadTier = "none"
+    micro_batch: int
+    checkpointing: bool = False
+
+
 def make_job(options: PlanOptions) -> Job:
     """Return what is to be planned. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
     size."""
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
-    own = own_rates(gpus, options.gpu_memory)
+    own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
     precision = find_precision(str(options.precision), own)
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
@@ -64,7 +76,7 @@ def make_job(options: PlanOptions) -> Job:
     rates = Rates(disk_read=options.disk_read, disk_write=options.disk_write, flops=options.flops)
     disk = options.disk
     if options.measure is not None:
-        rates, free_bytes = measured_rates(options.measure, rates, precision.name, model.hidden)
+        rates, free_bytes = measured_rates(options.measure, rates)
         disk = disk or free_bytes
     if rates.flops is None and own is not None:
         rates = replace(rates, flops=device_flops(own, precision.name))

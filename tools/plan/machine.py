@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from zstore.engine.config import ResolveContext, load_config
-from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.errors import ConfigError
 from zstore.io.hostmemory import read_host_memory
 
 from ..drive import RATE_BYTES, measure_drive, probe_folder
-
-_MATMUL_ROWS = 512
-_MATMUL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +63,7 @@ def own_gpus() -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionChoice:
     """The type that parameters and gradients are planned in."""
 
     name: str
@@ -79,30 +74,30 @@ class Precision:
     """Why, or what is slow about it."""
 
 
-def own_rates(gpus: int, gpu_memory: int | None) -> MatmulRates | None:
+def own_rates(gpus: int, *, is_this_machine: bool) -> MatmulRates | None:
     """Return the rates of the devices that are planned for; None where those are not in this machine."""
     if gpus == 0:
         return measure_rates(torch.device("cpu"))
-    if gpu_memory is None and torch.cuda.is_available():
+    if is_this_machine and torch.cuda.is_available():
         return measure_rates(torch.device("cuda", 0))
     return None
 
 
-def find_precision(asked: str, rates: MatmulRates | None) -> Precision:
+def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
     """Return the precision for what was asked ("auto" or a name), on devices of these rates; None: not known, where
     "auto" is bf16."""
     if asked != "auto":
         config = load_config({"train_batch_size": 1} | ({} if asked == "fp32" else {asked: {"enabled": True}}))
-        return Precision(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
+        return PrecisionChoice(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
     if rates is None:
-        return Precision(
+        return PrecisionChoice(
             name="bf16", is_auto=False, note="--precision auto is bf16 for GPUs that are not in this machine"
         )
     config = load_config({"train_batch_size": 1, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
     bf16, fp16 = ("bf16" in rates.native, "fp16" in rates.native)
     context = ResolveContext(world_size=1, device_supports_bf16=bf16, device_supports_fp16=fp16)
     name = config.resolve(context).precision
-    return Precision(name=name, is_auto=True, note=tell_choice(config, name, rates))
+    return PrecisionChoice(name=name, is_auto=True, note=tell_choice(config, name, rates))
 
 
 def device_flops(rates: MatmulRates, precision: str) -> float | None:
@@ -111,36 +106,17 @@ def device_flops(rates: MatmulRates, precision: str) -> float | None:
     return flops and flops * (torch.get_num_threads() if rates.kind == "cpu" else 1)
 
 
-def measured_rates(
-    path: Path, given: Rates, precision: str, hidden: int, *, rate_bytes: int = RATE_BYTES
-) -> tuple[Rates, int]:
-    """Return `given` with what is missing measured, and the bytes free in the folder `path`.
+def measured_rates(path: Path, given: Rates, *, rate_bytes: int = RATE_BYTES) -> tuple[Rates, int]:
+    """Return `given` with the drive's missing rates measured as `zstore doctor` does, on a file of `rate_bytes`, and the
+    bytes free in the folder `path`.
 
-    The drive is measured as `zstore doctor` does, on a file of `rate_bytes`; the device by the model's own widest
-    product. Raises ConfigError where the folder is not there or cannot be written.
+    Raises ConfigError where the folder is not there or cannot be written.
     """
     folder = probe_folder(path)
-    drive = measure_drive(path, rate_bytes) if folder.writable and None in (given.disk_read, given.disk_write) else None
-    if drive is None and None in (given.disk_read, given.disk_write):
+    if None not in (given.disk_read, given.disk_write):
+        return given, folder.free_bytes
+    drive = measure_drive(path, rate_bytes) if folder.writable else None
+    if drive is None:
         raise ConfigError(f"--measure {path}: expected a folder that can be written, with room for a few blocks")
-    read, write = given.disk_read, given.disk_write
-    if drive is not None:
-        read, write = read or drive.read_bytes_per_s, write or drive.write_bytes_per_s
-    flops = given.flops or _matmul_flops(precision, hidden)
-    return Rates(disk_read=read, disk_write=write, flops=flops), folder.free_bytes
-
-
-def _matmul_flops(precision: str, hidden: int) -> float:
-    """Return the operations a second of the product of a block's widest layer, on the first device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    wide = 4 * hidden
-    x = torch.ones(_MATMUL_ROWS, hidden, dtype=PRECISIONS[precision], device=device)
-    weight = torch.ones(hidden, wide, dtype=PRECISIONS[precision], device=device)
-    best_s = float("inf")
-    until = time.perf_counter() + _MATMUL_S
-    while time.perf_counter() < until or best_s == float("inf"):
-        started = time.perf_counter()
-        product = x @ weight
-        product[0, 0].item()  # waits for the device
-        best_s = min(best_s, time.perf_counter() - started)
-    return 2 * _MATMUL_ROWS * hidden * wide / best_s
+    read, write = given.disk_read or drive.read_bytes_per_s, given.disk_write or drive.write_bytes_per_s
+    return replace(given, disk_read=read, disk_write=write), folder.free_bytes

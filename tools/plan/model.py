@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from zstore.engine.params.tensors import PRECISIONS, dtype_name
 from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
 
-from ..sample.models import build_model
+from ..sample.models import Block, GptConfig, build_model
 
 DEFAULT_VOCAB = 32_000
 _MULTIPLE = 16
@@ -86,18 +86,15 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
             f"{num_layers} layers of width {hidden} with a vocabulary of {vocab_size} have at least {least:,} parameters, "
             f"got --params {num_parameters:,}: check the numbers"
         )
-    dtype = dtype_name(PRECISIONS[precision])
-
-    def shaped(prefix: str, shapes: dict[str, tuple[int, ...]]) -> list[ParameterShape]:
-        return [ParameterShape(name=prefix + name, shape=shape, dtype=dtype) for name, shape in shapes.items()]
-
-    units = [shaped("wte.", {"weight": (vocab_size, hidden)})]
-    units += [shaped(f"h.{i}.", dict(_block(hidden, wide))) for i in range(num_layers)]
-    units += [shaped("ln_f.", _norm(hidden)), shaped("lm_head.", {"weight": (vocab_size, hidden)})]
+    with torch.device("meta"):
+        config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
+        blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
+        ends = nn.Embedding(vocab_size, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
+        model = nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})
     return ModelShape(
         name=f"GPT, {num_layers} layers of width {hidden}, {wide} in between",
-        shapes=[one for unit in units for one in unit],
-        units=[[one.name for one in unit] for unit in units],
+        shapes=shapes_of_model(model, precision),
+        units=units_of_model(model),
         hidden=hidden,
         num_layers=num_layers,
         vocab_size=vocab_size,
@@ -109,20 +106,3 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _norm(hidden: int) -> dict[str, tuple[int, ...]]:
-    return {"weight": (hidden,), "bias": (hidden,)}
-
-
-def _block(hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for norm in ("ln_1", "ln_2"):
-        yield from ((f"{norm}.{name}", shape) for name, shape in _norm(hidden).items())
-    for name, rows, cols in (
-        ("attn.c_attn", 3 * hidden, hidden),
-        ("attn.c_proj", hidden, hidden),
-        ("mlp.c_fc", wide, hidden),
-        ("mlp.c_proj", hidden, wide),
-    ):
-        yield f"{name}.weight", (rows, cols)
-        yield f"{name}.bias", (rows,)

@@ -12,7 +12,7 @@ from rich.table import Table
 from zstore.engine.plan.report import describe
 from zstore.sizes import format_bytes
 
-from ..printing import make_console
+from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
 from .job import Job
 
@@ -82,12 +82,8 @@ def _headline(job: Job) -> str:
 
 
 def _table(job: Job, title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, overflow="fold")
     columns = ("host", "disk", "written per step", "s per step")
-    for name in columns if job.machine.device_is_host else ("each device", *columns):
-        table.add_column(name, justify="right")
+    table = make_table(names, columns if job.machine.device_is_host else ("each device", *columns), title)
     table.add_column("fits", overflow="fold")
     return table
 

@@ -48,7 +48,7 @@ class Text(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Text):
-    """Files laid end to end. Only their sizes are kept; a sample's bytes are read when it is asked for."""
+    """Concatenated files. Only their sizes are kept; a sample's bytes are read when it is asked for."""
 
     files: tuple[Path, ...]
     ends: tuple[int, ...]
@@ -78,7 +78,7 @@ class Corpus(Text):
         return ids, ids.clone()
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """The bytes from `start` on, across files; `ConfigError` when a file has become shorter."""
+        """The bytes from `start` on, across files; `ConfigError` when a file was truncated."""
         pieces = []
         index = bisect.bisect_right(self.ends, start)
         while num_bytes > 0:

@@ -36,6 +36,8 @@ class GptConfig:
     vocab_size: int = BYTE_VOCABULARY
     max_positions: int = 1024
     """Longest sequence in tokens: rows of the position embedding."""
+    mlp_width: int | None = None
+    """Elements between the two projections of an MLP; None: four times `hidden`."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no model can have."""
@@ -71,12 +73,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections around a GELU, four times as wide between them."""
+    """Two projections around a GELU, `config.mlp_width` wide between them."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.hidden, 4 * config.hidden)
-        self.c_proj = nn.Linear(4 * config.hidden, config.hidden)
+        width = config.mlp_width or 4 * config.hidden
+        self.c_fc = nn.Linear(config.hidden, width)
+        self.c_proj = nn.Linear(width, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
@@ -197,7 +200,7 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 
 
 def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
-    """A model in shards, as `config`, of `zstore.initialize`, lets it rest (all ranks).
+    """A model in shards, placed as `config`, that of `zstore.initialize`, says (all ranks).
 
     With the weights of the folder `name_or_path` where that has safetensors files, else with random ones, as
     `build_model` makes it. Raises what that raises.

@@ -1,8 +1,8 @@
 """Text to train on as a model's own tokenizer sees it.
 
 [Note: samples of tokens] Like a sample of bytes, sample n of a run with seed s begins at a place that depends on (s, n)
-alone. The text from there on is tokenised until it gives as many tokens as are needed; text that ends before goes on at
-its beginning. So nothing is prepared, nothing is kept, and any number of ranks sees the same samples.
+alone. The text from there on is tokenised until there are as many tokens as are needed, from the beginning again after
+its end. So nothing is prepared or cached, and any number of ranks sees the same samples.
 """
 
 from __future__ import annotations

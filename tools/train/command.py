@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """What a run begins with."""
+    """What a run starts with."""
 
     config: Config
     source: tuple[str, str | None] | None
-    """Folder and tag of the checkpoint to go on from."""
+    """Folder and tag of the checkpoint to resume from."""
     position: Position
     corpus: Text
 
 
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
-"""What torch reads once, as it is loaded. Its threads do not spin as they wait, for I/O and the update need the cores
-meanwhile; storage that is filled anew for every unit is in huge pages, which costs a tenth."""
+"""Variables that torch reads once, when it is imported. Its threads do not spin while they wait, since I/O and the update
+need the cores; storage that is refilled for every unit is in huge pages, which costs a tenth."""
 
 
 def train_command(options: TrainOptions) -> None:
@@ -49,7 +49,7 @@ def train_command(options: TrainOptions) -> None:
             for name, value in OFFLOAD_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
-        _prepare(options)  # what is wrong is said once, and not by every rank
+        _prepare(options)  # errors are reported once, not by every rank
         launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
     else:
         end_with_launcher()

@@ -1,4 +1,4 @@
-"""The config of `zstore train`: the file with what the command line says put in, and the answers to its "auto"."""
+"""The config of `zstore train`: the file, overridden by the command line, and the values for its "auto"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import UsageError
 from zstore.remote.url import parse_options
 
 from ..options import StorageOption
@@ -39,7 +39,7 @@ class TrainOptions:
             "and tokenizer are used where it has them."
         ),
     ]
-    steps: Annotated[int, typer.Option(help="Total number of steps, those before a resume included.", min=1)]
+    steps: Annotated[int, typer.Option(help="Total number of steps, including those before a resume.", min=1)]
     data: Annotated[
         Path | None,
         typer.Option(help="Text file or folder of them, read as bytes (default: Python's standard library)."),
@@ -77,11 +77,11 @@ class TrainOptions:
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a sample (default: the resumed run's, or 128).", min=2, metavar="N")
     ] = None
-    lr: Annotated[float | None, typer.Option(help="Learning rate, overrides the configuration's.", metavar="X")] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate; overrides the configuration.", metavar="X")] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(
-            help="Samples in one forward on one rank, overrides the configuration's (1 if that leaves it open).",
+            help="Micro-batch size per rank; overrides the configuration (default: the configuration's, or 1).",
             min=1,
             metavar="N",
         ),
@@ -89,17 +89,11 @@ class TrainOptions:
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
-        for name in ("steps", "save_every", "keep", "keep_every", "nproc", "seq_len", "micro_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        """Refuse options that need others."""
         if self.save_every is not None and self.save is None:
             raise UsageError("--save-every needs --save DIR, the folder to save in")
         if self.resume == "auto" and self.save is None:
             raise UsageError("--resume auto needs --save DIR, the folder to look in")
-        if not self.config.is_file():
-            raise ConfigError(f"--config: expected a JSON file, found none at {self.config}")
 
     def arguments(self) -> list[str]:
         """Return the command line that gives these options, `--nproc` left out."""
@@ -112,7 +106,7 @@ class TrainOptions:
 
 
 def load_train_config(options: TrainOptions) -> Config:
-    """Return the config file's content with what the command line says put in. Raises ConfigError, by the file's name."""
+    """Return the config file's content, overridden by the command line. Raises ConfigError, which names the file."""
     from zstore.engine.config import load_config, read_config
 
     name = str(options.config)
@@ -134,7 +128,7 @@ def load_train_config(options: TrainOptions) -> Config:
 
 
 def answers(options: TrainOptions, config: Config) -> tuple[dict[str, Any], str]:
-    """Return what the command answers to "auto" in `config`, and a line about what it chose by itself, or nothing."""
+    """Return the values for "auto" in `config`, and a line about the defaults that were chosen, or an empty string."""
     from zstore.engine.config.resolve import open_keys
 
     settings = config.settings
@@ -157,7 +151,7 @@ def offloads(config: Config) -> bool:
 
 
 def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section to change, made where there is none or it is null."""
+    """Return a section to change; an empty one is added if it is missing or null."""
     section: dict[str, Any] = raw.get(name) or {}
     raw[name] = section
     return section
@@ -174,7 +168,7 @@ def _set_lr(raw: dict[str, Any], lr: float) -> None:
 
 
 def _keep(options: TrainOptions, raw: dict[str, Any]) -> None:
-    """Put what the command line says of checkpoints to keep in the place of what the config says."""
+    """Override the config's retention by the command line's."""
     asked = {"last": options.keep, "every": options.keep_every, "best": options.keep_best}
     asked = {name: value for name, value in asked.items() if value is not None}
     if asked:

@@ -1,4 +1,4 @@
-"""Starting the processes of a run on this machine, passing signals on to them, and what becomes of their ends."""
+"""Starts the processes of a run on this machine, forwards signals to them, and turns their exit codes into one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAUNCHER = "ZSTORE_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05
 _END_WELL_S = 20.0
-"""How long ranks may take to end by themselves once one failed: they tell each other what happened."""
+"""How long ranks may take to exit by themselves once one failed: they exchange their errors meanwhile."""
 _PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
 
@@ -40,7 +40,7 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this rank get SIGTERM when the process that launched it dies, if one did (Linux)."""
+    """Have this rank get SIGTERM when the process that launched it dies, if there is one (Linux)."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return

@@ -38,7 +38,7 @@ class TrainLoop:
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:
-        """Train; the last state is saved, and every save is whole when this returns."""
+        """Train; the last state is saved, and every save is complete when this returns."""
         options, engine = self._options, self._engine
         leader = engine.global_rank == 0
         if engine.global_steps >= options.steps:

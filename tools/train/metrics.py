@@ -1,4 +1,4 @@
-"""What `zstore train` measures in a step, and where it goes: a JSONL file and the terminal."""
+"""Metrics of a step of `zstore train`, and where they are written: a JSONL file and the terminal."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StepMeter:
 
 
 class MetricsFile(contextlib.AbstractContextManager["MetricsFile"]):
-    """One JSON object a line and step. A resumed run drops the lines of steps that it does again."""
+    """One JSON object per line and step. A resumed run drops the lines of steps that it repeats."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What `--resume` means: a folder, a folder and a tag, or whatever is there."""
+"""Resuming: which checkpoint `--resume` means, and the position in the data that it was saved at."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resume_source(
 def _snapshot(
     steps: Path | None, checkpoints: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str] | None:
-    """Return folder and tag of the snapshot that the run goes on from; None where the newest checkpoint is as new."""
+    """Return folder and tag of the snapshot to resume from; None where the newest checkpoint is as new."""
     from zstore.engine.checkpoint.snapshot_folder import boot_id, choose_snapshot
 
     if steps is None:
@@ -72,7 +72,7 @@ STATE_KEY = "zstore_train"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data: what a sample number means, and how many were seen."""
+    """Position of a run in its data: what determines the samples, and how many were used."""
 
     seed: int
     seq_len: int
@@ -118,8 +118,8 @@ def start_position(seed: int | None, seq_len: int | None, saved: Position | None
 def require_free_tags(
     save: str, steps: range, run: str | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise CheckpointExistsError where a save at one of `steps` in `save` would meet a checkpoint of another run than `run`
-    (None: a new one)."""
+    """Raise CheckpointExistsError where a save at one of `steps` in `save` would collide with a checkpoint of another run than
+    `run` (None: a new one)."""
     try:
         found = tags(folder_of(save, storage_options))
     except CheckpointNotFoundError:
