@@ -12,7 +12,6 @@ from .config import (
     IoConfig,
     OffloadConfig,
     OptimizerConfig,
-    SchedulerConfig,
     load_config,
     read_config,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ResolveContext",
-    "SchedulerConfig",
     "add_config_arguments",
     "load_config",
     "read_answers",
