@@ -14,7 +14,8 @@ from torch import nn
 from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.world import World
 
-from .config import BatchSizes, Config
+from .config.config import Config
+from .config.resolve import BatchSizes
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
@@ -26,6 +27,7 @@ from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
+from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
@@ -353,10 +355,9 @@ class Training:
         """Raise UsageError, on every rank, that names the parameters to which no rank's loss led."""
         unused = [record.name for record in self.trained if not self.gradients.has(record)]
         if unused:
-            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             raise UsageError(
                 f"step {self.counters.global_steps + 1}: on no rank was there a gradient for "
-                f"{', '.join(map(repr, unused[:_NAMED]))}{more}; {self._what_changed()}. Use them in the loss, freeze them "
+                f"{listed([repr(name) for name in unused], _NAMED)}; {self._what_changed()}. Use them in the loss, freeze them "
                 "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
             )
 

@@ -18,7 +18,7 @@ from zstore.store import TensorStore
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.takeover import BuiltModel
-from .config import Config
+from .config.config import Config
 from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule

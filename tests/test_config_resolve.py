@@ -7,17 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.keep import Keep
-from zstore.engine.config import (
-    BatchSizes,
-    Config,
-    IoConfig,
-    OptimizerConfig,
-    ResolveContext,
-    load_config,
-    read_answers,
-)
+from zstore.engine.config.answers import read_answers
+from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys
-from zstore.engine.config.resolve import open_keys, solve_batch
+from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, solve_batch
 from zstore.engine.config.scheduler import WarmupLRParams
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError, UsageError

@@ -30,7 +30,8 @@ from tests.test_engine_step_modes import (
     step,
 )
 from zstore.engine import Engine
-from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim import in_backward as within
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles

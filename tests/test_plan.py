@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import zstore
 from tests.test_cli import run
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.engine.plan.rates import MatmulRates, measure_rates
 from zstore.errors import ConfigError, UsageError
 from zstore.sizes import format_bytes

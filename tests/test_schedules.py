@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import ConfigError
 

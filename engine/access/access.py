@@ -22,6 +22,7 @@ from zstore.format.partition import BITS
 
 from ..params.record import ParameterRecord, Residency
 from ..params.tensors import as_torch
+from ..runtime.messages import listed
 from ..zero.gradients import WholeGradients, agree_any
 from .full_tensors import Piece, Source, WholeArrays
 from .statedict import StateDictGuard
@@ -268,7 +269,8 @@ class Access:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
-        self._changing(lambda: self._fill(record, full, optimizer_array(slot, record.name)))
+        with self._changing():
+            self._fill(record, full, optimizer_array(slot, record.name))
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
         if values is None and self.world.rank > 0:
@@ -292,7 +294,7 @@ class Access:
     def write(self, values: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Replace parameters and their masters by the same values, 1-D [numel], on every rank (all ranks)."""
 
-        def each() -> None:
+        with self._changing():
             for record, full in values:
                 self._fill(record, full, *self.state.master_arrays(record))
                 if record.rest is not None and record.rest != model_array(record.name):
@@ -304,8 +306,6 @@ class Access:
                 if record in self.kept:
                     self.kept[record].copy_(record.owned())
 
-        self._changing(each)
-
     def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
         """Set this rank's rows of an array, or of what a master is made of, to those of `full`."""
         first, stop = record.owned_range
@@ -315,12 +315,14 @@ class Access:
             for tile in tiles:
                 state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
 
-    def _changing(self, change: Callable[[], None]) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
             self.units.forget()
         self._pending.torn = True
         with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
-            change()
+            yield
         self._pending.torn = False
 
     def enter_block(self, records: Sequence[ParameterRecord]) -> None:
@@ -366,4 +368,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(map(repr, close)) + "?"
-    return f"there are {', '.join(map(repr, names[:5]))}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"there are {listed([repr(one) for one in names], 5)}"

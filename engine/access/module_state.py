@@ -11,6 +11,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
+from ..runtime.messages import listed, shortened
 from .gather import gather
 
 if TYPE_CHECKING:
@@ -121,9 +122,10 @@ def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
 
 def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
     faults: list[str] = []
-    if strict:
-        faults += _listed("missing", [name for name in entries if name not in given])
-        faults += _listed("not in the model", [name for name in given if name not in entries])
+    missing, unexpected = [n for n in entries if n not in given], [n for n in given if n not in entries]
+    for what, names in (("missing", missing), ("not in the model", unexpected)) if strict else ():
+        if names:
+            faults.append(f"{what}: {listed(names, _MOST_LISTED)}")
     for name, target in entries.items():
         if name not in given:
             continue
@@ -133,16 +135,8 @@ def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any],
             got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
             faults.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
     if faults:
-        more = len(faults) - _MOST_LISTED
-        lines = faults[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        lines = shortened(faults, _MOST_LISTED)
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return [f"{what}: {', '.join(names[:_MOST_LISTED])}{more}"]
 
 
 def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from zstore.remote.folder import open_folder
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.url import is_url
 
-from ..config import Config
+from ..config.config import Config
 
 _FOLDER = "zstore-uploads"
 

@@ -19,6 +19,7 @@ from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY, ClientStep
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
+from ..runtime.messages import shortened
 from .renaming import Names, Renamed
 
 _MOST_LISTED = 10
@@ -260,5 +261,4 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 
 def _short(prefix: str, names: list[str]) -> list[str]:
-    more = len(names) - _MOST_LISTED
-    return [prefix + name for name in names[:_MOST_LISTED]] + ([f"and {more} more"] if more > 0 else [])
+    return shortened([prefix + name for name in names], _MOST_LISTED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstore.errors import CheckpointMismatchError, CorruptionError
 
-from ..config import BatchSizes
+from ..config.resolve import BatchSizes
 from ..training import Counters
 from .untrusted import understood
 

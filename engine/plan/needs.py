@@ -13,7 +13,7 @@ from zstore.format.partition import make_grid, round_up
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store import StoreOptions
 
-from ..config import Config
+from ..config.config import Config
 from ..params.gradient_types import GradientTypes
 from ..params.record import Sharding, named_parameters
 from ..params.tensors import PRECISIONS, dtype_name

@@ -18,7 +18,7 @@ from zstore.errors import UsageError
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
-from ..config import Config
+from ..config.config import Config
 from ..device import Transfers
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
