@@ -43,7 +43,7 @@ class NamedSchedule(LRScheduler):
         fresh = [group for group in optimizer.param_groups if "initial_lr" not in group]
         super().__init__(optimizer)
         for group in fresh:
-            # torch's note for its own formulas. A checkpoint has the groups' settings, and this is none.
+            # torch's note for its own formulas. A checkpoint has the groups' settings, of which this is not one.
             del group["initial_lr"]
 
     def _initial_step(self) -> None:

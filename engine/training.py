@@ -93,7 +93,7 @@ class Accumulation:
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by more or fewer micro-batches.
 
-        Raises UsageError where there are none, and in the middle of a step.
+        Raises UsageError where no number of micro-batches gives that, and in the middle of a step.
         """
         round_size = self.batch.micro_batch_size * self.world_size
         if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
@@ -263,7 +263,7 @@ class Training:
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and where asked for divided by the
-        accumulation steps. Where that fails, the accumulation starts anew."""
+        accumulation steps. Where that fails, the accumulation starts over."""
         scaled = loss.float()
         if divide and self.accumulation.batch.accumulation_steps > 1:
             scaled = scaled / self.accumulation.batch.accumulation_steps

@@ -4,7 +4,7 @@
 none      `step()` takes the norm and updates everything before it returns.
 backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
           `step()` waits for the rest. Nothing can be taken back: so it is for runs without clipping and loss scaling,
-          and a gradient that is not finite leaves a state that has to be loaded anew.
+          and a gradient that is not finite leaves a state that must be loaded again.
 forward   `step()` takes the norm and fixes what the step is: skipped or not, learning rates, step counts. Resident
           parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that

@@ -101,7 +101,7 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
     def moved(
         priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
     ) -> LinkStatistics:
-        """Return what the I/O threads moved of the subjects `of` (None: all); a stall of no seconds is none."""
+        """Return what the I/O threads moved of the subjects `of` (None: all); stalls of 0 s are left out."""
         chosen = []
         for key, link in store.queue.subjects.items():
             priority, subject = key.split(" ", 1)
