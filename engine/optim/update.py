@@ -86,11 +86,8 @@ class _Change:
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
         views = [as_torch(view) for view in tile.views]
-        held, slots, others = (
-            views[: self._num_master],
-            views[self._num_master : self._num_state],
-            views[self._num_state :],
-        )
+        held, others = views[: self._num_master], views[self._num_state :]
+        slots = views[self._num_master : self._num_state]
         master = self._state.take_master(held)
         if self._gradient is None:
             gradient = GradientTiles(self._state.transfers, others.pop(0)).tile(0, master.numel(), master)

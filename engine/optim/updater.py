@@ -79,6 +79,8 @@ class Updater:
         """
         self.complete()
         if self._crew is None:
+            # Of daemon threads: the interpreter would wait for another before it closes engines that were left open, whose
+            # update may wait for a backward that never comes.
             self._crew = Crew(1, "zstore-update")
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
