@@ -7,7 +7,7 @@ access, checkpoint and report; then `engine` and `initialize`. `docs/design/0011
 from .access.gather import gather
 from .build.init import Init
 from .build.pretrained import from_pretrained
-from .config import add_config_arguments
+from .config.arguments import add_config_arguments
 from .engine import Engine
 from .initialize import initialize
 from .report.statistics import EngineStatistics

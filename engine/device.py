@@ -7,7 +7,7 @@ brought, or uses its source for something else, waits for it:
 event    a point in what was asked of the device so far: a copy reads and writes device memory after it.
 copy     begun after an event, and ends with one. Until it is waited for nobody touches target or source, or frees them.
 wait     the host waits until the event is reached: what was copied is there, for the device too, and the source may be
-         used anew.
+         reused.
 Threads that ask for work on the device do so on the stream of whoever made them, so that its order is theirs.
 
 torch casts on the host's side of a copy that it waits for, so what travels has the type of the device's side. A copy

@@ -95,7 +95,16 @@ class Engine(nn.Module):
         self.steps = StepSnapshots(training, self.checkpoints)
         # Not a method of this object, which would then never be collected.
         self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
-        self.access = Access(training, self._complete_saves)
+        units = None if training.hooks is None else training.hooks.units
+        self.access = Access(
+            training.model,
+            training.state,
+            training.gradients,
+            training.scaler,
+            units,
+            training.pending,
+            self._complete_saves,
+        )
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
@@ -130,7 +139,7 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
-        if self.training_state.in_backward is not None and self.training_state.accumulation.is_boundary:
+        if self.training_state.pending.in_backward is not None and self.training_state.accumulation.is_boundary:
             self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
         self.report.add_loss(loss)
         with self._timed("backward_s"), self.access.during("backward"):
@@ -204,7 +213,8 @@ class Engine(nn.Module):
         Raises UsageError, on every rank, where it is not a multiple of the micro-batch's size times the world size, and
         in the middle of an accumulation.
         """
-        self.access.set_train_batch_size(train_batch_size)
+        training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
+        training.resize(self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -345,7 +355,7 @@ class Engine(nn.Module):
         """
         options = ExportOptions(
             filename=filename if save_filename is None else save_filename,
-            dtype=dtype,
+            dtype=dtype or self.training_state.config.precision,
             max_file_bytes=max_file_bytes,
             without_frozen=exclude_frozen_parameters,
         )
@@ -642,7 +652,11 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return engine_statistics(self.training_state, self.times, self.checkpoints.stall_s, self.steps.stall_s)
+        training = self.training_state
+        saves_s = {"save called": self.checkpoints.stall_s, "step snapshot": self.steps.stall_s}
+        return engine_statistics(
+            training.world, training.state, training.gradients, self.access.units, self.times, saves_s
+        )
 
     @property
     def global_samples(self) -> int:

@@ -18,7 +18,9 @@ from zstore.ranks.world import World
 
 from .build.init import require_no_init
 from .checkpoint.snapshots import require_shared_folder
-from .config import Config, ResolveContext, load_config, read_answers
+from .config.answers import read_answers
+from .config.config import Config, load_config
+from .config.resolve import ResolveContext
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zstore.errors import UsageError
 
-from .config import BatchSizes
+from .config.resolve import BatchSizes
 
 Collate = Callable[[list[Any]], Any]
 

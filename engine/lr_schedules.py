@@ -10,8 +10,7 @@ nothing and is answered once with what to remove.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,11 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zstore.errors import ConfigError, UsageError
 
-from .config import SchedulerConfig
+from .config.scheduler import (
+    LRRangeTestParams,
+    OneCycleParams,
+    SchedulerParams,
+    SchedulerSection,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+    WarmupParams,
+)
 from .runtime.messages import warn_once
-
-PerGroup = float | Sequence[float]
-"""One number for all parameter groups, or one for each."""
 
 _BETA2 = 0.99
 """OneCycle's second beta."""
@@ -38,7 +43,7 @@ class NamedSchedule(LRScheduler):
         fresh = [group for group in optimizer.param_groups if "initial_lr" not in group]
         super().__init__(optimizer)
         for group in fresh:
-            # torch's note for its own formulas. A checkpoint has the groups' settings, and this is none.
+            # torch's note for its own formulas. A checkpoint has the groups' settings, of which this is not one.
             del group["initial_lr"]
 
     def _initial_step(self) -> None:
@@ -76,9 +81,9 @@ class NamedSchedule(LRScheduler):
         self.apply()
 
 
-def _per_group(optimizer: torch.optim.Optimizer, name: str, value: PerGroup) -> list[float]:
+def _per_group(optimizer: torch.optim.Optimizer, params: SchedulerParams, name: str) -> list[float]:
     """Return the value of each parameter group. Raises ConfigError where there are more or fewer than groups."""
-    number = len(optimizer.param_groups)
+    number, value = len(optimizer.param_groups), getattr(params, name)
     if not isinstance(value, Sequence):
         return [value] * number
     if len(value) != number:
@@ -93,17 +98,16 @@ def _between(least: Sequence[float], most: Sequence[float], share: float) -> lis
     return [low + (high - low) * share for low, high in zip(least, most, strict=True)]
 
 
-@dataclass(frozen=True)
 class _Climb:
     """The share of a warm-up that is done, from 0 to 1: log(s + 1) / log(n) or s / n at iteration s < n."""
 
-    num_steps: int
-    """At least 2."""
-    shape: Literal["log", "linear"]
+    def __init__(self, params: WarmupParams) -> None:
+        self.num_steps = max(2, int(params.warmup_num_steps))
+        self._shape = params.warmup_type
 
     def share(self, iteration: int) -> float:
         """Return the share at an iteration of the warm-up."""
-        if self.shape == "log":
+        if self._shape == "log":
             return 1.0 / math.log(self.num_steps) * math.log(iteration + 1)
         return iteration / self.num_steps
 
@@ -123,20 +127,13 @@ class WarmupLR(NamedSchedule):
     `warmup_max_lr` None: each parameter group's own learning rate.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: Literal["log", "linear"] = "log",
-    ) -> None:
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._least = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self._most = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        self._climb = _Climb(max(2, warmup_num_steps), warmup_type)
+    def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupLRParams) -> None:
+        self._least = _per_group(optimizer, params, "warmup_min_lr")
+        if params.warmup_max_lr is None:
+            self._most = [float(group["lr"]) for group in optimizer.param_groups]
+        else:
+            self._most = _per_group(optimizer, params, "warmup_max_lr")
+        self._climb = _Climb(params)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -157,25 +154,10 @@ class WarmupLR(NamedSchedule):
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR; after the warm-up the distance to `warmup_min_lr` falls in a line, and is 0 at `total_num_steps`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: Literal["log", "linear"] = "log",
-    ) -> None:
-        self._total = total_num_steps
-        super().__init__(
-            optimizer,
-            warmup_min_lr=warmup_min_lr,
-            warmup_max_lr=warmup_max_lr,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-        )
-        self._climb.check_before(total_num_steps)
+    def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupDecayLRParams) -> None:
+        self._total = int(params.total_num_steps)
+        super().__init__(optimizer, params)
+        self._climb.check_before(self._total)
 
     def _after(self, step: int) -> float:
         return max(0.0, float(self._total - step) / max(1.0, self._total - self._climb.num_steps))
@@ -185,21 +167,12 @@ class WarmupCosineLR(NamedSchedule):
     """Each group's own learning rate times a ratio: it climbs from `warmup_min_ratio` to 1, then falls along half a
     cosine wave to `cos_min_ratio` at `total_num_steps`, and stays there. At the first step it is 0."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: Literal["log", "linear"] = "log",
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupCosineLRParams) -> None:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._total = total_num_steps
-        self._first, self._last = warmup_min_ratio, cos_min_ratio
-        self._climb = _Climb(max(2, warmup_num_steps), warmup_type)
-        self._climb.check_before(total_num_steps)
+        self._total = int(params.total_num_steps)
+        self._first, self._last = params.warmup_min_ratio, params.cos_min_ratio
+        self._climb = _Climb(params)
+        self._climb.check_before(self._total)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -217,15 +190,16 @@ class WarmupCosineLR(NamedSchedule):
         return max(0.0, self._last + (1.0 - self._last) * ((1 + math.cos(math.pi * done)) / 2))
 
 
-@dataclass(frozen=True)
 class _Cycle:
     """The shape of a cycle: a climb and a fall, each a line, or stairs where their number is above 0."""
 
-    first: float
-    """Steps of the climb."""
-    second: float
-    first_stairs: int
-    second_stairs: int
+    def __init__(self, params: OneCycleParams) -> None:
+        second, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
+        self.first = float(params.cycle_first_step_size)
+        """Steps of the climb."""
+        self.second = self.first if second is None else float(second)
+        self.first_stairs = params.cycle_first_stair_count
+        self.second_stairs = self.first_stairs if stairs is None else stairs
 
     @property
     def total(self) -> float:
@@ -252,36 +226,15 @@ class OneCycle(NamedSchedule):
     Momentum is the first beta, the second is 0.99 throughout; or `momentum` of an optimizer without betas.
     """
 
-    def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
-    ) -> None:
-        self._cycle = _Cycle(
-            float(cycle_first_step_size),
-            float(cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size),
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
-        self._least = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self._most = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self._least_momentum = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
-        self._most_momentum = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self._lr_decay, self._momentum_decay = decay_lr_rate, decay_mom_rate
-        self._decay_steps = decay_step_size
-        self._momentum = self._momentum_setting(optimizer.param_groups) if cycle_momentum else None
+    def __init__(self, optimizer: torch.optim.Optimizer, params: OneCycleParams) -> None:
+        self._cycle = _Cycle(params)
+        self._least = _per_group(optimizer, params, "cycle_min_lr")
+        self._most = _per_group(optimizer, params, "cycle_max_lr")
+        self._least_momentum = _per_group(optimizer, params, "cycle_min_mom")
+        self._most_momentum = _per_group(optimizer, params, "cycle_max_mom")
+        self._lr_decay, self._momentum_decay = params.decay_lr_rate, params.decay_mom_rate
+        self._decay_steps = params.decay_step_size
+        self._momentum = self._momentum_setting(optimizer.param_groups) if params.cycle_momentum else None
         super().__init__(optimizer)
 
     def _momentum_setting(self, groups: Sequence[Mapping[str, Any]]) -> Literal["betas", "momentum"] | None:
@@ -342,18 +295,10 @@ class LRRangeTest(NamedSchedule):
     """The learning rate grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` times that in every interval of
     `lr_range_test_step_size` steps, without end: for finding the largest that trains."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-    ) -> None:
-        self._least = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self._size, self._rate = lr_range_test_step_size, lr_range_test_step_rate
-        self._staircase = lr_range_test_staircase
+    def __init__(self, optimizer: torch.optim.Optimizer, params: LRRangeTestParams) -> None:
+        self._least = _per_group(optimizer, params, "lr_range_test_min_lr")
+        self._size, self._rate = params.lr_range_test_step_size, params.lr_range_test_step_rate
+        self._staircase = params.lr_range_test_staircase
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -363,19 +308,18 @@ class LRRangeTest(NamedSchedule):
         return [low * growth for low in self._least]
 
 
-_BY_NAME: Mapping[str, type[NamedSchedule]] = {
+_BY_NAME: Mapping[str, Callable[[torch.optim.Optimizer, Any], NamedSchedule]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 
 
-def named_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> NamedSchedule:
+def named_schedule(section: SchedulerSection, optimizer: torch.optim.Optimizer) -> NamedSchedule:
     """Return the schedule that a config names; the optimizer's groups have the first step's settings.
 
     Raises ConfigError for lists that do not suit the groups.
     """
-    arguments = dict(config.params)
-    position = int(arguments.pop("last_batch_iteration", -1))
-    schedule = _BY_NAME[config.type](optimizer, **arguments)
+    schedule = _BY_NAME[section.type](optimizer, section.params)
+    position = section.params.last_batch_iteration
     if position >= 0:
         schedule.load_state_dict({"last_batch_iteration": position})
     return schedule

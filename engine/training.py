@@ -14,7 +14,8 @@ from torch import nn
 from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.world import World
 
-from .config import BatchSizes, Config
+from .config.config import Config
+from .config.resolve import BatchSizes
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
@@ -26,6 +27,7 @@ from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
+from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
@@ -91,7 +93,7 @@ class Accumulation:
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by more or fewer micro-batches.
 
-        Raises UsageError where there are none, and in the middle of a step.
+        Raises UsageError where no number of micro-batches gives that, and in the middle of a step.
         """
         round_size = self.batch.micro_batch_size * self.world_size
         if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
@@ -108,131 +110,32 @@ class Accumulation:
         return replace(self.batch, train_batch_size=train_batch_size, accumulation_steps=steps)
 
 
-@dataclass(kw_only=True)
-class Training:
-    """The parts of a run on this rank, wired by `initialize`."""
+class PendingUpdate:
+    """The update under way, if any, and whether the state is whole: what stopped half way leaves a mixture, which must be
+    neither trained nor saved."""
 
-    world: World
-    config: Config
-    accumulation: Accumulation
-    sharding: Sharding
-    model: nn.Module
-    plan: Plan
-    """Where everything rests, as it was decided before anything was laid out."""
-    state: OptimizerState
-    updater: Updater
-    step_mode: StepMode
-    gradients: Gradients
-    hooks: UnitHooks | None
-    """None where parameters are not sharded."""
-    optimizer: ZeroOptimizer
-    schedule: LRSchedule
-    scaler: LossScaler
-    loader: TrainingLoader | None
-    run_id: str
-    """Of the whole training run; a resumed one keeps it."""
-    client_step: ClientStep | None
-    """Takes the steps of an optimizer that must see whole tensors."""
-    in_backward: OptimizerInBackward | None
-    """Updates in the last backward of a step. None in other step modes, and where gradients are reduced once a step (stages 0
-    and 1 with more ranks), which are final at its end alone."""
-    counters: Counters = field(default_factory=Counters)
-    earlier_samples: int = 0
-    """Samples that steps of other batch sizes had more than those of the present one."""
-    norm: float | None = None
-    """Global norm of the last step's unscaled gradients."""
-    was_applied: bool = False
-    """Whether the last step changed parameters."""
-    torn: bool = False
-    """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
-    before_change: Callable[[], None] = _nothing
-    """Called before a step changes anything: what must have seen the state of the step before is waited for."""
-    _behind: bool = False
-    """Whether an update was started behind `step()` of which the ranks did not agree yet that it is done."""
-
-    def __post_init__(self) -> None:
-        # Of the config once, not in every step.
-        self._clip_norm = self.config.gradient_clipping
-        self._needs_gradients = not self.config.zero.ignore_unused_parameters
-        self._gather_numel = self.config.allgather_bucket_numel
+    def __init__(self, world: World, updater: Updater, in_backward: OptimizerInBackward | None) -> None:
+        self.world = world
+        self.updater = updater
+        self.in_backward = in_backward
+        """Updates in the last backward of a step. None in other step modes, and where gradients are reduced once a step
+        (stages 0 and 1 with more ranks), which are final at its end alone."""
+        self.torn = False
+        """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
+        self._behind = False
+        """Whether an update was started behind `step()` of which the ranks did not agree yet that it is done."""
 
     @property
-    def trained(self) -> list[ParameterRecord]:
-        """The parameters that the optimizer updates, in order."""
-        return list(self.state.scalars)
-
-    @property
-    def is_updating(self) -> bool:
+    def is_in_backward(self) -> bool:
         """Whether an update in the backward is under way, which `step()` ends."""
         return self.in_backward is not None and self.in_backward.under_way
 
-    @property
-    def samples(self) -> int:
-        """Samples seen by all ranks, as far as accumulations were not ended early."""
-        return self.counters.global_steps * self.accumulation.batch.train_batch_size + self.earlier_samples
+    def start_behind(self, update: Update) -> None:
+        """Start an update behind `step()`."""
+        self._behind = True
+        self.updater.start(update)
 
-    def resize(self, batch: BatchSizes) -> None:
-        """Go on with other batch sizes."""
-        former, self.accumulation.batch = self.accumulation.batch, batch
-        self.earlier_samples += self.counters.global_steps * (former.train_batch_size - batch.train_batch_size)
-
-    # -- backward ---------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and where asked for divided by the
-        accumulation steps. Where that fails, the accumulation starts anew."""
-        scaled = loss.float()
-        if divide and self.accumulation.batch.accumulation_steps > 1:
-            scaled = scaled / self.accumulation.batch.accumulation_steps
-        if self.scaler.scale != 1.0:
-            scaled = scaled * self.scaler.scale
-        error = self._wait()
-        last = self.accumulation.is_boundary
-        if last and self.in_backward is not None:
-            self.require_whole()
-            self.before_change()
-            self.in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
-        try:
-            self.gradients.start_backward(last=last)
-            if self.hooks is not None:
-                self.hooks.start_backward()
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            self.gradients.end_backward()
-            if self.hooks is not None:
-                self.hooks.end_backward()
-            # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
-            self._agree(error)
-        except BaseException as raised:
-            if self.abandon_update():
-                raised.add_note(
-                    'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
-                )
-            self.restart_accumulation()
-            if self.hooks is not None:
-                self.hooks.abandon()
-            raise
-        if last and self.in_backward is not None:
-            self.in_backward.end_backward()
-        self.accumulation.backwards += 1
-
-    def restart_accumulation(self) -> None:
-        """Forget the gradients of the step under way."""
-        self.gradients.drop()
-        self.counters.micro_steps -= self.accumulation.stepped
-        self.accumulation.restart()
-
-    def name_boundary(self, is_boundary: bool | None) -> None:
-        """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
-        if self.is_updating and not is_boundary:
-            raise UsageError(
-                "the micro-batch under way cannot be declared not the last of its step any more: with "
-                '"step_overlap": "backward" its backward has updated parameters; call step() first'
-            )
-        self.accumulation.named = is_boundary
-
-    # -- updates under way ------------------------------------------------------------------------------------------
-
-    def abandon_update(self) -> bool:
+    def abandon(self) -> bool:
         """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
         if self.in_backward is None or not self.in_backward.under_way:
             return False
@@ -246,10 +149,10 @@ class Training:
 
         Raises, on every rank, what ended the update on any, and the state is torn.
         """
-        if not self.is_updating:
-            self._agree(self._wait())
+        if not self.is_in_backward:
+            self.agree(self.wait())
 
-    def _wait(self) -> BaseException | None:
+    def wait(self) -> BaseException | None:
         """Wait for the update that runs behind; return what ended it, to be agreed on. Alone, raise it."""
         error = self.updater.wait() if self._behind else None
         self.torn |= error is not None
@@ -257,7 +160,7 @@ class Training:
             raise error
         return error
 
-    def _agree(self, error: BaseException | None) -> None:
+    def agree(self, error: BaseException | None) -> None:
         """Raise what ended the update behind on any rank on every rank (all ranks)."""
         if not self._behind:
             return
@@ -278,10 +181,137 @@ class Training:
     def require_whole(self) -> None:
         """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""
         # What ended an update in the backward is raised in step(), on every rank.
-        if self.torn or (not self.is_updating and self.updater.error is not None):
+        if self.torn or (not self.is_in_backward and self.updater.error is not None):
             raise UsageError(
                 "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
             ) from self.updater.error
+
+    def forget(self) -> None:
+        """Wait for the end of an update, and forget what it changed: a load replaces the state."""
+        self.abandon()
+        self.updater.forget()
+
+    def close(self) -> None:
+        """End the updater's thread."""
+        # Before all else: an update that waits for a backward would never end.
+        self.abandon()
+        error = self.updater.wait()
+        if error is not None and not self.torn:
+            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
+        self.updater.close()
+        if self.in_backward is not None:
+            self.in_backward.close()
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The parts of a run on this rank, wired by `initialize`."""
+
+    world: World
+    config: Config
+    accumulation: Accumulation
+    sharding: Sharding
+    model: nn.Module
+    plan: Plan
+    """Where everything rests, as it was decided before anything was laid out."""
+    state: OptimizerState
+    pending: PendingUpdate
+    step_mode: StepMode
+    gradients: Gradients
+    hooks: UnitHooks | None
+    """None where parameters are not sharded."""
+    optimizer: ZeroOptimizer
+    schedule: LRSchedule
+    scaler: LossScaler
+    loader: TrainingLoader | None
+    run_id: str
+    """Of the whole training run; a resumed one keeps it."""
+    client_step: ClientStep | None
+    """Takes the steps of an optimizer that must see whole tensors."""
+    counters: Counters = field(default_factory=Counters)
+    earlier_samples: int = 0
+    """Samples that steps of other batch sizes had more than those of the present one."""
+    norm: float | None = None
+    """Global norm of the last step's unscaled gradients."""
+    was_applied: bool = False
+    """Whether the last step changed parameters."""
+    before_change: Callable[[], None] = _nothing
+    """Called before a step changes anything: what must have seen the state of the step before is waited for."""
+
+    def __post_init__(self) -> None:
+        # Of the config once, not in every step.
+        self._clip_norm = self.config.gradient_clipping
+        self._needs_gradients = not self.config.zero.ignore_unused_parameters
+        self._gather_numel = self.config.allgather_bucket_numel
+
+    @property
+    def trained(self) -> list[ParameterRecord]:
+        """The parameters that the optimizer updates, in order."""
+        return list(self.state.scalars)
+
+    @property
+    def samples(self) -> int:
+        """Samples seen by all ranks, as far as accumulations were not ended early."""
+        return self.counters.global_steps * self.accumulation.batch.train_batch_size + self.earlier_samples
+
+    def resize(self, batch: BatchSizes) -> None:
+        """Go on with other batch sizes."""
+        former, self.accumulation.batch = self.accumulation.batch, batch
+        self.earlier_samples += self.counters.global_steps * (former.train_batch_size - batch.train_batch_size)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
+        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and where asked for divided by the
+        accumulation steps. Where that fails, the accumulation starts over."""
+        scaled = loss.float()
+        if divide and self.accumulation.batch.accumulation_steps > 1:
+            scaled = scaled / self.accumulation.batch.accumulation_steps
+        if self.scaler.scale != 1.0:
+            scaled = scaled * self.scaler.scale
+        error = self.pending.wait()
+        in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
+        if in_backward is not None:
+            self.pending.require_whole()
+            self.before_change()
+            in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
+        try:
+            self.gradients.start_backward(last=self.accumulation.is_boundary)
+            if self.hooks is not None:
+                self.hooks.start_backward()
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.gradients.end_backward()
+            if self.hooks is not None:
+                self.hooks.end_backward()
+            # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
+            self.pending.agree(error)
+        except BaseException as raised:
+            if self.pending.abandon():
+                raised.add_note(
+                    'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
+                )
+            self.restart_accumulation()
+            if self.hooks is not None:
+                self.hooks.abandon()
+            raise
+        if in_backward is not None:
+            in_backward.end_backward()
+        self.accumulation.backwards += 1
+
+    def restart_accumulation(self) -> None:
+        """Forget the gradients of the step under way."""
+        self.gradients.drop()
+        self.counters.micro_steps -= self.accumulation.stepped
+        self.accumulation.restart()
+
+    def name_boundary(self, is_boundary: bool | None) -> None:
+        """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
+        if self.pending.is_in_backward and not is_boundary:
+            raise UsageError(
+                "the micro-batch under way cannot be declared not the last of its step any more: with "
+                '"step_overlap": "backward" its backward has updated parameters; call step() first'
+            )
+        self.accumulation.named = is_boundary
 
     # -- step -------------------------------------------------------------------------------------------------------
 
@@ -295,11 +325,11 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.forget()  # what a forward without a backward left is old now
         try:
-            self.require_whole()
+            self.pending.require_whole()
             self.gradients.reduce()
             if self._needs_gradients:
                 self._require_gradients()
-            norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.sharding.optimizer_state)
+            norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.state.is_sharded)
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
             if overflow and not self.scaler.skips:
@@ -308,16 +338,16 @@ class Training:
                     "Look for a loss that is NaN or infinite, or lower the learning rate"
                 )
             self.before_change()
-            if self.in_backward is not None and self.in_backward.under_way:
-                self._change(partial(self.in_backward.finish, self._settings(1.0)))
+            if (in_backward := self.pending.in_backward) is not None and in_backward.under_way:
+                self._change(partial(in_backward.finish, self._settings(1.0)))
             elif overflow:
                 self.world.raise_together(None)  # brings what a rank requests to all, as every update does
             else:
                 self._update(scale_factor(self.norm, self._clip_norm, self.scaler.scale))
         finally:
             # Still there: the step failed. What this rank did not change, another did.
-            self.torn |= self.is_updating
-            self.abandon_update()
+            self.pending.torn |= self.pending.is_in_backward
+            self.pending.abandon()
             self.gradients.drop()
         self._count(overflow)
 
@@ -325,15 +355,14 @@ class Training:
         """Raise UsageError, on every rank, that names the parameters to which no rank's loss led."""
         unused = [record.name for record in self.trained if not self.gradients.has(record)]
         if unused:
-            more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
             raise UsageError(
                 f"step {self.counters.global_steps + 1}: on no rank was there a gradient for "
-                f"{', '.join(map(repr, unused[:_NAMED]))}{more}; {self._what_changed()}. Use them in the loss, freeze them "
+                f"{listed([repr(name) for name in unused], _NAMED)}; {self._what_changed()}. Use them in the loss, freeze them "
                 "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
             )
 
     def _what_changed(self) -> str:
-        if not self.is_updating:
+        if not self.pending.is_in_backward:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
@@ -361,25 +390,24 @@ class Training:
             held = {record: self.gradients.take(record) for record in behind}
             update = Update(self.state, behind, settings, held.pop)
             update.note_scalars(behind)
-            self._behind = True
-            self.updater.start(update)
+            self.pending.start_behind(update)
 
         self._change(at_once, later if behind else None)
 
     def _change(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Change the state, on every rank or with an error on every rank; resident parameters follow, and then what
         `then` does."""
-        self.torn = True
+        self.pending.torn = True
         with self.world.agreeing("The step was applied in part: load a checkpoint before going on."):
             change()
         self.gather_resident(self.trained)
         if then is not None:
             then()
-        self.torn = False
+        self.pending.torn = False
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
-        if self.sharding.optimizer_state:
+        if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
             all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
 
@@ -403,14 +431,7 @@ class Training:
 
     def close(self) -> None:
         """Give hooks, memory, threads and the run folder back."""
-        # Before all else: an update that waits for a backward would never end.
-        self.abandon_update()
-        error = self.updater.wait()
-        if error is not None and not self.torn:
-            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
-        self.updater.close()
-        if self.in_backward is not None:
-            self.in_backward.close()
+        self.pending.close()
         self.gradients.close()
         if self.hooks is not None:
             self.hooks.remove()

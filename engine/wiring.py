@@ -18,7 +18,7 @@ from zstore.store import TensorStore
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.takeover import BuiltModel
-from .config import Config
+from .config.config import Config
 from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
@@ -38,7 +38,7 @@ from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
-from .training import Accumulation, Training
+from .training import Accumulation, PendingUpdate, Training
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
 from .zero.spill import GradientSpill
@@ -81,8 +81,15 @@ def wire(
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
         types = GradientTypes.of(config, world.world_size)
-        splits = config.own.split_master
-        state = OptimizerState(store, kernels, transfers, splits=splits, keeps_whole=whole, types=types)
+        state = OptimizerState(
+            store,
+            kernels,
+            transfers,
+            is_sharded=sharding.optimizer_state,
+            splits=config.own.split_master,
+            keeps_whole=whole,
+            types=types,
+        )
         layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -106,7 +113,7 @@ def wire(
             model=model,
             plan=plan,
             state=state,
-            updater=updater,
+            pending=PendingUpdate(world, updater, in_backward),
             step_mode=mode,
             gradients=gradients,
             hooks=hooks,
@@ -116,7 +123,6 @@ def wire(
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
-            in_backward=in_backward,
         )
     except BaseException:
         store.close()

@@ -13,7 +13,7 @@ from tests.engine_models import make_net
 from tests.engine_runs import state_of, step
 from tests.test_train import rows
 from zstore.engine import Engine
-from zstore.engine.config import read_config
+from zstore.engine.config.config import read_config
 from zstore.errors import ConfigError
 from zstore.tools.train.command import train_command
 from zstore.tools.train.config import TrainOptions

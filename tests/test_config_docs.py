@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 from tests import warm
-from zstore.engine.config import add_config_arguments
+from zstore.engine.config.arguments import add_config_arguments
 from zstore.engine.config.keys import known_keys
 from zstore.engine.config.schema import Settings
 from zstore.tools.config_docs import END, all_keys, mark, updated

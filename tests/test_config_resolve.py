@@ -7,17 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.keep import Keep
-from zstore.engine.config import (
-    BatchSizes,
-    Config,
-    IoConfig,
-    OptimizerConfig,
-    ResolveContext,
-    load_config,
-    read_answers,
-)
+from zstore.engine.config.answers import read_answers
+from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys
-from zstore.engine.config.resolve import open_keys, solve_batch
+from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, solve_batch
+from zstore.engine.config.scheduler import WarmupLRParams
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError, UsageError
 
@@ -67,7 +61,7 @@ def test_the_largest_config_in_full() -> None:
         type="AdamW", lr=2e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, adam_w_mode=True
     )
     assert config.scheduler is not None
-    assert config.scheduler.params == {
+    assert dict(config.scheduler.params) == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 2e-4,
         "warmup_num_steps": 7,
@@ -112,7 +106,8 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     )
     assert config.scheduler is not None
     params = config.scheduler.params
-    assert (params["warmup_min_lr"], params["warmup_max_lr"], params["warmup_num_steps"]) == (0.0, 1e-3, 1000)
+    assert isinstance(params, WarmupLRParams)
+    assert (params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps) == (0.0, 1e-3, 1000)
     (line,) = [str(notice) for notice in config.notices() if notice.key == '"auto"']
     assert (
         "optimizer.params.lr = 0.001, optimizer.params.betas = [0.9, 0.999], optimizer.params.eps = 1e-08, "
@@ -289,14 +284,14 @@ def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
     for config, highest in ((schedule, None), (schedule | adam, None), (auto | adam, 0.25)):
         scheduler = resolved(config).scheduler
         assert scheduler is not None
-        assert scheduler.params["warmup_max_lr"] == highest
+        assert dict(scheduler.params)["warmup_max_lr"] == highest
 
 
 def test_the_warm_up_of_an_optimizer_that_is_passed_ends_at_its_groups_lr() -> None:
     config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     scheduler = resolved(config, client_optimizer=True).scheduler
     assert scheduler is not None
-    assert scheduler.params["warmup_max_lr"] is None
+    assert dict(scheduler.params)["warmup_max_lr"] is None
 
 
 def test_what_the_caller_passes_replaces_the_sections() -> None:

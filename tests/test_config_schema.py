@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from zstore.engine.config import Config, ResolveContext, load_config
+from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.values import expected
 from zstore.errors import ConfigError

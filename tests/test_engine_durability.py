@@ -15,7 +15,7 @@ import torch
 from tests.engine_runs import make_config, start, state_of, step, whole
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError
 from zstore.io.files import Files
 from zstore.testing.faults import Fault, FaultyFiles

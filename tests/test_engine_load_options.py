@@ -151,7 +151,7 @@ def test_a_model_that_differs(saved: tuple[Path, dict[str, Any]], caplog: pytest
 def test_a_mixture_is_mended_by_a_whole_load_only(saved: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = saved
     with other() as engine:
-        engine.training_state.torn = True
+        engine.training_state.pending.torn = True
         with pytest.raises(UsageError, match="load a whole checkpoint, without options"):
             engine.load_checkpoint(str(folder), load_module_only=True)
         engine.load_checkpoint(str(folder))

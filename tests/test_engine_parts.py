@@ -21,7 +21,7 @@ from tests.reference import sum_of_squares_by_halves
 from zstore.engine.checkpoint.client_state import join, split
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
-from zstore.engine.config import BatchSizes
+from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.loader import TrainingLoader
 from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
 from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name

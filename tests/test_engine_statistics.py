@@ -99,7 +99,8 @@ def test_parameters_that_rest_on_disk_are_read_for_each_use(tmp_path: Path) -> N
         assert moved.operations > 0
         assert moved.busy_s > 0
         assert moved.stall_s["not read yet"] > 0
-        assert "parameter" in state_text(engine.training_state)
+        training = engine.training_state
+        assert "parameter" in state_text(training.config.settings, training.state, training.world)
 
 
 def _links(rank: int, stage: int) -> dict[str, Any]:

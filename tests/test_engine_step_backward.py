@@ -30,7 +30,8 @@ from tests.test_engine_step_modes import (
     step,
 )
 from zstore.engine import Engine
-from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim import in_backward as within
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
@@ -107,7 +108,7 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
             with pytest.raises(ValueError, match="in the middle") as caught:
                 engine.backward(loss)
             handle.remove()
-            torn.append(engine.training_state.torn)
+            torn.append(engine.training_state.pending.torn)
             assert torn[-1] == ("parameters were updated before: load a checkpoint" in say(caught.value))
             if not torn[-1]:
                 assert engine_digests(engine) == before
@@ -181,7 +182,7 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
             ) as caught:
                 engine.backward(loss)
             # The update may not have begun with anything yet.
-            assert engine.training_state.torn == ("parameters were updated before: load" in say(caught.value))
+            assert engine.training_state.pending.torn == ("parameters were updated before: load" in say(caught.value))
 
 
 def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
@@ -209,13 +210,13 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
-        updater = engine.training_state.updater
+        updater = engine.training_state.pending.updater
         updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
         files.close_gate()
         engine.backward(engine(*data(1)))
         if mode == "forward":
             engine.step()
-    assert not [thread for thread in threading.enumerate() if thread.name == "zstore-update"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("zstore-update")]
     assert not list(nvme.rglob("*.shard"))
 
 
@@ -223,7 +224,7 @@ def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptur
     files = FaultyFiles()
     with start(config("forward", nvme), make_model(), _files=files) as engine:
         step(engine)
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
         step(engine)
     assert "the last update failed, and nobody had asked for it yet" in caplog.text

@@ -83,7 +83,7 @@ def held(mode: str, nvme: Path, **keys: Any) -> Iterator[tuple[Engine, GatedFile
     files.open_gate()
     with start(config(mode, nvme, **keys), make_model(), _files=files) as engine, files.holding():
         step(engine)
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         yield engine, files
 
 
@@ -111,7 +111,7 @@ def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
         for record, scalars in engine.training_state.state.scalars.items():
             assert scalars == {"step": 0.0 if "unused" in record.name else 2.0}
         files.open_gate()
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         for group, values in zip(engine.optimizer.param_groups, before, strict=True):
             group.update(values)
         assert state_of(engine) == expected(2)
@@ -134,7 +134,7 @@ def test_any_forward_applies_the_update(nvme: Path) -> None:
             files.close_gate()
             step(engine)
             # The gate opens when somebody waits for an update: what does not, reads old values.
-            residence.on_ready(opening(files, engine.training_state.updater.wait_for))
+            residence.on_ready(opening(files, engine.training_state.pending.updater.wait_for))
             step(other)
             assert torch.equal(way(engine), way(other))
             engine.train()
@@ -226,10 +226,10 @@ READERS: dict[str, Callable[[Engine, Path], Any]] = {
 def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
     with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
         step(other)
-        updater = engine.training_state.updater
+        updater = engine.training_state.pending.updater
         updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
         for name, read in READERS.items():
-            engine.training_state.complete()
+            engine.training_state.pending.complete()
             files.close_gate()
             step(engine)
             step(other)
@@ -249,7 +249,7 @@ def test_statistics_do_not_wait(nvme: Path) -> None:
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
-        updater = engine.training_state.updater
+        updater = engine.training_state.pending.updater
         original, interrupter = updater.wait, threading.Thread(target=_thread.interrupt_main)
 
         def interrupted() -> Any:
@@ -378,7 +378,7 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
         files.open_gate()
         with pytest.raises(CheckpointError, match="cancelled"):
             engine.wait_for_checkpoint()
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         assert _pins(engine) == 0
         store = engine.training_state.state.store
         name = "model/blocks.0.up.weight"

@@ -93,7 +93,7 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
                 if engine.is_gradient_accumulation_boundary():
                     statistics.append(engine.statistics())
                 engine.step()
-            engine.training_state.complete()
+            engine.training_state.pending.complete()
             statistics.append(engine.statistics())
         accumulated, (_, before, _, after) = statistics[0], statistics
         unused = 0 if which != "net" else _unused_bytes(engine)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import zstore
 from tests.test_cli import run
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.engine.plan.rates import MatmulRates, measure_rates
 from zstore.errors import ConfigError, UsageError
 from zstore.sizes import format_bytes
@@ -64,13 +64,13 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
         with engine:
             ids = torch.zeros(engine.train_micro_batch_size_per_gpu(), SEQ, dtype=torch.long)
             for _ in range(2):
-                engine.training_state.complete()
+                engine.training_state.pending.complete()
                 before = engine.statistics().store
                 for _ in range(engine.gradient_accumulation_steps()):
                     engine.backward(loss_of(engine(ids, labels=ids)))
                     gradients = engine.statistics().held.gradients
                     engine.step()
-            engine.training_state.complete()
+            engine.training_state.pending.complete()
             held, store = engine.statistics().held, engine.statistics().store
         state = store.device_bytes + store.host_bytes + store.disk_bytes - held.resting
         counted = {"parameters": held.parameters + held.resting, "gradients": gradients}

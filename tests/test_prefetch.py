@@ -130,9 +130,9 @@ def test_a_recorder_tells_a_repetition_from_another_order(trace: Trace, limits: 
         open_: list[tuple[int, Use]] = []
         for number, use in enumerate(order):
             for _, done in [(n, u) for n, u in open_ if u.last < number]:
-                recorder.give_back(done.unit)
+                recorder.end_use(done.unit)
             open_ = [(n, u) for n, u in open_ if u.last >= number]
-            recorder.take(use.unit)
+            recorder.begin_use(use.unit)
             followed.append(recorder.follows)
             open_.append((number, use))
         return recorder.end(), followed

@@ -18,7 +18,7 @@ import torch
 import zstore
 from tests.engine_models import make_net
 from tests.engine_runs import make_config, start, step
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.rates import SLOW_RATIO, MatmulRates, find_rates, measure_rates, tell_choice, warn_of_slow
 from zstore.ranks.world import World

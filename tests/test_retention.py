@@ -22,7 +22,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.request import SaveSummary
 from zstore.checkpoint.usage import bytes_freed
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.io.files import Files
 from zstore.remote.folder import open_folder

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zstore.engine.config import ResolveContext, load_config
-from zstore.engine.lr_schedules import NamedSchedule, WarmupLR, named_schedule
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import ConfigError
 
 OWN_LR = 0.5
@@ -266,7 +267,7 @@ def test_a_resumed_schedule_goes_on_as_the_first_would_have(
 
 
 def test_a_loops_own_step_of_our_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = WarmupLR(adam(), warmup_num_steps=4)
+    schedule = made("WarmupLR", {"warmup_num_steps": 4})
     schedule.advance()
     before = schedule.state_dict(), schedule.get_last_lr()
     schedule.step()
@@ -343,8 +344,8 @@ def test_the_defaults_are_deepspeeds() -> None:
         section = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
         assert section is not None
         assert section.type == name
-        assert section.params["last_batch_iteration"] == -1
-        return {key: value for key, value in section.params.items() if key != "last_batch_iteration"} | required
+        assert section.params.last_batch_iteration == -1
+        return {key: value for key, value in dict(section.params).items() if key != "last_batch_iteration"} | required
 
     warm = {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"}
     assert params("WarmupLR") == warm | {"warmup_max_lr": None}
@@ -385,7 +386,7 @@ def test_auto_as_hugging_face_users_write_it() -> None:
     )
     section = load_config(config).resolve(known).scheduler
     assert section is not None
-    assert [section.params[key] for key in keys] == [0, 0.25, 3, 9]
+    assert [getattr(section.params, key) for key in keys] == [0, 0.25, 3, 9]
     with pytest.raises(ConfigError) as caught:
         load_config(config).resolve(ResolveContext(world_size=1))
     assert str(caught.value).startswith(

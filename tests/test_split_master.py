@@ -182,7 +182,7 @@ def test_traffic_is_ten_and_an_eighth_each_way(nvme: Path) -> None:
                 before = engine.statistics()
                 engine.backward(engine(x).float().mean())
                 engine.step()
-                engine.training_state.complete()
+                engine.training_state.pending.complete()
                 links = engine.statistics().links_since(before)
             counted = links["optimizer_read"]["bytes"] + links["optimizer_write"]["bytes"]
             plan = engine.training_state.plan.traffic

@@ -186,7 +186,7 @@ def test_an_engine_tells_each_cause_by_its_link(
 ) -> None:
     with start(make_config(1, "nvme", tmp_path, aio={"queue_depth": 1, "thread_count": 1}), _files=gate) as engine:
         step(engine)
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         before = engine.statistics()
         stall(Stalls(engine.training_state.state.store, gate, clock, monkeypatch))
         moved = engine.statistics().links_since(before)

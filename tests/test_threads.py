@@ -63,7 +63,7 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 256)).sum())
             engine.step()
-        engine.training_state.complete()
+        engine.training_state.pending.complete()
         assert engine.statistics().store.disk_write_bytes > 0
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()

@@ -22,12 +22,17 @@ from zstore.format.partition import BITS
 
 from ..params.record import ParameterRecord, Residency
 from ..params.tensors import as_torch
+from ..runtime.messages import listed
 from ..zero.gradients import WholeGradients, agree_any
 from .full_tensors import Piece, Source, WholeArrays
 from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..optim.loss_scale import LossScaler
+    from ..optim.state import OptimizerState
+    from ..training import PendingUpdate
+    from ..zero.gradients import Gradients
+    from ..zero.unshard import ShardedUnits
 
 T = TypeVar("T")
 
@@ -35,8 +40,24 @@ T = TypeVar("T")
 class Access:
     """Whole tensors of one run. `before_changes` ends what must not see the state change in place (a save)."""
 
-    def __init__(self, training: Training, before_changes: Callable[[], None]) -> None:
-        self.training = training
+    def __init__(
+        self,
+        model: nn.Module,
+        state: OptimizerState,
+        gradients: Gradients,
+        scaler: LossScaler,
+        units: ShardedUnits | None,
+        pending: PendingUpdate,
+        before_changes: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.world = pending.world
+        self.state = state
+        self.units = units
+        """None where parameters are not sharded."""
+        self._gradients = gradients
+        self._scaler = scaler
+        self._pending = pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
         self.open_blocks = 0
@@ -45,9 +66,9 @@ class Access:
         """Version counters of parameters after changes in a block that were written back."""
         self.kept: dict[ParameterRecord, torch.Tensor] = {}
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
-        self._by_name = {name: record for record in training.state.records for name in (record.name, *record.aliases)}
-        self._by_parameter = {record.parameter: record for record in training.state.records}
-        self.guard = StateDictGuard(training.model, self.record_of, self._loses)
+        self._by_name = {name: record for record in state.records for name in (record.name, *record.aliases)}
+        self._by_parameter = {record.parameter: record for record in state.records}
+        self.guard = StateDictGuard(model, self.record_of, self._loses)
         """Watches the state dicts of the model."""
         _live.add(self)
 
@@ -59,7 +80,7 @@ class Access:
 
     def _loses(self, record: ParameterRecord) -> bool:
         """Return whether values that a script writes into a parameter now are replaced by the next step."""
-        return record.group is not None and not self.open_blocks and not self.training.state.is_master(record)
+        return record.group is not None and not self.open_blocks and not self.state.is_master(record)
 
     def find(self, name: str) -> ParameterRecord | None:
         """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
@@ -88,26 +109,25 @@ class Access:
         """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
         if self.open_blocks:  # as on the other ranks
             error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
-            self.training.world.raise_together(error)
+            self.world.raise_together(error)
 
     def finished(self, call: str, check: Callable[[], T], *, changes: bool = False) -> T:
         """Return what `check` does, once the state is that of the last step and the ranks agree on `call` (all ranks).
 
         Raises on every rank what `check` raised on any, and UsageError for state that cannot be read or changed now.
         """
-        training = self.training
-        with training.world.agreeing():
-            if training.is_updating:
+        with self.world.agreeing():
+            if self._pending.is_in_backward:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
                     "then; call step() first"
                 )
-            training.complete()
-            training.require_whole()
+            self._pending.complete()
+            self._pending.require_whole()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             checked = check()
-        calls = training.world.all_gather_object(call)
+        calls = self.world.all_gather_object(call)
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
             raise UsageError(f"all ranks have to make the same call, but they made different ones: {listed}")
@@ -125,9 +145,9 @@ class Access:
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
         record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
-        scalars = self.training.state.scalars[record]
+        scalars = self.state.scalars[record]
         if slot in scalars:
-            return torch.tensor(scalars[slot]) if self.training.world.rank == 0 or not rank0_only else None
+            return torch.tensor(scalars[slot]) if self.world.rank == 0 or not rank0_only else None
         return self._whole(self.source(record, f"optimizer/{slot}"), rank0_only)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
@@ -135,8 +155,7 @@ class Access:
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
-        state = self.training.state
-        slots = (*state.kernels[record.group].slots, *state.scalars[record])
+        slots = (*self.state.kernels[record.group].slots, *self.state.scalars[record])
         if slot not in slots:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
@@ -144,7 +163,7 @@ class Access:
     def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the mean over ranks of the gradient that the step under way has so far; None where there is none."""
         record = self.finished(f"get_gradient({name!r})", lambda: self.record(name))
-        training, gradients = self.training, self.training.gradients
+        gradients = self._gradients
         if record.group is None:
             return None
         if isinstance(gradients, WholeGradients):
@@ -152,19 +171,19 @@ class Access:
             found = None if mean is None else mean.cpu().view(record.parameter.shape)
         else:
             rows = gradients.owned(record)
-            if not agree_any(training.world, [rows is not None])[0]:
+            if not agree_any(self.world, [rows is not None])[0]:
                 return None
             # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
             found = self._whole(
                 rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32), rank0_only
             )
-        if found is None or (rank0_only and training.world.rank > 0):
+        if found is None or (rank0_only and self.world.rank > 0):
             return None
-        return found.float().div_(training.scaler.scale)
+        return found.float().div_(self._scaler.scale)
 
     def master(self, record: ParameterRecord) -> Source:
         """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""
-        state = self.training.state
+        state = self.state
         if not state.is_split(record):
             return self.source(record, "model")
 
@@ -178,7 +197,7 @@ class Access:
 
     def source(self, record: ParameterRecord, group: str) -> Source:
         """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
-        store, name = self.training.state.store, f"{group}/{record.name}"
+        store, name = self.state.store, f"{group}/{record.name}"
 
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
             ticket = store.read(name, first, stop)
@@ -202,23 +221,15 @@ class Access:
 
     def each(self, sources: Sequence[Source], take: Callable[[Piece], None], *, rank0_only: bool) -> None:
         """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
-        training = self.training
-        WholeArrays(training.world, sources, sharded=training.sharding.optimizer_state).each(
-            take, rank0_only=rank0_only
-        )
+        WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
 
     def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
-        record, wanted = source.record, self.training.world.rank == 0 or not rank0_only
+        record, wanted = source.record, self.world.rank == 0 or not rank0_only
         out = torch.empty(record.numel if wanted else 0, dtype=source.dtype)
         self.read_into({record: out}, [source], rank0_only=rank0_only)
         return out.view(record.parameter.shape) if wanted else None
 
     # -- changing ---------------------------------------------------------------------------------------------------
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take so many samples a step from now on."""
-        call = f"set_train_batch_size({train_batch_size!r})"
-        self.training.resize(self.finished(call, lambda: self.training.accumulation.batch_of(train_batch_size)))
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
@@ -240,7 +251,7 @@ class Access:
 
         def check() -> ParameterRecord:
             record = self._record_with(name, slot)
-            scalars = self.training.state.scalars[record]
+            scalars = self.state.scalars[record]
             if scalars.get("updates") == 0:
                 raise UsageError(
                     f"the optimizer makes its state of parameter {name!r} in the first step, and would overwrite {slot!r}: "
@@ -253,15 +264,16 @@ class Access:
             return record
 
         record = self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
-        scalars = self.training.state.scalars[record]
+        scalars = self.state.scalars[record]
         if slot in scalars:
-            scalars[slot] = float(self.training.world.broadcast_object(float(values)))
+            scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
-        self._changing(lambda: self._fill(record, full, optimizer_array(slot, record.name)))
+        with self._changing():
+            self._fill(record, full, optimizer_array(slot, record.name))
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
-        if values is None and self.training.world.rank > 0:
+        if values is None and self.world.rank > 0:
             return
         shape = tuple(torch.as_tensor(values).shape)
         if shape != tuple(record.parameter.shape):
@@ -271,7 +283,7 @@ class Access:
 
     def _from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return rank 0's values on every rank, 1-D [numel]."""
-        world = self.training.world
+        world = self.world
         if world.rank == 0:
             full = torch.as_tensor(values).detach().to(world.device, dtype).reshape(-1).contiguous()
         else:
@@ -282,9 +294,9 @@ class Access:
     def write(self, values: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Replace parameters and their masters by the same values, 1-D [numel], on every rank (all ranks)."""
 
-        def each() -> None:
+        with self._changing():
             for record, full in values:
-                self._fill(record, full, *self.training.state.master_arrays(record))
+                self._fill(record, full, *self.state.master_arrays(record))
                 if record.rest is not None and record.rest != model_array(record.name):
                     self._fill(record, full, record.rest)
                 elif record.shard is not None:
@@ -294,32 +306,31 @@ class Access:
                 if record in self.kept:
                     self.kept[record].copy_(record.owned())
 
-        self._changing(each)
-
     def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
         """Set this rank's rows of an array, or of what a master is made of, to those of `full`."""
         first, stop = record.owned_range
         rows = full[first:stop]
-        state = self.training.state
+        state = self.state
         with state.passing([names], "fill") as tiles:
             for tile in tiles:
                 state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
 
-    def _changing(self, change: Callable[[], None]) -> None:
-        training = self.training
-        if training.hooks is not None:
-            training.hooks.units.forget()
-        training.torn = True
-        with training.world.agreeing("The state was changed in part: load a checkpoint before going on."):
-            change()
-        training.torn = False
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
+        if self.units is not None:
+            self.units.forget()
+        self._pending.torn = True
+        with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
+            yield
+        self._pending.torn = False
 
     def enter_block(self, records: Sequence[ParameterRecord]) -> None:
         """Note that a block of `zstore.gather` begins."""
         self.open_blocks += 1
         for record in records:
             resident = record.residency is Residency.RESIDENT
-            if resident and self.training.state.is_split(record) and record not in self.kept:
+            if resident and self.state.is_split(record) and record not in self.kept:
                 self.kept[record] = record.owned().clone()
 
     def leave_block(self) -> None:
@@ -357,4 +368,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(map(repr, close)) + "?"
-    return f"there are {', '.join(map(repr, names[:5]))}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"there are {listed([repr(one) for one in names], 5)}"

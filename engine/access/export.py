@@ -27,7 +27,6 @@ from .full_tensors import Piece
 
 if TYPE_CHECKING:
     from ..params.record import ParameterRecord
-    from ..training import Training
     from .access import Access
 
 _log = logging.getLogger("zstore")
@@ -45,8 +44,8 @@ class ExportOptions:
 
     filename: str | None = None
     """None: as `from_pretrained` finds it."""
-    dtype: str | None = None
-    """One of `DTYPES`; None: what the model computes in."""
+    dtype: str
+    """One of `DTYPES`."""
     max_file_bytes: int = MAX_FILE_BYTES
     without_frozen: bool = False
 
@@ -61,8 +60,7 @@ class ExportOptions:
 
 def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
     """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
-    training = access.training
-    precision = options.dtype or training.config.precision
+    precision = options.dtype
     filename = options.written_name
     stem = STEM if filename is None else filename.removesuffix(SUFFIX)
 
@@ -74,23 +72,23 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
                 f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the format that is "
                 "written"
             )
-        if training.world.rank == 0:
+        if access.world.rank == 0:
             _check_free(folder, stem)
 
     which = "without frozen parameters" if options.without_frozen else "all parameters"
     access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
-    if filename != options.filename and training.world.rank == 0:
+    if filename != options.filename and access.world.rank == 0:
         _log.warning(
             "save_16bit_model: %s is written in place of %s: weights are safetensors", filename, options.filename
         )
-    records = [r for r in training.state.records if r.group is not None or not options.without_frozen]
-    layouts = plan_files(_weights(training, records, DTYPES[precision]), options.max_file_bytes, stem)
+    records = [r for r in access.state.records if r.group is not None or not options.without_frozen]
+    layouts = plan_files(_weights(access.model, records, DTYPES[precision]), options.max_file_bytes, stem)
     sources = {model_array(record.name): access.master(record) for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
-    with training.world.agreeing(), ExitStack() as opened:
-        export = _Export(training.model, folder, layouts, opened)
+    with access.world.agreeing(), ExitStack() as opened:
+        export = _Export(access.model, folder, layouts, opened)
         access.each(ordered, export.put, rank0_only=True)
-        if training.world.rank == 0:
+        if access.world.rank == 0:
             export.finish(precision)
     names = [layout.name for layout in layouts]
     return [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
@@ -109,10 +107,10 @@ def _check_free(folder: Path, stem: str) -> None:
         )
 
 
-def _weights(training: Training, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
+def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
     """Return what is written: what `zstore consolidate` finds in a checkpoint."""
     stored = [(model_array(record.name), tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
-    stored += [(buffer_array(n), tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(training.model)]
+    stored += [(buffer_array(n), tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(model)]
     return [
         Weight(name=array.partition("/")[2], array=array, shape=shape, dtype=dtype if kind in FLOATING else kind)
         for array, shape, kind in stored

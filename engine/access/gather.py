@@ -107,7 +107,7 @@ class _RunBlock:
     """The part of a block that belongs to one run."""
 
     def __init__(self, access: Access, records: Sequence[ParameterRecord], modifier_rank: int | None) -> None:
-        self.world = access.training.world
+        self.world = access.world
         self._modifier_rank = modifier_rank
         self._versions: list[int] = []
         self._access = access
@@ -120,9 +120,8 @@ class _RunBlock:
         """Give the parameters their values (all ranks)."""
         rank = self._modifier_rank
         self._access.finished(self._call, lambda: _check_rank(rank, self.world), changes=rank is not None)
-        hooks = self._access.training.hooks
-        if hooks is not None:
-            hooks.units.hold(self._records, self._fill)
+        if self._access.units is not None:
+            self._access.units.hold(self._records, self._fill)
         self._access.enter_block(self._records)
         self._versions = [record.parameter._version for record in self._records]
 
@@ -137,7 +136,6 @@ class _RunBlock:
 
     def close(self, error: BaseException | None) -> None:
         """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
-        training = self._access.training
         try:
             # Ctrl-C, or the interpreter's end, is this rank's alone: it does not wait for the others.
             if error is None or isinstance(error, Exception):
@@ -150,8 +148,8 @@ class _RunBlock:
             for record, shape in zip(self._records, self._shapes, strict=True):
                 _take_over(record, shape, keep=False)
             self._access.leave_block()
-            if training.hooks is not None:
-                training.hooks.units.let_go(self._records)
+            if self._access.units is not None:
+                self._access.units.let_go(self._records)
 
     def _end_together(self, error: BaseException | None) -> None:
         """Raise what ended the block on any rank, after the parameters have their values of before."""
@@ -193,7 +191,7 @@ class _RunBlock:
 
         Bits are compared, in the parameter's type (all ranks).
         """
-        records, state = self._records, self._access.training.state
+        records, state = self._records, self._access.state
         found = [False] * len(records)
         with (
             self.world.agreeing(),

@@ -11,6 +11,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
+from ..runtime.messages import listed, shortened
 from .gather import gather
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ _ENGINES = "module."
 
 def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
     """Return the model's state dict; see `Engine.module_state_dict` (all ranks)."""
-    training = access.training
-    found: dict[str, Any] = training.model.state_dict() if training.hooks is None else _whole_state_dict(access)
+    found: dict[str, Any] = access.model.state_dict() if access.units is None else _whole_state_dict(access)
     if exclude_frozen:
         for name in [name for name in found if _is_frozen(access.find(name))]:
             del found[name]
@@ -48,16 +48,15 @@ def _is_frozen(record: ParameterRecord | None) -> bool:
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:
     """Return copies on the CPU of all that is in the state dict, on rank 0, and nothing on others (all ranks)."""
-    training = access.training
     access.finished("module_state_dict()", lambda: None)
-    leader = training.world.rank == 0
-    sharded = [record for record in training.state.records if record.residency is not Residency.RESIDENT]
+    leader = access.world.rank == 0
+    sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]
     values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
     access.read_into(values, [access.master(record) for record in sharded], rank0_only=True)
     if not leader:
         return {}
     with access.guard.suspended():
-        found: dict[str, Any] = training.model.state_dict()
+        found: dict[str, Any] = access.model.state_dict()
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             record = access.find(name)
@@ -75,7 +74,7 @@ def load_module_state(
     Raises UsageError on every rank, before anything was changed, that lists what does not fit. `custom` loads it in its own
     way, with all parameters gathered.
     """
-    world, model = access.training.world, access.training.model
+    world, model = access.world, access.model
     if custom is not None:
         with gather(model, modifier_rank=0):
             if world.rank == 0:
@@ -110,7 +109,7 @@ def load_module_state(
 def _entries(access: Access) -> Iterable[tuple[str, Any]]:
     """Return the names of the model's state dict and what stands behind them: parameters and buffers themselves."""
     with access.guard.suspended():
-        found: dict[str, Any] = access.training.model.state_dict(keep_vars=True)
+        found: dict[str, Any] = access.model.state_dict(keep_vars=True)
     return found.items()
 
 
@@ -118,14 +117,15 @@ def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
     """Give all ranks rank 0's values of the buffers among `tensors` (all ranks)."""
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
-            access.training.world.broadcast(tensor)
+            access.world.broadcast(tensor)
 
 
 def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
     faults: list[str] = []
-    if strict:
-        faults += _listed("missing", [name for name in entries if name not in given])
-        faults += _listed("not in the model", [name for name in given if name not in entries])
+    missing, unexpected = [n for n in entries if n not in given], [n for n in given if n not in entries]
+    for what, names in (("missing", missing), ("not in the model", unexpected)) if strict else ():
+        if names:
+            faults.append(f"{what}: {listed(names, _MOST_LISTED)}")
     for name, target in entries.items():
         if name not in given:
             continue
@@ -135,16 +135,8 @@ def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any],
             got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
             faults.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
     if faults:
-        more = len(faults) - _MOST_LISTED
-        lines = faults[:_MOST_LISTED] + ([f"and {more} more"] if more > 0 else [])
+        lines = shortened(faults, _MOST_LISTED)
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return [f"{what}: {', '.join(names[:_MOST_LISTED])}{more}"]
 
 
 def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:

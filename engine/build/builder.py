@@ -36,6 +36,7 @@ from zstore.store import TensorStore
 from zstore.store.tiers import LocalShard
 
 from ..optim.state import TierName
+from ..params.record import view_of_one_nan
 from ..params.tensors import as_bytes, as_torch, dtype_name
 from ..runtime.allocator import return_free_memory
 from .guard import BuildingGuard
@@ -79,7 +80,7 @@ class Built:
     rows: LocalShard | None = None
     """This rank's rows in the store, where there are any; out of date while the parameter is live."""
     placeholder: torch.Tensor | None = None
-    """The one NaN that it is a view of; None while it is live."""
+    """The view of one NaN that it has for its values; None while it is live."""
     live_bytes: int = 0
     crc: int = 0
     """Checksum of all its values when it was released last; with several ranks only."""
@@ -240,11 +241,8 @@ class Builder:
 
     def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
         """Let the parameter be a view of one NaN; its rows are in the store."""
-        placeholder = torch.zeros(1, dtype=parameter.dtype, device=built.device)
-        if placeholder.is_floating_point():
-            placeholder.fill_(torch.nan)
-        built.placeholder = placeholder
-        parameter.data = placeholder.expand(parameter.numel()).view(parameter.shape)
+        built.placeholder = view_of_one_nan(parameter.shape, parameter.dtype, built.device)
+        parameter.data = built.placeholder
         self._note_not_live(built)
 
     def _rows_for(self, built: Built, parameter: nn.Parameter) -> LocalShard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 
-from ..config import Config
+from ..config.config import Config
 from ..optim.state import TierName
 from ..optim.store import open_store, store_key
 from ..plan.run import budget_of_rank

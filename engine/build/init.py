@@ -30,7 +30,7 @@ from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.ranks.world import World
 
-from ..config import Config, load_config
+from ..config.config import Config, load_config
 from ..params.tensors import dtype_name
 from ..runtime.distributed import init_distributed
 from ..runtime.garbage import CollectorPause

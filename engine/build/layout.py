@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..config import Config
+from ..config.config import Config
 from ..optim.state import OptimizerState, RowsInStore
 from ..params.record import ParameterRecord, Sharding, make_record
 from ..params.tensors import PRECISIONS

@@ -26,12 +26,12 @@ from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.reader import StoredWeight, WeightsReader
 
-from ..config import load_config
+from ..config.config import load_config
 from ..params.record import named_parameters
 from ..params.tensors import as_numpy
 from ..runtime.allocator import return_free_memory
 from ..runtime.distributed import init_distributed
-from ..runtime.messages import show_messages
+from ..runtime.messages import listed, show_messages
 from .builder import Builder
 from .destination import builder_for
 from .init import require_no_init
@@ -199,8 +199,7 @@ def _misfit(
     lines = [f"the weights in {folder} are not those of a {type(model).__name__}:"]
     for kind, keys in kinds.items():
         if keys:
-            more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-            lines.append(f"  {len(keys)} {kind}: {', '.join(keys[:_NAMED])}{more}")
+            lines.append(f"  {len(keys)} {kind}: {listed(keys, _NAMED)}")
     lines.append(
         "Give the class that the folder was saved from. Where transformers changes the layout of weights as it loads them, "
         "load with it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"

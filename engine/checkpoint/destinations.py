@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.request import SaveRequest
@@ -16,9 +16,7 @@ from zstore.remote.folder import open_folder
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.url import is_url
 
-if TYPE_CHECKING:
-    from ..training import Training
-
+from ..config.config import Config
 
 _FOLDER = "zstore-uploads"
 
@@ -35,23 +33,21 @@ class Destination:
         return save_checkpoint(request) if self.upload is None else save_to_url(request, self.upload)
 
 
-def destination_of(training: Training, location: str) -> Destination:
-    """Return where a save to a path or URL goes. No request is made.
+def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
+    """Return where a save to a path or URL goes; `drives` are the folders of the run's store. No request is made.
 
     Raises UsageError for a URL that nothing opens.
     """
     if not is_url(location):
         return Destination(Path(location))
-    config = training.config
     remote = open_folder(location, config.storage_options)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
-    above = config.own.upload_folder or _chosen_folder(training)
+    above = config.own.upload_folder or _chosen_folder(drives)
     return Destination(above / name, UploadOptions(folder=remote, keep_local=config.own.keep_local))
 
 
-def _chosen_folder(training: Training) -> Path:
-    drives = training.state.store.options.all_paths
+def _chosen_folder(drives: Sequence[Path]) -> Path:
     if drives:
         return drives[0] / _FOLDER
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -3,7 +3,7 @@
 [Note: loading]
 The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
 elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
-resident parameters. Where that fails half way the state is a mixture (`Training.torn`): the error says so, and it is
+resident parameters. Where that fails half way the state is a mixture (`PendingUpdate.torn`): the error says so, and it is
 neither trained nor saved until a load replaces it.
 
 [Note: loading by links]
@@ -28,7 +28,7 @@ from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
@@ -39,7 +39,7 @@ from ..params.tensors import as_numpy, as_torch, dtype_name
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .destinations import reading_text
-from .load_plan import LoadedArray, LoadOptions, LoadPlan, LoadReport, plan_load
+from .load_plan import LoadedArray, LoadOptions, LoadPlan, LoadReport, check_client_step, plan_load
 from .record import apply_record, check_record
 from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
@@ -76,7 +76,7 @@ class Restore:
                     reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
                     buffers = {name for name, _ in stored_buffers(training.model)}
                     reader = as_the_model_calls_it(reader, options.names, buffers)
-                    plan = plan_load(training, reader, options)
+                    plan = self._plan(reader, options)
                     check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
                 except CheckpointNotFoundError:
                     if tag is not None:
@@ -88,8 +88,21 @@ class Restore:
             state = self._replace(reader, plan)
         training.gather_resident(training.state.records)
         training.restart_accumulation()
-        training.torn = False
+        training.pending.torn = False
         return reader.location, state
+
+    def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:
+        """Return what to load. Raises as `plan_load` does, and UsageError where a mixture would stay one."""
+        training = self._training
+        plan = plan_load(training.model, training.state, reader, options)
+        if (training.pending.torn or training.pending.is_in_backward) and not plan.is_whole:
+            raise UsageError(
+                "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
+                "options"
+            )
+        if training.client_step is not None and options.optimizer:
+            check_client_step(training.client_step, reader)
+        return plan
 
     def _check_all_found(self, found: bool) -> None:
         ranks = self._training.world.all_gather_object(found)
@@ -102,13 +115,12 @@ class Restore:
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
         training = self._training
-        training.abandon_update()
-        training.updater.forget()
+        training.pending.forget()
         if plan.left_out and training.world.rank == 0:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
         if reader.notes and training.world.rank == 0:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
-        training.torn = True
+        training.pending.torn = True
         if training.hooks is not None:
             training.hooks.units.forget()
         state: dict[str, Any] = {}

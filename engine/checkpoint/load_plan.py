@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from zstore.checkpoint.lookahead import Range
 from zstore.checkpoint.source import ArraySource
@@ -15,13 +16,11 @@ from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.format.arrays import buffer_array, model_array
 
 from ..build.model import stored_buffers
-from ..optim.client_step import STATE_KEY
+from ..optim.client_step import STATE_KEY, ClientStep
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
+from ..runtime.messages import shortened
 from .renaming import Names, Renamed
-
-if TYPE_CHECKING:
-    from ..training import Training
 
 _MOST_LISTED = 10
 """Differences of one kind that an error names."""
@@ -105,6 +104,11 @@ class LoadPlan:
     """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the former state stays."""
+        return self.options.everything and not (self.missing or self.unexpected)
+
+    @property
     def left_out(self) -> list[str]:
         """Differences that were accepted, for a warning."""
         return [*_short(_MISSING, self.missing), *_short(_UNEXPECTED, self.unexpected)]
@@ -128,24 +132,16 @@ class LoadReport:
     needs them."""
 
 
-def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> LoadPlan:
+def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:
     """Return what to load.
 
-    Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer, and
-    UsageError where it would leave a state that is a mixture as one.
+    Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer.
     """
-    state = training.state
     names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
-    wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(training.model)}
+    wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(model)}
     for record, arrays in names.items():
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
-    missing, unexpected = _differences(training, reader, options, wanted)
-    if (training.torn or training.is_updating) and (missing or unexpected or not options.everything):
-        raise UsageError(
-            "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
-            "options"
-        )
-    _check_client_step(training, reader, options)
+    missing, unexpected = _differences(state, reader, options, wanted)
     found = {name for name in wanted if name in reader.arrays}
     return LoadPlan(
         options=options,
@@ -156,30 +152,28 @@ def plan_load(training: Training, reader: ArraySource, options: LoadOptions) -> 
             if name in found
             for one in _from(reader, state, record, name)
         ],
-        buffers=[name for name, _ in stored_buffers(training.model) if buffer_array(name) in found],
+        buffers=[name for name, _ in stored_buffers(model) if buffer_array(name) in found],
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
         unexpected=unexpected,
     )
 
 
-def _check_client_step(training: Training, reader: ArraySource, options: LoadOptions) -> None:
+def check_client_step(step: ClientStep, reader: ArraySource) -> None:
     """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
-    if training.client_step is None or not options.optimizer:
-        return
     state = reader.record.state.get("client_state")
     kept = state.get(STATE_KEY) if isinstance(state, dict) else None
-    kind = training.optimizer.kind.__name__
     if not isinstance(kept, dict):
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {kind} does: use the "
+            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {step.name} does: use the "
             "optimizer that it was trained with, or pass load_optimizer_states=False"
         )
-    unexpected = sorted(kept.keys() - {record.name for record in training.trained})
+    unexpected = sorted(kept.keys() - {record.name for record in step.records})
     if unexpected:
+        listed = ", ".join(map(repr, unexpected[:_MOST_LISTED]))
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has state of {kind} for {', '.join(map(repr, unexpected[:_MOST_LISTED]))}, which it "
-            "does not update here: give the optimizer the same parameters, under the same names"
+            f"checkpoint {reader.location} has state of {step.name} for {listed}, which it does not update here: give the "
+            "optimizer the same parameters, under the same names"
         )
 
 
@@ -200,10 +194,10 @@ def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, n
 
 
 def _differences(
-    training: Training, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
+    state: OptimizerState, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str]]:
     """Return what is missing and what is not expected, where `options` accept it. Raises CheckpointMismatchError where not."""
-    frozen = {record.name for record in training.state.records if record.group is None}
+    frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
         # What completes a master belongs to it, however it is kept here.
@@ -213,7 +207,7 @@ def _differences(
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
-    for name in _repeated(training, reader):
+    for name in _repeated(state, reader):
         del stored[name]
     missing = [name for name in wanted if name not in stored]
     # What the save was asked to leave out keeps the model's values, and the report names it.
@@ -235,14 +229,14 @@ def _differences(
     return missing, unexpected + (reader.left_out if isinstance(reader, Renamed) else [])
 
 
-def _repeated(training: Training, reader: ArraySource) -> list[str]:
+def _repeated(state: OptimizerState, reader: ArraySource) -> list[str]:
     """Return arrays that are a tied parameter once more, under another of its names, as torch's state dicts have them.
 
     Their values in this rank's rows are those under the first name: a checkpoint in which the two differ is of another model.
     """
     return [
         model_array(alias)
-        for record in training.state.records
+        for record in state.records
         for alias in record.aliases
         if _same_values(reader, model_array(record.name), model_array(alias), record.owned_range)
     ]
@@ -267,5 +261,4 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 
 def _short(prefix: str, names: list[str]) -> list[str]:
-    more = len(names) - _MOST_LISTED
-    return [prefix + name for name in names[:_MOST_LISTED]] + ([f"and {more} more"] if more > 0 else [])
+    return shortened([prefix + name for name in names], _MOST_LISTED)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from zstore.checkpoint.handle import SaveHandle
 from zstore.ranks.world import World
 
-from ..runtime.interrupts import interrupts_wait
+from ..runtime.signals import interrupts_wait
 
 _END_WELL_S = 5.0
 """How long a save may go on after a rank failed: it may end well, where all ranks did their part before."""

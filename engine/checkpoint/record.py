@@ -1,5 +1,7 @@
-"""What a checkpoint's record says of the engine, beside the arrays: counters, scalars, schedule, settings. JSON
-data."""
+"""What a checkpoint's record says of the engine, beside the arrays: counters, scalars, schedule, settings. JSON data.
+
+These take `Training` whole: what is kept is a little of each of its parts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstore.errors import CheckpointMismatchError, CorruptionError
 
-from ..config import BatchSizes
+from ..config.resolve import BatchSizes
 from ..training import Counters
 from .untrusted import understood
 

@@ -83,10 +83,10 @@ class Checkpoints:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
-        world = self._training.world
+        world, drives = self._training.world, self._training.state.store.options.all_paths
         with world.agreeing():
-            destination = destination_of(self._training, options.folder)
-            self._training.require_whole()
+            destination = destination_of(options.folder, self._training.config, drives)
+            self._training.pending.require_whole()
             mine = self._tag(options.tag)
             self._check_no_accumulation()
             small = self.collect_small(options.state, options.metrics)
@@ -195,7 +195,7 @@ class Checkpoints:
         try:
             state.transfers.settle()  # the save reads memory of the device from threads of its own
             for one in records:
-                pins |= training.updater.pin(one, state.arrays_of(one))
+                pins |= training.pending.updater.pin(one, state.arrays_of(one))
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -265,10 +265,9 @@ class Checkpoints:
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
-        self._training.settle()
-        if (
-            self._training.torn
-        ):  # a save that failed with the update it waited for does not keep the load from repairing it
+        self._training.pending.settle()
+        # A save that failed with the update it waited for does not keep the load from repairing it.
+        if self._training.pending.torn:
             self.settle()
         else:
             self.wait()

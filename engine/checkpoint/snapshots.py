@@ -42,7 +42,7 @@ from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snap
 if TYPE_CHECKING:
     from zstore.ranks.world import World
 
-    from ..config import Config
+    from ..config.config import Config
     from ..training import Training
     from .load_plan import LoadOptions
     from .save import Checkpoints

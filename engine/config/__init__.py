@@ -4,32 +4,3 @@
 fills in "auto" and the batch sizes; the engine reads the properties of what that returns. The keys are in `schema` and
 `zero`.
 """
-
-from .answers import read_answers
-from .arguments import add_config_arguments
-from .config import (
-    Config,
-    IoConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    load_config,
-    read_config,
-)
-from .parse import Notice
-from .resolve import BatchSizes, ResolveContext
-
-__all__ = [
-    "BatchSizes",
-    "Config",
-    "IoConfig",
-    "Notice",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "ResolveContext",
-    "SchedulerConfig",
-    "add_config_arguments",
-    "load_config",
-    "read_answers",
-    "read_config",
-]

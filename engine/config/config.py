@@ -12,10 +12,9 @@ from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
-from .keys import Status, about
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
-from .scheduler import ScheduleName
+from .scheduler import SchedulerSection
 from .schema import Settings, ZstoreSection
 from .sections import Fp16Section
 from .values import show
@@ -34,15 +33,6 @@ class OptimizerConfig:
     weight_decay: float
     adam_w_mode: bool
     """Whether weight decay is decoupled (AdamW)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """The learning rate's schedule."""
-
-    type: ScheduleName
-    params: Mapping[str, Any]
-    """Arguments of the schedule of that name, every one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +184,10 @@ class Config:
         )
 
     @property
-    def scheduler(self) -> SchedulerConfig | None:
+    def scheduler(self) -> SchedulerSection | None:
         """The schedule to build; None where there is none or the caller passes one."""
-        section = self.settings.scheduler
-        if section is None:
-            return None
-        fields = type(section.params).model_fields
-        acting = [name for name, field in fields.items() if about(field)[0] is Status.BUILT]
-        return SchedulerConfig(
-            type=section.type, params={name: self._plain(getattr(section.params, name)) for name in acting}
-        )
+        section: SchedulerSection | None = self._plain(self.settings.scheduler)
+        return section
 
     @property
     def gradient_clipping(self) -> float:

@@ -75,6 +75,13 @@ class ClientStep:
     def __init__(self, client: torch.optim.Optimizer, state: OptimizerState) -> None:
         self._client = client
         self._state = state
+        self.name = type(client).__name__
+        """Of the optimizer's class."""
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """The parameters that it updates."""
+        return list(self._state.scalars)
 
     def run(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
         """Update `records`, each of which has a gradient; `factor` multiplies the gradients once."""

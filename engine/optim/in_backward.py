@@ -24,7 +24,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
-from ..runtime.interrupts import interrupts_wait
+from ..runtime.signals import interrupts_wait
 from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
 from .update import StepSettings, Update

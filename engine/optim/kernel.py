@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -60,19 +59,6 @@ class Kernel(Protocol):
         """Begin a step of a parameter, with the settings that its group has now."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AdamSettings:
-    """What the fused kernel is called with beside tensors, by its own names."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    eps: float
-    amsgrad: bool = False
-    maximize: bool = False
-
-
 class FusedAdam:
     """Adam, or AdamW where weight decay is `decoupled`, by torch's fused kernel."""
 
@@ -89,13 +75,8 @@ class FusedAdam:
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel. Parameters that take the same step share what is returned."""
         beta1, beta2 = group["betas"]
-        settings = _AdamSettings(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-        )
+        settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
+        settings |= {"beta1": float(beta1), "beta2": float(beta2)}
         step, last = scalars["step"] + 1, self._last
         if last is None or last.step != step or last.settings != settings:
             self._last = last = _FusedAdamStep(self.decoupled, settings, step)
@@ -105,10 +86,12 @@ class FusedAdam:
 class _FusedAdamStep:
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
-    def __init__(self, decoupled: bool, settings: _AdamSettings, step: float) -> None:
+    def __init__(self, decoupled: bool, settings: Mapping[str, float], step: float) -> None:
         self.settings = settings
         self.step = step
-        self._kernel = partial(torch._fused_adamw_ if decoupled else torch._fused_adam_, **vars(settings))
+        self._kernel = partial(
+            torch._fused_adamw_ if decoupled else torch._fused_adam_, amsgrad=False, maximize=False, **settings
+        )
         self._counts: dict[torch.device, list[torch.Tensor]] = {}
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ..config import OptimizerConfig
+from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
 from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler

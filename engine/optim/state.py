@@ -52,12 +52,15 @@ class OptimizerState:
         kernels: Sequence[Kernel],
         transfers: Transfers,
         *,
+        is_sharded: bool = False,
         splits: bool = False,
         keeps_whole: bool = False,
         types: GradientTypes | None = None,
     ) -> None:
         self.store = store
         self.transfers = transfers
+        self.is_sharded = is_sharded
+        """Whether each rank holds its own rows alone; else every rank holds everything."""
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole

@@ -11,7 +11,7 @@ from zstore.io.files import Files
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 
-from ..config import Config, IoConfig
+from ..config.config import Config, IoConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import torch
 
 from zstore.store.stream import Tile
 
-from ..device import GradientTiles, H2DQueue, Transfers
+from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
 from .kernel import ParameterStep
@@ -57,47 +56,51 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Change:
     """Phases 2 to 4 of one record; one at a time, so that the gradient's rows are free when it is done."""
 
-    group: int
-    """Number of the record in the pass."""
-    state: OptimizerState
-    num_master: int
-    """What comes first in a tile: the master, or its parts."""
-    num_state: int
-    """Master and slots, which come next."""
-    rows: torch.Tensor | None
-    """This rank's rows of the gradient; None: they are in the tile."""
-    own: torch.Tensor | None
-    """The parameter's own rows, where the master is to be cast into them."""
-    step: ParameterStep
-    factor: float
-    h2d: H2DQueue
-    transfers: Transfers
-
-    @cached_property
-    def _gradient(self) -> GradientTiles | None:
-        return None if self.rows is None else GradientTiles(self.transfers, self.rows)
+    def __init__(
+        self,
+        state: OptimizerState,
+        record: ParameterRecord,
+        rows: torch.Tensor | None,
+        step: ParameterStep,
+        factor: float,
+        h2d: H2DQueue,
+    ) -> None:
+        self.record = record
+        self._state = state
+        self._num_master = len(state.master_arrays(record))
+        """What comes first in a tile: the master, or its parts."""
+        self._num_state = len(state.arrays_of(record))
+        """Master and slots, which come next."""
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows)
+        """This rank's rows; None: they are in the tile."""
+        casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
+        self._own = record.owned() if casts else None
+        """The parameter's own rows, where the master is to be cast into them."""
+        self._step = step
+        self._factor = factor
+        self._h2d = h2d
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
         views = [as_torch(view) for view in tile.views]
-        held, slots, others = views[: self.num_master], views[self.num_master : self.num_state], views[self.num_state :]
-        master = self.state.take_master(held)
+        held, others = views[: self._num_master], views[self._num_state :]
+        slots = views[self._num_master : self._num_state]
+        master = self._state.take_master(held)
         if self._gradient is None:
-            gradient = GradientTiles(self.transfers, others.pop(0)).tile(0, master.numel(), master)
+            gradient = GradientTiles(self._state.transfers, others.pop(0)).tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
-        if self.factor != 1.0:
-            gradient.mul_(self.factor)
-        self.step.tile(master, gradient, slots)
-        self.state.put_master(master, held)
+        if self._factor != 1.0:
+            gradient.mul_(self._factor)
+        self._step.tile(master, gradient, slots)
+        self._state.put_master(master, held)
         if others:
-            self.transfers.copy_into(others[0], master)
-        elif self.own is not None:
-            self.h2d.put(self.own[tile.first : tile.stop], master)
+            self._state.transfers.copy_into(others[0], master)
+        elif self._own is not None:
+            self._h2d.put(self._own[tile.first : tile.stop], master)
 
 
 class Update:
@@ -143,8 +146,10 @@ class Update:
         ):
             change: _Change | None = None
             for tile in tiles:
-                if change is None or change.group != tile.group:
-                    change = self._change_of(mine[tile.group], tile.group, h2d)
+                record = mine[tile.group]
+                if change is None or change.record is not record:
+                    step, factor = self._step_of(record), self.settings.factor
+                    change = _Change(self._state, record, self._rows(record), step, factor, h2d)
                 change.apply(tile)
         h2d.settle()
 
@@ -162,22 +167,6 @@ class Update:
             if record.rest is not None and record.rest not in self._state.arrays_of(record):
                 modes[record.rest] = "fill"
         return modes
-
-    def _change_of(self, record: ParameterRecord, group: int, h2d: H2DQueue) -> _Change:
-        num_master = len(self._state.master_arrays(record))
-        casts = record.rest is None and num_master == 1 and not self._state.is_master(record)
-        return _Change(
-            group=group,
-            state=self._state,
-            num_master=num_master,
-            num_state=len(self._state.arrays_of(record)),
-            rows=self._rows(record),
-            own=record.owned() if casts else None,
-            step=self._step_of(record),
-            factor=self.settings.factor,
-            h2d=h2d,
-            transfers=self._state.transfers,
-        )
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

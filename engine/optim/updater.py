@@ -4,7 +4,7 @@
 none      `step()` takes the norm and updates everything before it returns.
 backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
           `step()` waits for the rest. Nothing can be taken back: so it is for runs without clipping and loss scaling,
-          and a gradient that is not finite leaves a state that has to be loaded anew.
+          and a gradient that is not finite leaves a state that must be loaded again.
 forward   `step()` takes the norm and fixes what the step is: skipped or not, learning rates, step counts. Resident
           parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
@@ -15,18 +15,18 @@ is torn from then on. What may go wrong, and what follows from it, is in docs/de
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from zstore.errors import UsageError
 from zstore.format.arrays import Bytes
 from zstore.format.partition import Grid
-from zstore.io.queue import Priority
+from zstore.io.pool import Crew
+from zstore.io.queue import Priority, Ticket
 from zstore.io.shards import IoResources, ShardSummary
 from zstore.store import TensorStore
 from zstore.store.tiers import PinnedShard
@@ -54,25 +54,13 @@ class StepMode(Enum):
     """Behind `step()`, before the next forward needs it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """An update to carry out, and who is to hear of it."""
-
-    update: Update
-    admit: Admit | None
-    over: Callable[[], None]
-    context: StreamContext
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
 class Updater:
     """Runs one update at a time on a thread of its own. Safe to use from several threads."""
 
     def __init__(self, store: TensorStore, transfers: Transfers) -> None:
         self._store = store
         self._transfers = transfers
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._crew: Crew | None = None
         self._changed = threading.Condition()
         self._pending: dict[ParameterRecord, list[LatePin]] = {}
         """Records whose update is not done, and the pins that wait for it."""
@@ -80,7 +68,7 @@ class Updater:
         """Those of them that may be read meanwhile, since their update was not admitted yet."""
         self.error: BaseException | None = None
         """What ended an update before its end."""
-        self._running: _Task | None = None
+        self._running: Ticket[None] | None = None
         self.waits = 0
         """Times that somebody had to wait for an update."""
 
@@ -90,35 +78,26 @@ class Updater:
         `over` is called from the thread when the update ended, well or badly.
         """
         self.complete()
-        if self._thread is None:
-            # A daemon: the interpreter would wait for another before it closes engines that were left open, whose
+        if self._crew is None:
+            # Of daemon threads: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
-            self._thread = threading.Thread(target=self._serve, name="zstore-update", daemon=True)
-            self._thread.start()
+            self._crew = Crew(1, "zstore-update")
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = _Task(update=update, admit=admit, over=over, context=self._transfers.stream_context())
-        self._tasks.put(self._running)
+        self._running = self._crew.submit(partial(self._run, update, admit, over, self._transfers.stream_context()))
 
-    def _serve(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self._run(task)
-            task.ended.set()
-            del task  # what it holds is not this thread's to keep
-
-    def _run(self, task: _Task) -> None:
+    def _run(self, update: Update, admit: Admit | None, over: Callable[[], None], context: StreamContext) -> None:
         def admitted(record: ParameterRecord, wait: bool) -> bool:
-            if task.admit is None or not task.admit(record, wait):
-                return task.admit is None
+            if admit is None or not admit(record, wait):
+                return admit is None
             with self._changed:
                 self._held_back.discard(record)
             return True
 
-        update = task.update
         error: BaseException | None = None
         try:
-            with task.context():
+            with context():
                 update.run(admit=admitted, done=self._done)
         except BaseException as raised:
             raised.add_note(f"This happened in the update of step {update.settings.step}, which was applied in part.")
@@ -131,7 +110,7 @@ class Updater:
         for pins in left.values():
             for pin in pins:
                 pin.resolve(self._store, error)
-        task.over()
+        over()
 
     def _done(self, record: ParameterRecord) -> None:
         with self._changed:
@@ -160,7 +139,7 @@ class Updater:
         """Return when no update is under way: what ended the last one before its end, None where nothing did."""
         if self._running is not None:
             # May be interrupted: the update goes on, and the next call waits again.
-            self._running.ended.wait()
+            self._running.wait_for_end()
             self._running = None
         return self.error
 
@@ -195,10 +174,9 @@ class Updater:
     def close(self) -> None:
         """Complete what is under way and end the thread."""
         self.forget()
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
 
 
 class LatePin:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import Config
+from ..config.config import Config
 from .tensors import PRECISIONS
 
 

@@ -216,13 +216,14 @@ class ParameterRecord:
 
     def point_at_placeholder(self) -> None:
         """Let the parameter become a view of one NaN, and keep the gathered memory."""
-        placeholder = torch.full(
-            (1,), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.full.device
-        )
-        self._point_at(
-            placeholder.expand(self.numel).view(self.shape) if self.numel else placeholder[:0].view(self.shape)
-        )
+        self._point_at(view_of_one_nan(self.shape, self.dtype, self.full.device))
         self.residency = Residency.RELEASED
+
+
+def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of this shape whose elements are one NaN in memory of its own, or one 0 of a type without NaN."""
+    value = torch.full((1,), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return value.expand(shape.numel()).view(shape) if shape.numel() else value[:0].view(shape)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], nn.Parameter]]:

@@ -45,22 +45,32 @@ def find_units(
     """
     units: list[Unit] = []
     taken: set[ParameterRecord] = set()
-    for name, modules in _unit_modules(model, "", False, live_numel):
-        used = dict.fromkeys(records[p] for module in modules for p in _own_parameters(module))
-        if not used:
-            continue
+    for name, modules, parameters in unit_parameters(model, live_numel):
+        used = tuple(records[p] for p in parameters)
         owned = tuple(record for record in used if record not in taken)
         taken.update(owned)
-        units.append(Unit(name, modules, tuple(used), owned))
-    rest = tuple(record for record in records.values() if record not in taken)
-    return [*units, Unit("(in no module that is called)", (), rest, rest)] if rest else units
+        units.append(Unit(name, modules, used, owned))
+    return units
+
+
+def unit_parameters(
+    model: nn.Module, live_numel: int | None = None
+) -> list[tuple[str, tuple[nn.Module, ...], list[nn.Parameter]]]:
+    """Return (name, modules, parameters that these use, in module order) of each unit, as `find_units` finds them."""
+    found = [
+        (name, modules, list(dict.fromkeys(p for module in modules for p in _own_parameters(module))))
+        for name, modules in _unit_modules(model, "", False, live_numel)
+    ]
+    called = {p for _, _, parameters in found for p in parameters}
+    rest = [p for p in model.parameters() if p not in called]
+    if rest:
+        found.append(("(in no module that is called)", (), rest))
+    return [unit for unit in found if unit[2]]
 
 
 def called_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that some unit gathers."""
-    return {
-        p for _, modules in _unit_modules(model, "", False, None) for module in modules for p in _own_parameters(module)
-    }
+    return {p for _, modules, parameters in unit_parameters(model) for p in parameters if modules}
 
 
 def _unit_modules(

@@ -13,11 +13,11 @@ from zstore.format.partition import make_grid, round_up
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store import StoreOptions
 
-from ..config import Config
+from ..config.config import Config
 from ..params.gradient_types import GradientTypes
-from ..params.record import ParameterRecord, Sharding, named_parameters
+from ..params.record import Sharding, named_parameters
 from ..params.tensors import PRECISIONS, dtype_name
-from ..params.units import called_parameters, find_units
+from ..params.units import called_parameters, unit_parameters
 from .plan import Need, PlacementSettings
 from .schedule import PrefetchLimits, count_fetches
 
@@ -69,22 +69,8 @@ def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
 def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list[str]]:
     """Return the names of the parameters that each unit of `model` gathers, units in module order; a block of more than
     `live_numel` elements is several."""
-    records: dict[nn.Parameter, ParameterRecord] = {}
-    for name, aliases, parameter in named_parameters(model):
-        stored_shape = ArraySpec(name=model_array(name), shape=tuple(parameter.shape), dtype="float32").stored_shape
-        grid = make_grid(stored_shape, 1)
-        records[parameter] = ParameterRecord(
-            name=name,
-            aliases=aliases,
-            parameter=parameter,
-            grid=grid,
-            state_grid=grid,
-            state_shard=0,
-            world_size=1,
-            group=None,
-            full=torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta"),
-        )
-    return [[record.name for record in unit.parameters] for unit in find_units(model, records, live_numel)]
+    names = {parameter: name for name, _, parameter in named_parameters(model)}
+    return [[names[p] for p in parameters] for _, _, parameters in unit_parameters(model, live_numel)]
 
 
 def find_needs(

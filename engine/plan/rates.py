@@ -20,7 +20,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ..config import Config
+from ..config.config import Config
 from ..device import one_thread
 from ..params.tensors import PRECISIONS
 

@@ -17,7 +17,7 @@ from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.store.tiers import Drives
 
-from ..config import Config
+from ..config.config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
 from .placement import make_plan
 from .plan import Plan

@@ -236,7 +236,7 @@ class Recorder:
         self._units, self._last, self._open = [], [], {}
         self.follows = bool(schedule.units)
 
-    def take(self, unit: int) -> int:
+    def begin_use(self, unit: int) -> int:
         """Note that a use of `unit` begins; return its number. `follows` says whether it was expected."""
         number = len(self._units)
         self._units.append(unit)
@@ -246,7 +246,7 @@ class Recorder:
         self.follows = self.follows and number < len(known) and known[number] == unit
         return number
 
-    def give_back(self, unit: int) -> bool:
+    def end_use(self, unit: int) -> bool:
         """Note that the use of `unit` ended; return whether it is to be kept for its next use."""
         number = self._open.pop(unit, None)
         if number is None:

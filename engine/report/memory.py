@@ -12,7 +12,10 @@ import torch
 from zstore.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from zstore.store import TensorStore
+
+    from ..optim.state import OptimizerState
+    from ..zero.gradients import Gradients
 
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
@@ -47,10 +50,9 @@ class MemoryStatistics:
         )
 
 
-def memory_statistics(training: Training) -> MemoryStatistics:
+def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStatistics:
     """Return what this rank uses now, and its peaks so far."""
-    store = training.state.store.statistics()
-    cuda = training.world.device.type == "cuda"
+    store = tensors.statistics()
     return MemoryStatistics(
         device_bytes=store.device_bytes,
         host_bytes=store.host_bytes,
@@ -58,7 +60,7 @@ def memory_statistics(training: Training) -> MemoryStatistics:
         buffer_bytes=store.pool_bytes,
         buffer_peak_bytes=store.pool_peak_bytes,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES,
-        cuda_peak_bytes=torch.cuda.max_memory_allocated(training.world.device) if cuda else 0,
+        cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
 
 
@@ -76,19 +78,19 @@ class HeldBytes:
     a split master the bf16 part does."""
 
 
-def held_bytes(training: Training) -> HeldBytes:
+def held_bytes(state: OptimizerState, gradients: Gradients) -> HeldBytes:
     """Return what this rank holds."""
     parameters = 0
-    for record in training.state.records:
+    for record in state.records:
         if record.shard is not None:
             parameters += record.shard.nbytes
         # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
         parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
-    state, store = training.state, training.state.store
-    resting = sum(store.local(record.rest).nbytes for record in training.state.records if record.rest is not None)
+    store = state.store
+    resting = sum(store.local(record.rest).nbytes for record in state.records if record.rest is not None)
     optimizer_state = 0
-    for record in training.trained:
+    for record in state.scalars:
         master, *others = state.arrays_of(record)
         names = others if state.is_master(record) or state.is_split(record) else [master, *others]
         optimizer_state += sum(store.local(name).nbytes for name in names)
-    return HeldBytes(parameters, resting, training.gradients.held_bytes(), optimizer_state)
+    return HeldBytes(parameters, resting, gradients.held_bytes(), optimizer_state)

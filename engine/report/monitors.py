@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from zstore.errors import ConfigError, UsageError
 from zstore.ranks.world import World
 
-from ..config import Config
+from ..config.config import Config
 from ..config.keys import acting
 from ..config.sections import CsvMonitorSection
 

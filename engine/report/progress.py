@@ -15,6 +15,10 @@ from .monitors import Monitors
 from .timers import PhaseTimes
 
 if TYPE_CHECKING:
+    from zstore.ranks.world import World
+
+    from ..config.schema import Settings
+    from ..optim.state import OptimizerState
     from ..params.record import ParameterRecord
     from ..training import Training
 
@@ -42,7 +46,7 @@ class RunReport:
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
         if training.config.settings.dump_state and training.world.rank == 0:
-            _log.info("state at the start:\n%s", state_text(training))
+            _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Note the loss of a micro-batch, before its backward."""
@@ -97,23 +101,22 @@ class RunReport:
                 steps,
             )
         if settings.memory_breakdown:
-            _log.info("step %d: %s", step, memory_statistics(training).line())
+            _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
         """Close the monitors."""
         self.monitors.close()
 
 
-def state_text(training: Training) -> str:
+def state_text(settings: Settings, state: OptimizerState, world: World) -> str:
     """Return the config as it acts and where everything rests, a line for each parameter."""
-    config = json.dumps(acting(training.config.settings), indent=2)
-    lines = [_record_line(training, record) for record in training.state.records]
-    memory = memory_statistics(training).line()
-    return "\n".join([config, *lines, f"{len(lines)} parameters on rank {training.world.rank}; {memory}"])
+    config = json.dumps(acting(settings), indent=2)
+    lines = [_record_line(state, record) for record in state.records]
+    memory = memory_statistics(state.store, world.device).line()
+    return "\n".join([config, *lines, f"{len(lines)} parameters on rank {world.rank}; {memory}"])
 
 
-def _record_line(training: Training, record: ParameterRecord) -> str:
-    state = training.state
+def _record_line(state: OptimizerState, record: ParameterRecord) -> str:
     arrays = dict.fromkeys([*state.arrays_of(record), *([] if record.rest is None else [record.rest])])
     tiers: dict[str, list[str]] = {}
     for array in arrays:

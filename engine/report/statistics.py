@@ -29,7 +29,11 @@ from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from zstore.ranks.world import World
+
+    from ..optim.state import OptimizerState
+    from ..zero.gradients import Gradients
+    from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
 
 _OPTIMIZER = ("model", "optimizer")
@@ -68,23 +72,27 @@ class EngineStatistics:
 
 
 def engine_statistics(
-    training: Training, times: PhaseTimes, save_stall_s: float, step_stall_s: float
+    world: World,
+    state: OptimizerState,
+    gradients: Gradients,
+    units: ShardedUnits | None,
+    times: PhaseTimes,
+    saves_s: Mapping[str, float],
 ) -> EngineStatistics:
-    """Return the counters now; `save_stall_s` and `step_stall_s` are the times for which saves and the snapshots of steps
-    held training up."""
-    store = training.state.store.statistics()
-    both = training.world.links.statistics(), training.state.store.links.statistics()
+    """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
+    store = state.store.statistics()
+    both = world.links.statistics(), state.store.links.statistics()
     counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         optimizer_s=times.optimizer_s,
-        links=counted | _store_links(store, {"save called": save_stall_s, "step snapshot": step_stall_s}),
-        sent_bytes=dict(training.world.sent_bytes),
-        memory=memory_statistics(training),
-        held=held_bytes(training),
-        units=None if training.hooks is None else training.hooks.units.statistics(),
-        overlapped=training.gradients.overlapped,
+        links=counted | _store_links(store, saves_s),
+        sent_bytes=dict(world.sent_bytes),
+        memory=memory_statistics(state.store, world.device),
+        held=held_bytes(state, gradients),
+        units=None if units is None else units.statistics(),
+        overlapped=gradients.overlapped,
         store=store,
     )
 
@@ -93,7 +101,7 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
     def moved(
         priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
     ) -> LinkStatistics:
-        """Return what the I/O threads moved of the subjects `of` (None: all); a stall of no seconds is none."""
+        """Return what the I/O threads moved of the subjects `of` (None: all); stalls of 0 s are left out."""
         chosen = []
         for key, link in store.queue.subjects.items():
             priority, subject = key.split(" ", 1)

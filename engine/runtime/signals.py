@@ -1,4 +1,5 @@
-"""Signals that ask a run to save and stop: what a scheduler sends before it takes the machine away.
+"""Signals: those that ask a run to save and stop, as a scheduler sends them before it takes the machine away, and Ctrl-C at
+a moment that does no harm.
 
 [Note: stopping by a signal]
 A handler only notes the signal, in this rank's `World.requested`. It travels with what the ranks tell each other in each
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -67,3 +69,28 @@ class StopSignals:
         for number, handler in before.items():
             # None: what was there before was not Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let a SIGINT that comes during the block take effect at its end; for blocks of milliseconds.
+
+    Python runs handlers in the main thread alone, so in other threads this does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

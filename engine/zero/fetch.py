@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from zstore.errors import RankError, UsageError
 from zstore.io.buffers import Pool
+from zstore.io.pool import Crew
+from zstore.io.queue import Ticket
 from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
 
-from ..device import Event, StreamContext, Transfers
+from ..device import Event, Transfers
 from ..params.record import ParameterRecord
 from ..params.tensors import as_torch
 from .collectives import Bucket, plan_buckets, unpack
@@ -51,14 +52,8 @@ class RowRead:
     """Whether nothing waits for it yet."""
     start: Event
     """When the memory may be written."""
-    error: BaseException | None = None
     cancelled: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self) -> BaseException | None:
-        """Wait for the end, and return the error."""
-        self.ended.wait()
-        return self.error
+    ticket: Ticket[None] = field(init=False)
 
 
 class RowReader:
@@ -68,8 +63,8 @@ class RowReader:
         self._store = store
         self._pool = pool
         self._transfers = transfers
-        self._waiting: queue.SimpleQueue[RowRead | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._crew: Crew | None = None
+        self._context = transfers.stream_context()
         self.ready: Ready = _nothing
         self.read_bytes = 0
         """Bytes of rows read so far."""
@@ -77,25 +72,19 @@ class RowReader:
     def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> RowRead:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, args=(self._transfers.stream_context(),), name="zstore-prefetch", daemon=True
-            )
-            self._thread.start()
-        self._waiting.put(reading)
+        if self._crew is None:
+            self._crew, self._context = Crew(1, "zstore-prefetch"), self._transfers.stream_context()
+        reading.ticket = self._crew.submit(partial(self._serve, reading))
         return reading
 
-    def _serve(self, context: StreamContext) -> None:
-        while (reading := self._waiting.get()) is not None:
-            try:
-                if not reading.cancelled:
-                    with context():
-                        self._carry_out(reading)
-            except BaseException as error:
-                error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
-                reading.error = error
-            reading.ended.set()
-            del reading  # its memory is not this thread's to keep
+    def _serve(self, reading: RowRead) -> None:
+        try:
+            if not reading.cancelled:
+                with self._context():
+                    self._carry_out(reading)
+        except BaseException as error:
+            error.add_note(f"The parameters of unit {reading.label!r} could not be read.")
+            raise
 
     def _carry_out(self, reading: RowRead) -> None:
         rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
@@ -126,10 +115,9 @@ class RowReader:
 
     def close(self) -> None:
         """End the thread after what was asked for."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
 
 
 @dataclass(eq=False)
@@ -213,7 +201,7 @@ class Fetcher:
     def _wait_for(self, reading: RowRead) -> BaseException | None:
         """Wait for rows, and count that; returns the error."""
         with self._world.links.waiting("parameter_read", "not read yet"):
-            return reading.wait()
+            return reading.ticket.error()
 
     def _send_header(self, fetch: Fetch) -> Work:
         device = self._world.device
@@ -306,7 +294,7 @@ class Fetcher:
         """
         if fetch.reading is not None:
             fetch.reading.cancelled = True
-            fetch.reading.wait()
+            fetch.reading.ticket.error()
         if self._apart and not all(work.is_completed() for work in fetch.works):
             return False
         for work in fetch.works:

@@ -102,7 +102,7 @@ class UnitHooks:
                 self._stray.clear()
             ends, self._ends_with_forward = self._ends_with_forward, False
             if output is None:
-                # A forward that raised has no output; its order is none to go by, and the other ranks may be elsewhere.
+                # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
                 self.units.abandon()
             elif ends:
                 self.units.end()

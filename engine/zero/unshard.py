@@ -18,7 +18,7 @@ from zstore.errors import UsageError
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
-from ..config import Config
+from ..config.config import Config
 from ..device import Transfers
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
@@ -149,7 +149,7 @@ class ShardedUnits:
     def unshard(self, unit: Unit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
         self._world.place.unit = unit.name
-        number = self._recorder.take(self._number[unit])
+        number = self._recorder.begin_use(self._number[unit])
         follows = self._recorder.follows
         ahead, kept = unit in self._ahead, unit in self._kept
         if not ahead and not kept:
@@ -175,7 +175,7 @@ class ShardedUnits:
     def reshard(self, unit: Unit) -> None:
         """End the use of the unit: release it, or keep it where it is used again soon."""
         records = self._sharded[unit]
-        if self._recorder.give_back(self._number[unit]):
+        if self._recorder.end_use(self._number[unit]):
             self._kept.add(unit)
             self._holds.update(records)
         self._let_go(records, self._users)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zstore.engine.config import Config, ResolveContext, load_config
+from zstore.engine.config.config import Config, load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import OffloadTier, Plan

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from zstore.engine.config import ResolveContext, load_config
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.errors import ConfigError
 from zstore.io.hostmemory import read_host_memory

@@ -21,7 +21,7 @@ from .rank_errors import said_once
 from .resume import Position, require_free_tags, resume_source, saved_run, start_position
 
 if TYPE_CHECKING:
-    from zstore.engine.config import Config
+    from zstore.engine.config.config import Config
 
     from ..sample.corpus import Text
 

@@ -15,7 +15,7 @@ from zstore.remote.url import parse_options
 from ..options import StorageOption
 
 if TYPE_CHECKING:
-    from zstore.engine.config import Config
+    from zstore.engine.config.config import Config
 
 
 _BATCH = "train_micro_batch_size_per_gpu"
@@ -107,7 +107,7 @@ class TrainOptions:
 
 def load_train_config(options: TrainOptions) -> Config:
     """Return the config file's content, overridden by the command line. Raises ConfigError, which names the file."""
-    from zstore.engine.config import load_config, read_config
+    from zstore.engine.config.config import load_config, read_config
 
     name = str(options.config)
     raw = read_config(options.config)

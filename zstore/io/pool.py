@@ -64,7 +64,9 @@ class Crew:
         return results  # type: ignore[return-value]
 
     def submit(self, task: Callable[[], T]) -> Ticket[T]:
-        """Queue one task; may be called from a task."""
+        """Queue one task; may be called from a task. Raises RuntimeError once the threads ended."""
+        if not self._threads:
+            raise RuntimeError("a task after the shutdown of its threads")
         ticket, carry_out = promise(task)
         with self._changed:
             self._tasks.append(carry_out)
@@ -79,6 +81,7 @@ class Crew:
                     return
                 task = self._tasks.popleft()
             task()
+            del task  # what it holds is not this thread's to keep
 
     def close(self) -> None:
         """End the threads once nothing is queued."""
@@ -87,6 +90,7 @@ class Crew:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._threads.clear()
 
     def __enter__(self) -> Self:
         return self
