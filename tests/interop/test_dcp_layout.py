@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.dcp.layout import ArrayLayout, lay_out
-from zstore.dcp.work import PIECES_FOLDER, Share, Workplace, Wrote, assemble
+from zstore.dcp.work import PIECES_FOLDER, RankWriter, Share, Wrote, assemble
 from zstore.errors import CheckpointError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
@@ -53,17 +53,17 @@ def write(folder: Path, values: Array, boxes: list[Box], world_size: int) -> tup
         )
         wrote: list[Wrote] = []
         with open_resources(num_threads=1, pool_bytes=2**21) as resources:
-            place = Workplace(share, resources)
+            writer = RankWriter(share, resources)
             if rank < len(boxes) and boxes[rank].numel:
                 box = boxes[rank]
                 block = values[tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))]
                 data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
                 if layout.passes_through_files:
-                    place.lay_down(layout, box, data)
+                    writer.write_piece(layout, box, data)
                 else:
-                    wrote += place.write_box(spec, layout.grid, box, data)
-            for owned in place.owned():
-                wrote += place.put_together(owned)
+                    wrote += writer.write_box(spec, layout.grid, box, data)
+            for owned in writer.owned():
+                wrote += writer.assemble_shard(owned)
         return wrote
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -151,14 +151,14 @@ def test_a_rank_that_waits_hears_of_one_that_failed(tmp_path: Path) -> None:
     def wait() -> None:
         with open_resources(num_threads=1, pool_bytes=4096) as resources:
             try:
-                Workplace(shares[0], resources).put_together(layout)
+                RankWriter(shares[0], resources).assemble_shard(layout)
             except CheckpointError as error:
                 errors.append(error)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     with open_resources(num_threads=1, pool_bytes=4096) as resources:
-        Workplace(shares[1], resources).give_up(OSError("the disk is gone"))
+        RankWriter(shares[1], resources).give_up(OSError("the disk is gone"))
     waiting.join(30)
     assert "rank 1: OSError: the disk is gone" in str(errors[0])
     assert [path.name for path in (tmp_path / PIECES_FOLDER).iterdir()] == ["failed-1.json"]
@@ -172,10 +172,10 @@ def test_pieces_that_are_not_the_whole_are_never_put_together(tmp_path: Path) ->
         save_id="0" * 32, folder=str(tmp_path), rank=0, world_size=1, arrays={"w": layout}, names={}, timeout_s=1
     )
     with open_resources(num_threads=1, pool_bytes=2**21) as resources:
-        place = Workplace(share, resources)
-        place.lay_down(layout, left, np.zeros(left.numel * 4, np.uint8))
+        writer = RankWriter(share, resources)
+        writer.write_piece(layout, left, np.zeros(left.numel * 4, np.uint8))
         with pytest.raises(CheckpointError, match="'model/w': the pieces of all ranks have 3072 elements"):
-            place.put_together(layout)
+            writer.assemble_shard(layout)
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
         open_resources(num_threads=1, pool_bytes=4096) as resources,
         pytest.raises(CheckpointError, match="rank 3 does not see"),
     ):
-        Workplace(share, resources).check_folder()
+        RankWriter(share, resources).check_folder()
 
 
 def test_a_missing_or_double_chunk_is_noticed() -> None:
