@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crc32c import crc32c
+from hypothesis import strategies as st
 
 
 def sha256(data: bytes) -> str:
@@ -139,3 +140,39 @@ def tree_of(folder: Path) -> dict[str, Any]:
             else:
                 found[str(path)] = "folder or pipe"
     return found
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 70).map(lambda n: 2**n)
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mutate(document: Any, data: st.DataObject) -> None:
+    """Replace, remove or add something anywhere in a JSON document."""
+    place = document
+    while True:
+        keys: list[Any] = sorted(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        inner = place[key]
+        if isinstance(inner, dict | list) and inner and data.draw(st.integers(0, 5)):
+            place = inner
+            continue
+        kind = data.draw(st.sampled_from(["replace", "replace", "remove", "add", "near"]))
+        if kind == "remove":
+            del place[key]
+        elif kind == "near" and type(inner) is int:
+            place[key] = inner + data.draw(st.integers(-3, 3))
+        elif kind == "near" and isinstance(inner, str):
+            place[key] = inner[: data.draw(st.integers(0, len(inner)))] + data.draw(st.text(max_size=3))
+        elif kind == "add" and isinstance(place, dict):
+            place[data.draw(st.text(max_size=5))] = data.draw(JSON)
+        else:
+            place[key] = data.draw(JSON)
+        return

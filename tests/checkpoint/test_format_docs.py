@@ -5,30 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.printed_reader import FORMAT, Array, printed_reader
 from zstore.checkpoint.names import METADATA_FILE, encode_name
 from zstore.tools.reshard import reshard_command
-
-Array = npt.NDArray[Any]
-FORMAT = Path(__file__).parents[2] / "docs/format.md"
-
-
-def printed_reader() -> Callable[[Path, str], Array]:
-    """The function `read_array` that the document prints."""
-    blocks = re.findall(r"```python\n(.*?)```", FORMAT.read_text(), re.DOTALL)
-    (block,) = (block for block in blocks if "def read_array" in block)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 45
-    names: dict[str, Any] = {}
-    exec(block, names)
-    reader: Callable[[Path, str], Array] = names["read_array"]
-    return reader
 
 
 @pytest.fixture(scope="module")

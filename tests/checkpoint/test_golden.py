@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 
 import zstore.dcp
-from tests.checkpoint.test_format_docs import printed_reader
+from tests.checkpoint.printed_reader import printed_reader
 from tests.data.golden import make
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import open_checkpoint

@@ -238,8 +238,7 @@ def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
 
 _KILLED = """
 import os, pathlib, sys, traceback
-sys.path.insert(0, {here!r})
-from test_save_faults import make_arrays
+from tests.checkpoint.test_save_faults import make_arrays
 from tests.checkpoint.checkpoints import open_world
 from zstore.testing.faults import DeadlyFiles
 
@@ -269,9 +268,7 @@ def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> li
     before, after = make_arrays(1), make_arrays(2)
     for point in points:
         save_arrays(base / str(point) / "ckpt", before, tag="first", world_size=world_size)
-    code = _KILLED.format(
-        here=str(Path(__file__).parent), tier=tier, world_size=world_size, points=points, base=str(base)
-    )
+    code = _KILLED.format(tier=tier, world_size=world_size, points=points, base=str(base))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     statuses = dict(map(int, line.split()) for line in done.stdout.splitlines())

@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.engine.runs import make_config
+from zstore.engine.build.builder import find_built
 
 WIDTH = 48
 
@@ -105,3 +110,30 @@ class Stack(nn.Module):
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make()
+
+
+def config_of(
+    folder: Path | str, stage: int = 3, state: str = "nvme", own: str = "nvme", **keys: Any
+) -> dict[str, Any]:
+    config = make_config(stage, state, folder, **keys)
+    if own != "none":
+        config["zero_optimization"]["offload_param"] = {"device": own} | (
+            {"nvme_path": str(folder)} if own == "nvme" else {}
+        )
+    return config
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+    names = [name for name in expected if name not in found or not same(found[name], expected[name])]
+    return [*names, *(name for name in found if name not in expected)]
+
+
+def num_released(model: nn.Module) -> int:
+    return sum(find_built(parameter) is not None for parameter in model.parameters())
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.shard"))

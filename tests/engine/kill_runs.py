@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
-from tests.engine.test_bits import engine_digests
 from zstore.engine import Engine
 from zstore.io.files import Files
 from zstore.testing.faults import DeadlyFiles

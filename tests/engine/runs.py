@@ -1,4 +1,4 @@
-"""Engines over the small model, and what they hold, for tests of bad input."""
+"""Engines over the small model, their steps, and what they hold."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.bits import digest, engine_digests
 from tests.engine.models import batch, make_net
-from tests.engine.test_bits import digest, engine_digests
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
+from zstore.engine.params.record import Residency
 
 # Small tensors on a busy machine: threads would wait for each other.
 torch.set_num_threads(1)
@@ -84,3 +85,16 @@ def whole(folder: Path) -> list[str]:
         with open_checkpoint(folder, tag) as opened:
             assert verify_checkpoint(opened) == []
     return found
+
+
+def all_released(engine: Engine) -> bool:
+    """Return whether no parameter that is sharded is gathered."""
+    records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
+    return all(
+        record.residency is Residency.RELEASED and record.full.untyped_storage().nbytes() == 0 for record in records
+    )
+
+
+def constant_rate_config(**keys: Any) -> dict[str, Any]:
+    """All in memory, without a schedule."""
+    return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)

@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import zstore
+from tests.engine.bits import ADAM, STATIC_SCALE, Case, engine_digests, reference_digests
 from tests.engine.models import batch, make_net
-from tests.engine.test_bits import ADAM, STATIC_SCALE, Case, engine_digests, reference_digests
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.access import safe_access

@@ -11,7 +11,7 @@ import pytest
 import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import state_of, step
-from tests.tools.test_train import rows
+from tests.tools.train_runs import rows
 from zstore.engine import Engine
 from zstore.engine.config import read_config
 from zstore.errors import ConfigError

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import zstore
+from tests.engine.bits import digest
 from tests.engine.models import Net, batch, make_net
 from tests.engine.runs import make_config, start, state_of, step, unchanged, whole
-from tests.engine.test_bits import digest
 from zstore.errors import ConfigError, NonFiniteError, RankError, RunFolderError, UsageError
 from zstore.testing.ranks import run_ranks
 

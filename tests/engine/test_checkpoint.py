@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.models import batch, make_net
-from tests.engine.test_bits import engine_digests
+from tests.engine.bits import engine_digests
+from tests.engine.models import make_net
+from tests.engine.resume_runs import config, train
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine
@@ -33,42 +34,9 @@ from zstore.testing.ranks import run_ranks
 STEPS = 2
 
 
-def config(stage: int, tier: str, folder: str, *, batch_size: int = 12, precision: str = "bf16") -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 100
-    if tier != "none":
-        zero["offload_optimizer"] = {"device": tier} | ({"nvme_path": folder} if tier == "nvme" else {})
-    found: dict[str, Any] = {
-        "train_batch_size": batch_size,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
-        "zero_optimization": zero,
-        "steps_per_print": 0,
-    }
-    if precision != "fp32":
-        found[precision] = {"enabled": True} | ({"initial_scale_power": 8} if precision == "fp16" else {})
-    return found
-
-
 def start(*args: Any, model: nn.Module | None = None, seed: int = 0, **kwargs: Any) -> Engine:
     engine, *_ = zstore.initialize(model=model or make_net(seed), config=config(*args, **kwargs))
     return engine
-
-
-def train(engine: Engine, steps: int) -> list[float]:
-    """Train from where the engine stands; return this rank's losses. Data depends on the global sample number alone."""
-    losses = []
-    for _ in range(steps):
-        for micro in range(engine.gradient_accumulation_steps()):
-            number = micro * engine.world_size + engine.global_rank
-            loss = engine(*batch(engine.global_steps, 0, number))
-            losses.append(float(loss.detach()))
-            engine.backward(loss)
-            engine.step()
-    return losses
 
 
 def _save_and_go_on(rank: int, folder: str, stage: int, tier: str, precision: str) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zstore
+from tests.engine.bits import ADAM, digest, rows_at_rest
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
-from tests.engine.test_bits import ADAM, digest, rows_at_rest
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.device import CudaStreams

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import make_net
-from tests.engine.test_bits import engine_digests
 from zstore import zero
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.models import make_net
-from tests.engine.test_checkpoint import config, train
+from tests.engine.resume_runs import config, train
 from zstore import initialize
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint

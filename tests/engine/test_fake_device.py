@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import test_bits
+from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import Case, compare
 from zstore.engine import wiring
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
 from zstore.io import pinning
 from zstore.testing.ranks import run_ranks
 
+STEPS = 2
 # (stage, optimizer's tier, precision, accumulation, clip, parameters' tier, step mode)
 CASES = [
     (3, "nvme", "bf16", 1, 0.25, "nvme", "none"),
@@ -47,14 +47,13 @@ def fake_device(forgets: Sequence[str] = ()) -> Iterator[FakeDevice]:
     with pytest.MonkeyPatch.context() as patch, device:
         patch.setattr(wiring, "streams_for", lambda _: device)
         patch.setattr(pinning, "_cuda_runtime", lambda: device)
-        patch.setattr(test_bits, "STEPS", 2)
         yield device
 
 
 @pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: "-".join(map(str, chosen)))
 def test_bits_equal_the_plain_loop(chosen: tuple[Any, ...]) -> None:
     with fake_device() as device:
-        assert compare(case(*chosen), 0, 1) == []
+        assert compare(case(*chosen), 0, 1, STEPS) == []
         assert device.copies > 0
         assert device.num_under_way == 0
         assert device.pinned_peak_bytes > 0
@@ -70,7 +69,7 @@ def test_gradients_that_wait_in_another_type_than_they_come_in_cross_with_their_
         replace(usual, types=("fp16", None), accumulation=2),
     ):
         with fake_device() as device:
-            assert compare(chosen, 0, 1) == []
+            assert compare(chosen, 0, 1, STEPS) == []
             assert device.num_under_way == 0
 
 
@@ -78,7 +77,7 @@ def _compare_on_fakes(rank: int, world_size: int) -> list[list[str]]:
     found: list[list[str]] = []
     for chosen in (CASES[1], (2, "nvme", "bf16", 3, 0.25, "none", "forward"), CASES[4]):
         with fake_device():
-            found.append(compare(case(*chosen), rank, world_size))
+            found.append(compare(case(*chosen), rank, world_size, STEPS))
     return found
 
 
@@ -94,7 +93,7 @@ FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("event", CASES[0]), ("down",
 @pytest.mark.parametrize(("forgotten", "chosen"), FORGOTTEN)
 def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tuple[Any, ...]) -> None:
     with fake_device([forgotten]), suppress(HandOverError, NonFiniteError):
-        assert compare(case(*chosen), 0, 1) != []
+        assert compare(case(*chosen), 0, 1, STEPS) != []
 
 
 def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
@@ -178,5 +177,5 @@ def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any,
         one = replace(case(*chosen), split=True)
         if one.tier == "none":
             one = replace(one, keys={"offload_param": {"pin_memory": True}})
-        assert compare(one, 0, 1) == []
+        assert compare(one, 0, 1, STEPS) == []
         assert device.num_under_way == 0

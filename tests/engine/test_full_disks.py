@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.bits import engine_digests
 from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import engine_digests
 from zstore.engine import Engine
 from zstore.errors import DiskFullError, RankError
 from zstore.testing.faults import Fault, FaultyFiles

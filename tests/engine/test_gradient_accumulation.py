@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zstore
+from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all
 from tests.engine.models import make_net
-from tests.engine.runs import make_config, start, step
-from tests.engine.test_bits import STATIC_SCALE, Case, compare, engine_digests, reference_digests
+from tests.engine.runs import constant_rate_config, make_config, start, step
 from tests.reference import Reference
-from zstore.engine import Engine
 from zstore.testing.ranks import run_ranks
 
 # -- many small gradients ---------------------------------------------------------------------------------------------
@@ -82,8 +81,6 @@ def test_the_mean_of_many_equal_gradients_is_that_gradient_on_two_ranks() -> Non
 
 # -- types, in every place --------------------------------------------------------------------------------------------
 
-SPILLS = 4_000_000
-"""A host budget that leaves gradients on disk, where parameters rest there too."""
 SPILLS_ALONE = 1_600_000
 """And one where they do not."""
 
@@ -127,10 +124,6 @@ def typed_cases() -> list[dict[str, Any]]:
     ]
 
 
-def compare_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_both_types_act_at_every_stage_and_tier(world_size: int) -> None:
     for failed in run_ranks(compare_all, world_size, world_size, typed_cases(), timeout_s=180):
@@ -157,16 +150,6 @@ def test_gradients_travel_in_the_type_that_is_asked_for() -> None:
             assert usual == narrow == wide / 2 > 0
 
 
-def plain(**keys: Any) -> dict[str, Any]:
-    return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)
-
-
-def assert_equal(engine: Engine, expected: Reference) -> None:
-    rows = {record.name: record.owned_range for record in engine.training_state.state.records}
-    found, wanted = engine_digests(engine), reference_digests(expected, rows)
-    assert {name: found[name] for name in wanted} == wanted
-
-
 class Twice(nn.Module):
     """Recomputes a block that it uses twice, so that the block's gradients come in two parts."""
 
@@ -186,7 +169,7 @@ def test_parts_of_a_gradient_are_added_as_autograd_adds_them(away: dict[str, Any
     torch.manual_seed(0)
     expected = Reference(Twice(), 1, precision="bf16", accumulation=2, adam={"lr": 1e-2, "weight_decay": 0.0})
     torch.manual_seed(0)
-    config = plain(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **away})
+    config = constant_rate_config(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **away})
     with start(config, Twice()) as engine:
         for number in range(3):
             inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + m)) for m in range(2)]
@@ -200,7 +183,7 @@ def test_parts_of_a_gradient_are_added_as_autograd_adds_them(away: dict[str, Any
 
 def test_few_gradients_are_there_in_the_parameters_type_at_a_time() -> None:
     model, seen = make_net(), []
-    with start(plain(), model) as engine:
+    with start(constant_rate_config(), model) as engine:
         own = list(model.parameters())
         for parameter in own:
             if parameter.requires_grad:

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.init_models import Handmade, Stack, seeded
+from tests.engine.init_models import Handmade, Stack, config_of, differences, files_in, num_released, seeded
 from tests.engine.models import make_net
-from tests.engine.runs import make_config, state_of, step
+from tests.engine.runs import state_of, step
 from tests.engine.transformers_models import ARCHITECTURES
-from zstore.engine.build.builder import find_built
 from zstore.engine.plan import run as placing
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
 from zstore.io.hostmemory import HostMemory
@@ -38,35 +37,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 PLACES = [(3, "nvme", "nvme"), (3, "cpu", "cpu"), (3, "none", "nvme"), (2, "nvme", "none")]
 
 
-def config_of(
-    folder: Path | str, stage: int = 3, state: str = "nvme", own: str = "nvme", **keys: Any
-) -> dict[str, Any]:
-    config = make_config(stage, state, folder, **keys)
-    if own != "none":
-        config["zero_optimization"]["offload_param"] = {"device": own} | (
-            {"nvme_path": str(folder)} if own == "nvme" else {}
-        )
-    return config
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-    names = [name for name in expected if name not in found or not same(found[name], expected[name])]
-    return [*names, *(name for name in found if name not in expected)]
-
-
-def num_released(model: nn.Module) -> int:
-    return sum(find_built(parameter) is not None for parameter in model.parameters())
-
-
-def files_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*.shard"))
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

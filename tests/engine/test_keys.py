@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM
-from tests.engine.test_bits import engine_digests
 from zstore.testing.ranks import run_ranks
 
 

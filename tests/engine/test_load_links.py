@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.bits import engine_digests
 from tests.engine.models import Net, make_net
 from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import engine_digests
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
@@ -31,13 +31,6 @@ def config(nvme: Path, *, stage: int = 3, params: bool = False, split: bool = Fa
 def net(seed: int = 0) -> Net:
     """A model of which several parameters are large enough to rest on disk."""
     return make_net(seed, width=112)
-
-
-@pytest.fixture
-def nvme(tmp_path: Path) -> Path:
-    path = tmp_path / "nvme"
-    path.mkdir()
-    return path
 
 
 def moved(engine: Engine) -> tuple[int, int]:

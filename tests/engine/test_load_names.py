@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.engine.bits import engine_digests
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import engine_digests
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.tools.convert import ConvertOptions, convert_command

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.bits import engine_digests, reference_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM, make_config, start, step
-from tests.engine.test_bits import engine_digests, reference_digests
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, state_of
-from tests.engine.test_bits import engine_digests
 from zstore.engine import Engine
 from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.loss_scale import LossScaler

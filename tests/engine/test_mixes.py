@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import zstore
+from tests.engine.bits import ADAM, digest, engine_digests, reference_digests, reference_losses
+from tests.engine.bits import Case as BitsCase
+from tests.engine.block_models import Base, ids_of, loss_of
 from tests.engine.models import Block
-from tests.engine.test_bits import ADAM, digest, engine_digests, reference_digests, reference_losses
-from tests.engine.test_bits import Case as BitsCase
-from tests.engine.test_models import Base, all_released, ids_of, loss_of
+from tests.engine.runs import all_released
 from tests.engine.transformers_models import build as build_transformers
 from tests.engine.transformers_models import checkpoint_layers
 from tests.reference import Reference

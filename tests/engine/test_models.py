@@ -14,36 +14,15 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zstore
+from tests.engine.bits import ADAM, engine_digests, reference_digests
+from tests.engine.block_models import VOCAB, WIDTH, Base, ids_of, loss_of
 from tests.engine.models import Block
-from tests.engine.test_bits import ADAM, engine_digests, reference_digests
+from tests.engine.runs import all_released
 from tests.reference import Reference
-from zstore.engine import Engine
-from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
-WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 3
-
-
-def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-class Base(nn.Module):
-    """Embedding, blocks, head; tests change what is between or at the ends."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return loss_of(self.head(self.norm(x)), ids)
+WORLD_SIZE, STEPS = 2, 3
 
 
 class FunctionalTie(Base):
@@ -235,10 +214,6 @@ def build(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def ids_of(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def settings(stage: int, offload: str = "none") -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
@@ -251,13 +226,6 @@ def settings(stage: int, offload: str = "none") -> dict[str, Any]:
         "zero_optimization": zero,
         "steps_per_print": 0,
     }
-
-
-def all_released(engine: Engine) -> bool:
-    records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
-    return all(
-        record.residency is Residency.RELEASED and record.full.untyped_storage().nbytes() == 0 for record in records
-    )
 
 
 def _train(rank: int, name: str, stage: int, offload: str, world_size: int) -> list[str]:

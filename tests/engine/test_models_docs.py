@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.test_api import one_step, start
-from tests.engine.test_transformers import REENTRANT, WRITERS
-from tests.engine.transformers_models import ARCHITECTURES, build
+from tests.engine.linear_runs import one_step, start
+from tests.engine.transformers_models import ARCHITECTURES, REENTRANT, WRITERS, build
 from zstore.errors import UsageError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -15,9 +15,9 @@ import torch.distributed as torch_dist
 from torch import nn
 
 import zstore
+from tests.engine.bits import digest, engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
-from tests.engine.test_bits import digest, engine_digests
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 

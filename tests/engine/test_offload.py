@@ -14,9 +14,9 @@ import torch
 
 import zstore
 import zstore.store.store
+from tests.engine.bits import Case, compare
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import Case, compare
 from zstore.engine import Engine
 from zstore.engine.params.record import Residency
 from zstore.engine.zero import fetch

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.bits import digest, engine_digests, reference_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
-from tests.engine.test_bits import digest, engine_digests, reference_digests
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.errors import UsageError

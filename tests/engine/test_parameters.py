@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import Net, batch, make_net
-from tests.engine.test_bits import engine_digests
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zstore
+from tests.engine.init_models import config_of, differences, files_in, num_released
 from tests.engine.models import make_net
 from tests.engine.runs import start, state_of, step
-from tests.engine.test_init import config_of, differences, files_in, num_released
 from tests.engine.transformers_models import batch_for, build, loss_of
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks

@@ -29,13 +29,6 @@ torch.set_num_threads(1)
 MIB = 2**20
 
 
-@pytest.fixture
-def nvme(tmp_path: Path) -> Path:
-    path = tmp_path / "nvme"
-    path.mkdir()
-    return path
-
-
 # -- from memory ------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import zstore
 from tests.engine.runs import make_config
-from tests.engine.test_schedules import KNOWN, made
+from tests.engine.schedule_cases import KNOWN, made
 from zstore.engine import Engine
 from zstore.engine.lr_schedules import NamedSchedule
 from zstore.errors import ConfigError, UsageError

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.block_models import Base
 from tests.engine.models import Block
-from tests.engine.test_models import Base
 from zstore.engine.params.record import Residency
 from zstore.testing.ranks import run_ranks
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zstore
+from tests.engine.bits import Case, compare, digest, engine_digests
 from tests.engine.runs import make_config, start, step
-from tests.engine.test_bits import Case, compare, digest, engine_digests
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import complete_master

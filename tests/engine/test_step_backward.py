@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tests import warm
+from tests.engine.bits import engine_digests
 from tests.engine.runs import make_config, start, state_of
-from tests.engine.test_bits import engine_digests
-from tests.engine.test_step_modes import (
+from tests.engine.step_modes import (
     WIDTH,
     Branches,
     config,
@@ -232,7 +232,8 @@ def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptur
 LEFT_OPEN = """
 import sys
 from pathlib import Path
-from tests.engine.test_step_modes import config, data, make_model, start, step
+from tests.engine.step_modes import config, data, make_model, step
+from tests.engine.runs import start
 engines = []
 for mode in ("forward", "backward"):
     folder = Path(sys.argv[1]) / mode

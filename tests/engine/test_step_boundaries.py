@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.bits import SPILLS, Case, assert_equal, compare_all
 from tests.engine.models import batch, make_net
-from tests.engine.runs import make_config, start, state_of, step
-from tests.engine.test_bits import Case
-from tests.engine.test_gradient_accumulation import SPILLS, assert_equal, compare_all, plain
+from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.errors import UsageError
@@ -60,7 +59,7 @@ def micro_batches(step: int, count: int) -> list[list[Any]]:
 
 def test_a_short_accumulation_that_the_caller_ends_is_a_step_and_can_be_saved(tmp_path: Path) -> None:
     expected = reference()
-    with start(plain()) as engine:
+    with start(constant_rate_config()) as engine:
         # An epoch of three micro-batches, as loops name the ends of steps.
         for micro, last in ((0, False), (1, True)):
             engine.set_gradient_accumulation_boundary(last)
@@ -87,7 +86,7 @@ def test_a_short_accumulation_that_the_caller_ends_is_a_step_and_can_be_saved(tm
         expected.step(micro_batches(2, 2))
         assert_equal(engine, expected)
         after = state_of(engine)
-    with start(plain(), make_net(1)) as resumed:
+    with start(constant_rate_config(), make_net(1)) as resumed:
         resumed.load_checkpoint(str(tmp_path))
         assert state_of(resumed) == state
         step(resumed)
@@ -97,7 +96,7 @@ def test_a_short_accumulation_that_the_caller_ends_is_a_step_and_can_be_saved(tm
 def test_what_was_accumulated_is_ended_after_its_last_micro_batch_too() -> None:
     """A loader that ends tells it when the last step() is over."""
     expected = reference(3)
-    with start(plain(gradient_accumulation_steps=3)) as engine:
+    with start(constant_rate_config(gradient_accumulation_steps=3)) as engine:
         for micro in range(2):
             micro_batch(engine, micro)
             engine.step()
@@ -114,7 +113,7 @@ def test_what_was_accumulated_is_ended_after_its_last_micro_batch_too() -> None:
 
 def test_a_single_step_may_follow_all_backwards() -> None:
     expected = reference(3)
-    with start(plain(gradient_accumulation_steps=3)) as engine:
+    with start(constant_rate_config(gradient_accumulation_steps=3)) as engine:
         engine.set_gradient_accumulation_boundary(False)
         for micro in range(2):
             micro_batch(engine, micro)
@@ -128,7 +127,7 @@ def test_a_single_step_may_follow_all_backwards() -> None:
 
 def test_two_backwards_of_one_step_are_added_in_fp32() -> None:
     expected = reference(1)
-    with start(plain(gradient_accumulation_steps=1)) as engine:
+    with start(constant_rate_config(gradient_accumulation_steps=1)) as engine:
         micro_batch(engine, 0)
         micro_batch(engine, 1)
         engine.step()
@@ -138,7 +137,7 @@ def test_two_backwards_of_one_step_are_added_in_fp32() -> None:
 
 
 def test_the_caller_names_boundaries_until_it_says_otherwise() -> None:
-    with start(plain()) as engine:
+    with start(constant_rate_config()) as engine:
         engine.set_gradient_accumulation_boundary(True)
         for _ in range(3):
             micro_batch(engine, 0)
@@ -154,7 +153,7 @@ def test_the_caller_names_boundaries_until_it_says_otherwise() -> None:
 
 def test_what_was_updated_within_the_backward_ends_its_step() -> None:
     keys: dict[str, Any] = {"zstore": {"step_overlap": "backward"}}
-    with start(plain(**keys)) as engine:
+    with start(constant_rate_config(**keys)) as engine:
         engine.set_gradient_accumulation_boundary(True)
         micro_batch(engine, 0)
         with pytest.raises(UsageError, match=r"its backward has updated parameters; call step\(\) first"):
@@ -177,7 +176,7 @@ def _fail(gradient: torch.Tensor) -> None:
 
 
 def test_a_failed_backward_forgets_the_micro_batches_that_the_caller_named() -> None:
-    with start(plain()) as engine, start(plain()) as other:
+    with start(constant_rate_config()) as engine, start(constant_rate_config()) as other:
         engine.set_gradient_accumulation_boundary(False)
         micro_batch(engine, 0)
         engine.step()
@@ -193,7 +192,7 @@ def test_a_failed_backward_forgets_the_micro_batches_that_the_caller_named() -> 
 
 
 def test_a_loss_that_is_divided_already_is_not_divided_again() -> None:
-    with start(plain()) as engine, start(plain()) as other:
+    with start(constant_rate_config()) as engine, start(constant_rate_config()) as other:
         for micro in range(2):
             loss = engine(*batch(0, micro, 0))
             engine.backward(loss.float() / 2, scale_wrt_gas=False)
@@ -206,7 +205,7 @@ def test_a_loss_that_is_divided_already_is_not_divided_again() -> None:
 
 
 def test_the_batch_size_changes_by_the_number_of_micro_batches() -> None:
-    with start(plain(gradient_accumulation_steps=1)) as engine:
+    with start(constant_rate_config(gradient_accumulation_steps=1)) as engine:
         expected = reference(1)
         step(engine)
         expected.step(micro_batches(0, 1))
@@ -228,7 +227,7 @@ def test_the_batch_size_changes_by_the_number_of_micro_batches() -> None:
 
 @pytest.mark.parametrize("size", [0, -2, 3, 2.0, "4"])
 def test_a_batch_size_that_micro_batches_do_not_divide_is_refused(size: Any) -> None:
-    with start(plain()) as engine:
+    with start(constant_rate_config()) as engine:
         message = r"expected a multiple of 2, which is train_micro_batch_size_per_gpu 2 x world size 1; got"
         with pytest.raises(UsageError, match=message):
             engine.set_train_batch_size(size)
@@ -236,7 +235,7 @@ def test_a_batch_size_that_micro_batches_do_not_divide_is_refused(size: Any) -> 
 
 
 def test_the_batch_size_does_not_change_within_a_step() -> None:
-    with start(plain()) as engine:
+    with start(constant_rate_config()) as engine:
         micro_batch(engine, 0)
         with pytest.raises(UsageError, match="in the middle of a step, whose losses were divided by 2"):
             engine.set_train_batch_size(8)

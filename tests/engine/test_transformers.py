@@ -10,19 +10,24 @@ import pytest
 import torch
 
 import zstore
-from tests.engine.test_bits import ADAM, engine_digests, reference_digests
-from tests.engine.test_models import all_released
-from tests.engine.transformers_models import ARCHITECTURES, PAD, VOCAB, batch_for, build, checkpoint_layers, loss_of
+from tests.engine.bits import ADAM, engine_digests, reference_digests
+from tests.engine.runs import all_released
+from tests.engine.transformers_models import (
+    ARCHITECTURES,
+    PAD,
+    REENTRANT,
+    VOCAB,
+    WRITERS,
+    batch_for,
+    build,
+    checkpoint_layers,
+    loss_of,
+)
 from tests.reference import DTYPES, Reference
 from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
 
 WORLD_SIZE, STEPS = 2, 3
-
-# How their layers are checkpointed by transformers itself: whether reentrant.
-REENTRANT = {"Llama": False, "T5": False, "Whisper": True, "GPT-Neo": True, "Mixtral": False}
-
-WRITERS = ("GPT-Neo", "Llama", "Mixtral", "T5")
 
 
 def settings(stage: int, precision: str, **zero: Any) -> dict[str, Any]:

@@ -207,3 +207,9 @@ def checkpoint_layers(model: Any, reentrant: bool) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+# How their layers are checkpointed by transformers itself: whether reentrant.
+REENTRANT = {"Llama": False, "T5": False, "Whisper": True, "GPT-Neo": True, "Mixtral": False}
+
+WRITERS = ("GPT-Neo", "Llama", "Mixtral", "T5")

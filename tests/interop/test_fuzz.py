@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
-from tests.checkpoint.forging import Forge, data_start, index_of, record_digest
+from tests.checkpoint.forging import Forge, data_start, index_of, mutate, record_digest
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
@@ -28,16 +28,6 @@ from zstore.io.shards import IoResources, open_resources
 LIMIT_S = 10.0
 """No example may take longer; one takes some milliseconds."""
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(0, 70).map(lambda n: 2**n)
-    | st.floats()
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def make_arrays() -> dict[str, Any]:
@@ -121,30 +111,6 @@ def test_changed_bytes_give_an_error_or_the_right_values(
             forge.put(file, data.draw(st.binary(max_size=200)))
         found, _ = read_all(forge, resources)
         assert all(found[name] == right[name] for name in found)
-
-
-def mutate(document: Any, data: st.DataObject) -> None:
-    """Replace, remove or add something anywhere in a JSON document."""
-    place = document
-    while True:
-        keys: list[Any] = sorted(place) if isinstance(place, dict) else list(range(len(place)))
-        key = data.draw(st.sampled_from(keys))
-        inner = place[key]
-        if isinstance(inner, dict | list) and inner and data.draw(st.integers(0, 5)):
-            place = inner
-            continue
-        kind = data.draw(st.sampled_from(["replace", "replace", "remove", "add", "near"]))
-        if kind == "remove":
-            del place[key]
-        elif kind == "near" and type(inner) is int:
-            place[key] = inner + data.draw(st.integers(-3, 3))
-        elif kind == "near" and isinstance(inner, str):
-            place[key] = inner[: data.draw(st.integers(0, len(inner)))] + data.draw(st.text(max_size=3))
-        elif kind == "add" and isinstance(place, dict):
-            place[data.draw(st.text(max_size=5))] = data.draw(JSON)
-        else:
-            place[key] = data.draw(JSON)
-        return
 
 
 @FUZZ

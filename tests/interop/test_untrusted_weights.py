@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.interop.test_fuzz import mutate
+from tests.checkpoint.forging import mutate
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CorruptionError, ZstoreError
 from zstore.open.sources import open_source

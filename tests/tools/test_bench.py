@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import checkpoint, disk, durability, limits, offload, overhead, scale, step
 from bench.checkpoint_figures import describe, goals, medians
-from bench.children import Outcome, Told, limited_memory, run_contender
+from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
 from tests import warm
+from tests.tools.commands import run_here
 from zstore.format.partition import grid_in_checkpoint, make_grid
 from zstore.format.shardfile import layout_of
 
@@ -162,15 +161,6 @@ def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
         assert taken.returncode == 0
     else:
         assert taken.returncode != 0  # killed
-
-
-def run_here(module: str, spec: dict[str, Any], **how: Any) -> Told:
-    """Stand in for `run_child`, without the seconds that a process takes to start."""
-    events: list[dict[str, Any]] = []
-    contenders = importlib.import_module(module).CONTENDERS
-    contenders[spec["contender"]](spec, lambda event, **facts: events.append({"event": event, **facts}))
-    plain = json.loads(json.dumps(events))
-    return Told(events=plain, error=None, seconds=0.0, memory_limit="none asked for", limited_peak_bytes=None)
 
 
 def test_scale_benchmark_plans_without_data(

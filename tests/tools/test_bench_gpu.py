@@ -20,7 +20,7 @@ import torch
 from bench import checkpoint, children, gpu, limits, offload
 from bench.children import run_group
 from bench.gpu_parts import FAULTS, Part, Run, Setting, make_parts, read_tests, room_for
-from tests.tools.test_bench import run_here
+from tests.tools.commands import run_here
 
 GB = 10**9
 NAMES = ["cuda", "nccl", "step", "offload-1.2b", "offload-7b", "overhead", "checkpoint"]

@@ -4,24 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import typer
 
 import zstore
-from tests import warm
+from tests.tools.commands import run
 from zstore.tools import options
 
 COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
-
-
-def run(*words: str, env: Mapping[str, str] | None = None, anew: bool = False) -> subprocess.CompletedProcess[str]:
-    """`python -m zstore` in a process of its own, without colours."""
-    plain = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "160", **(env or {})}
-    command = [sys.executable, "-m", "zstore", *words]
-    return warm.run(command, capture_output=True, text=True, check=False, env=plain, timeout=100, anew=anew)
 
 
 def test_help_lists_the_commands_on_stdout() -> None:

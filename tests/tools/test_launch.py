@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.tools.test_train import config_file, options, rows
+from tests.tools.train_runs import config_file, options, rows
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
@@ -21,13 +21,6 @@ from zstore.tools.train.command import train_command
 from zstore.tools.train.launch import launch
 
 PYTHON = [sys.executable, "-c"]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
-    return path
 
 
 @contextmanager

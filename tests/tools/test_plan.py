@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import zstore
-from tests.tools.test_cli import run
+from tests.tools.commands import run
 from zstore.engine.config import load_config
 from zstore.engine.plan.rates import MatmulRates, measure_rates
 from zstore.errors import ConfigError, UsageError

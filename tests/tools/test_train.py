@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tests import warm
+from tests.tools.train_runs import config_file, options, rows
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
@@ -27,41 +28,11 @@ from zstore.errors import (
 )
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
-from zstore.tools.train.config import TrainOptions
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
     "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes", "links",
 )  # fmt: skip
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
-    return path
-
-
-def config_file(tmp_path: Path, **more: Any) -> Path:
-    path = tmp_path / "ds.json"
-    config = {
-        "train_batch_size": 4,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
-        "zero_optimization": {"stage": 1},
-    } | more
-    path.write_text(json.dumps(config))
-    return path
-
-
-def options(tmp_path: Path, text: Path, config: Path, **more: Any) -> TrainOptions:
-    chosen = {"model": "gpt-tiny", "steps": 4, "seq_len": 16, "data": text, "config": config} | more
-    return TrainOptions(**chosen)
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def zstore(*words: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

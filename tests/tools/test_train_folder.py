@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import zstore
-from tests.tools.test_train import config_file, options, rows
+from tests.tools.train_runs import config_file, options, rows
 from zstore.errors import ConfigError
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.sample.corpus import open_corpus

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import zstore
+from tests.engine.bits import digest
 from tests.engine.models import batch
-from tests.engine.test_bits import digest
+from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
 from zstore.engine.params.tensors import as_torch
 from zstore.engine.plan import run as placing
@@ -23,22 +24,6 @@ from zstore.tools.sample.models import build_model
 
 MIB = 1024 * 1024
 STEPS = 3
-
-
-def make_config(nvme: str, **keys: Any) -> dict[str, Any]:
-    where = {"device": "nvme", "nvme_path": nvme}
-    zero = {"stage": 3, "offload_optimizer": dict(where), "offload_param": dict(where)}
-    zero["stage3_param_persistence_threshold"] = 1000
-    zero |= keys.pop("zero", {})
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-        "steps_per_print": 0,
-    }
-    return config | keys
 
 
 def run(config: dict[str, Any], steps: int = STEPS) -> tuple[Engine, dict[str, str], list[float]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zstore
-from tests.engine.plan.test_budget import make_config
+from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
 from zstore.engine.plan import run as placing
 from zstore.errors import DiskFullError

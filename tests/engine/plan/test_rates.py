@@ -199,7 +199,7 @@ DEMANDING = """
 import sys, torch, zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config
-from tests.engine.test_bits import engine_digests
+from tests.engine.bits import engine_digests
 from zstore.engine.plan.rates import measure_rates
 for enabled in (True, "auto"):
     with zstore.initialize(model=make_net(), config=make_config(bf16={"enabled": enabled}))[0] as engine:
