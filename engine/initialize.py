@@ -19,6 +19,7 @@ from zstore.ranks.world import World
 from .build.init import require_no_init
 from .checkpoint.snapshots import require_shared_folder
 from .config import Config, ResolveContext, load_config, read_answers
+from .device import Streams
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
@@ -48,6 +49,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     *,
     auto: Mapping[str, Any] | None = None,
     _files: Files | None = None,
+    _streams: Streams | None = None,
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -96,7 +98,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
-            training = wire(model, resolved, world, facade, schedule=schedule, loader=loader, files=_files)
+            training = wire(
+                model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
+            )
             engine = Engine(training, monitors)
         except BaseException:
             monitors.close()

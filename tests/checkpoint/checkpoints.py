@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -107,10 +108,13 @@ def wait_all(handles: Sequence[SaveHandle]) -> list[SaveSummary]:
     return summaries
 
 
-def describe(arrays: Mapping[str, Array]) -> dict[str, ArraySpec]:
-    """Return the specs of numpy arrays."""
+def describe(
+    arrays: Mapping[str, Array], aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> dict[str, ArraySpec]:
+    """Return the specs of numpy arrays; `aliases` are further names of their tensors, by array."""
     return {
-        name: ArraySpec(name=name, shape=tuple(array.shape), dtype=array.dtype.name) for name, array in arrays.items()
+        name: ArraySpec(name=name, shape=tuple(array.shape), dtype=array.dtype.name, aliases=aliases.get(name, ()))
+        for name, array in arrays.items()
     }
 
 
@@ -123,9 +127,10 @@ def open_world(
     run_path: Path | None = None,
     small: Mapping[str, Array] | None = None,
     files: Sequence[Files] | None = None,
+    aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Iterator[World]:
     """Open a store for each rank that holds its shards of `arrays`; `files` has one double for each rank."""
-    specs = describe(arrays) | describe(small or {})
+    specs = describe(arrays, aliases) | describe(small or {})
     grids = {name: make_grid(specs[name].stored_shape, world_size) for name in arrays}
     budget = _LEAST_BUDGET_BYTES + 2 * sum(array.nbytes for array in arrays.values())
     options = StoreOptions(run_path=run_path, host_budget_bytes=budget, num_threads=2)
@@ -144,6 +149,6 @@ def open_world(
 
 def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 1, **options: Any) -> Path:
     """Save `arrays` from the host tier of `world_size` ranks; returns the tag's folder."""
-    small = options.pop("small", None)
-    with open_world(arrays, world_size=world_size, small=small) as world:
+    opened = {key: options.pop(key) for key in ("small", "aliases") if key in options}
+    with open_world(arrays, world_size=world_size, **opened) as world:
         return world.save(folder, **options)[0].path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,6 @@ from zstore.checkpoint.usage import bytes_freed
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
-from zstore.io.files import Files
 from zstore.remote.folder import open_folder
 from zstore.remote.upload import upload_checkpoint
 from zstore.tools import cli
@@ -62,7 +62,7 @@ def loss(value: object) -> dict[str, Any]:
         (Keep(last=1, every=4, best="loss:min", tags=("*1",)), [1, 3, 4, 5]),
     ],
 )
-def test_rules(keep: Keep, stays: list[int]) -> None:
+def test_checkpoints_stay_by_any_rule_that_names_them(keep: Keep, stays: list[int]) -> None:
     # The best, 1.0, is there twice: the newer one stays. What is not finite, or no number, is no value.
     values = [1.0, 2.0, 1, 3.5, float("nan")]
     infos = [info(number, **loss(value)) for number, value in enumerate(values, start=1)]
@@ -179,7 +179,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return 0
 
 
-def test_the_command(
+def test_prune_removes_what_no_option_keeps(
     folder: Path, linked: list[SaveSummary], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli(monkeypatch, "prune", folder) == 2
@@ -262,10 +262,10 @@ def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.Monkey
     for number in (1, 2):
         save_arrays(folder, ARRAYS, step=number)
 
-    def refuse(self: Files, source: object, target: object) -> None:
+    def refuse(source: object, target: object) -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(Files, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     assert prune_folder(folder, Keep()) == 1
     assert len(tags(folder)) == 2
 
@@ -283,12 +283,12 @@ def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.Monkey
         (None, None),
     ],
 )
-def test_the_config(written: object, expected: Keep | None) -> None:
+def test_keep_is_read_from_the_config(written: object, expected: Keep | None) -> None:
     assert load_config({"zstore": {"keep": written}}).own.keep == expected
 
 
 @pytest.mark.parametrize("written", [0, "3", {"lasst": 1}, {"best": "loss"}, {"tags": "x"}, {"every": 0.5}, [1]])
-def test_a_config_that_makes_no_sense(written: object) -> None:
+def test_a_wrong_keep_is_refused_by_its_key(written: object) -> None:
     with pytest.raises(ConfigError, match=r"zstore\.keep"):
         load_config({"zstore": {"keep": written}})
 

@@ -135,11 +135,11 @@ def reference_digests(reference: Reference, rows: dict[str, tuple[int, int]]) ->
     return found
 
 
-def compare(case: Case, rank: int, world_size: int, steps: int = STEPS) -> list[str]:
-    """Return what differs between engine and plain loop, after each of so many steps."""
+def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given: Any) -> list[str]:
+    """Return what differs between engine and plain loop, after each of so many steps; `given` goes to `initialize`."""
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder))
+        engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
         with engine:
             reference = Reference(
                 case.make(),

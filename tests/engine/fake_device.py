@@ -67,6 +67,11 @@ class FakeDevice:
 
     device_is_host = False
 
+    @property
+    def cuda_runtime(self) -> Self:
+        """What registers host memory: the device itself."""
+        return self
+
     def __init__(self, forgets: Iterable[str] = ()) -> None:
         self._forgets = frozenset(forgets)
         self._pinned: dict[int, int] = {}

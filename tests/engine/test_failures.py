@@ -121,7 +121,9 @@ FAILING = 1
     ("stage", "world_size", "where", "what", "mode"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES)],
 )
-def test_one_rank_fails(nvme: Path, stage: int, world_size: int, where: str, what: str, mode: str) -> None:
+def test_a_failure_of_one_rank_ends_the_others_soon(
+    nvme: Path, stage: int, world_size: int, where: str, what: str, mode: str
+) -> None:
     may_die = () if what == "raise" else (FAILING,)
     results = run_ranks(_run, world_size, str(nvme), stage, where, what, mode, timeout_s=LIMIT, may_die=may_die)
     ranks = dict(enumerate(results))

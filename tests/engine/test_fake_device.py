@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.engine import wiring
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
-from zstore.io import pinning
 from zstore.testing.ranks import run_ranks
 
 STEPS = 2
@@ -40,20 +37,10 @@ def case(stage: int, optimizer: str, *rest: Any) -> Case:
     return Case(stage, optimizer, precision, accumulation, clip, parameters=parameters, overlap=overlap, keys=keys)
 
 
-@contextmanager
-def fake_device(forgets: Sequence[str] = ()) -> Iterator[FakeDevice]:
-    """Let engines made in the block compute on a fake device."""
-    device = FakeDevice(forgets)
-    with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(wiring, "streams_for", lambda _: device)
-        patch.setattr(pinning, "_cuda_runtime", lambda: device)
-        yield device
-
-
 @pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: "-".join(map(str, chosen)))
 def test_bits_equal_the_plain_loop(chosen: tuple[Any, ...]) -> None:
-    with fake_device() as device:
-        assert compare(case(*chosen), 0, 1, STEPS) == []
+    with FakeDevice() as device:
+        assert compare(case(*chosen), 0, 1, STEPS, _streams=device) == []
         assert device.copies > 0
         assert device.num_under_way == 0
         assert device.pinned_peak_bytes > 0
@@ -68,16 +55,16 @@ def test_gradients_that_wait_in_another_type_than_they_come_in_cross_with_their_
         replace(usual, types=("fp32", None)),
         replace(usual, types=("fp16", None), accumulation=2),
     ):
-        with fake_device() as device:
-            assert compare(chosen, 0, 1, STEPS) == []
+        with FakeDevice() as device:
+            assert compare(chosen, 0, 1, STEPS, _streams=device) == []
             assert device.num_under_way == 0
 
 
 def _compare_on_fakes(rank: int, world_size: int) -> list[list[str]]:
     found: list[list[str]] = []
     for chosen in (CASES[1], (2, "nvme", "bf16", 3, 0.25, "none", "forward"), CASES[4]):
-        with fake_device():
-            found.append(compare(case(*chosen), rank, world_size, STEPS))
+        with FakeDevice() as device:
+            found.append(compare(case(*chosen), rank, world_size, STEPS, _streams=device))
     return found
 
 
@@ -92,8 +79,8 @@ FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("event", CASES[0]), ("down",
 
 @pytest.mark.parametrize(("forgotten", "chosen"), FORGOTTEN)
 def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tuple[Any, ...]) -> None:
-    with fake_device([forgotten]), suppress(HandOverError, NonFiniteError):
-        assert compare(case(*chosen), 0, 1, STEPS) != []
+    with FakeDevice([forgotten]) as device, suppress(HandOverError, NonFiniteError):
+        assert compare(case(*chosen), 0, 1, STEPS, _streams=device) != []
 
 
 def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
@@ -111,11 +98,11 @@ def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: 
             step(plain)
         expected = state_of(plain)
         weight = plain.get_full_parameter("blocks.0.up.weight")
-    with fake_device() as device:
-        with start(pinned_config(nvme, **keys)) as first:
+    with FakeDevice() as device:
+        with start(pinned_config(nvme, **keys), _streams=device) as first:
             step(first)
             first.save_checkpoint(str(tmp_path / "ckpt"))
-        with start(pinned_config(nvme, **keys), make_net(1)) as second:
+        with start(pinned_config(nvme, **keys), make_net(1), _streams=device) as second:
             second.load_checkpoint(str(tmp_path / "ckpt"))
             step(second)
             assert state_of(second) == expected
@@ -141,7 +128,8 @@ def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_devi
             return summed(values)
 
         monkeypatch.setattr(module, name, noting)
-    with fake_device() as device, start(pinned_config(nvme, zstore={"host_budget_bytes": 7 << 19})) as engine:
+    config = pinned_config(nvme, zstore={"host_budget_bytes": 7 << 19})
+    with FakeDevice() as device, start(config, _streams=device) as engine:
         assert engine.training_state.state.spilled
         assert engine.training_state.state.gradients_on_host
         step(engine)
@@ -152,7 +140,7 @@ def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_devi
 def test_what_crosses_is_counted() -> None:
     config = make_config(1, "cpu")
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True  # the fake device knows host memory by that
-    with fake_device(), start(config) as engine:
+    with FakeDevice() as device, start(config, _streams=device) as engine:
         step(engine)
         before = engine.statistics()
         step(engine)
@@ -173,9 +161,9 @@ def test_what_crosses_is_counted() -> None:
     ids=lambda chosen: "-".join(map(str, chosen)),
 )
 def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any, ...]) -> None:
-    with fake_device() as device:
+    with FakeDevice() as device:
         one = replace(case(*chosen), split=True)
         if one.tier == "none":
             one = replace(one, keys={"offload_param": {"pin_memory": True}})
-        assert compare(one, 0, 1, STEPS) == []
+        assert compare(one, 0, 1, STEPS, _streams=device) == []
         assert device.num_under_way == 0

@@ -65,7 +65,7 @@ def test_sizes_of_buckets(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_reduce_scatter(stage: int) -> None:
+def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
     on, off = run(stage, {"reduce_scatter": False})
     assert "all_reduce" not in on["sent"]
     assert "reduce_scatter" not in off["sent"]
@@ -73,7 +73,7 @@ def test_reduce_scatter(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overlap_comm(stage: int) -> None:
+def test_overlap_comm_runs_collectives_beside_the_computation(stage: int) -> None:
     bucket = {"reduce_bucket_size": 20_000}
     _, on, off = run(stage, bucket, bucket | {"overlap_comm": False})
     assert on["reductions beside"] > 0
@@ -85,7 +85,7 @@ def test_overlap_comm(stage: int) -> None:
         assert off["sent"].get(kind) == on["sent"].get(kind)
 
 
-def test_persistence() -> None:
+def test_persistent_parameters_are_not_gathered() -> None:
     usual, none, every, some = run(
         3,
         {"stage3_param_persistence_threshold": 0},

@@ -70,7 +70,7 @@ def test_what_a_save_copies_and_how_long_it_held_training_up(tmp_path: Path) -> 
     assert found.stall_s == {"save called": sum(ticket.stall_s for ticket in tickets)}
 
 
-def test_it_is_data(tmp_path: Path) -> None:
+def test_statistics_become_json(tmp_path: Path) -> None:
     with start(make_config(3, "nvme", tmp_path)) as engine:
         step(engine)
         found = engine.statistics()

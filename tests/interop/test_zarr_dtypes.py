@@ -102,7 +102,7 @@ def test_a_fresh_process_opens_it(tmp_path: Path, code: str) -> None:
         ("1.5", 0x3FC0),
     ],
 )
-def test_fill_values(fill_value: str | float, expected_bits: int) -> None:
+def test_a_fill_value_is_read_to_its_bits_and_written_as_json(fill_value: str | float, expected_bits: int) -> None:
     scalar = BFloat16().from_json_scalar(fill_value, zarr_format=3)
     assert int(np.asarray(scalar).view(np.uint16)) == expected_bits
     written = BFloat16().to_json_scalar(scalar, zarr_format=3)

@@ -63,7 +63,7 @@ def test_a_released_group_leaves_no_threads_to_the_end_of_the_process() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_exchange(world_size: int) -> None:
+def test_ranks_exchange_objects_and_tensors(world_size: int) -> None:
     results = run_ranks(_exchange, world_size)
     for rank, result in enumerate(results):
         assert result["values"] == [{"rank": r, "text": "é" * r} for r in range(world_size)]
@@ -125,7 +125,7 @@ def test_an_error_reaches_every_rank() -> None:
         assert "DiskFullError: no room (path=/x)" in other[1]
 
 
-def test_alone() -> None:
+def test_a_world_of_one_needs_no_process_group() -> None:
     world = World.current()
     assert (world.rank, world.world_size, world.backend) == (0, 1, None)
     assert world.second() is world

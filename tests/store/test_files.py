@@ -276,7 +276,7 @@ def test_direct_can_be_switched_off(path: Path) -> None:
 # -- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_names(tmp_path: Path) -> None:
+def test_files_are_linked_renamed_and_removed(tmp_path: Path) -> None:
     files = Files()
     files.make_folder(tmp_path / "x" / "y")
     files.make_folder(tmp_path / "x" / "y")

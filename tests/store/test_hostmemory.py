@@ -99,7 +99,7 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
 
 
 @linux
-def test_this_system() -> None:
+def test_memory_of_this_machine_is_found() -> None:
     found = read_host_memory()
     assert found.total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert found.available_bytes is not None

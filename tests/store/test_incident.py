@@ -39,7 +39,9 @@ FAILED = {"cause": "ValueError: x", "details": "a traceback"}
         ({0: at(3, lost="closed"), 1: at(3, left=True)}, 0.0, Outcome.BROKEN),
     ],
 )
-def test_judge(reports: dict[int, Report], waited_s: float, outcome: Outcome | None) -> None:
+def test_the_outcome_follows_from_the_reports_of_all_ranks(
+    reports: dict[int, Report], waited_s: float, outcome: Outcome | None
+) -> None:
     assert judge(reports, 2, waited_s) is outcome
 
 
@@ -57,7 +59,7 @@ def test_judge(reports: dict[int, Report], waited_s: float, outcome: Outcome | N
         ({0: at(3, lost="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
     ],
 )
-def test_explain(reports: dict[int, Report], said: str) -> None:
+def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, Report], said: str) -> None:
     error = explain(reports, 2, 0, "step, unit 'blocks.1', collective all_gather", "no answer")
     assert "rank 0 stops with it, in step, unit 'blocks.1', collective all_gather" in str(error)
     with pytest.raises(type(error), match=said):

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import make_config, start
-from zstore.engine import wiring
 from zstore.engine.device import Streams
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
-from zstore.io import pinning
 from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
@@ -70,11 +68,10 @@ def test_a_slab_is_registered_as_long_as_a_view_of_it_lives() -> None:
     assert runtime.registered == {}
 
 
-def test_state_that_is_removed_is_registered_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_removed_is_registered_no_more() -> None:
     runtime = Runtime()
-    monkeypatch.setattr(pinning, "_cuda_runtime", lambda: runtime)
     spec = ArraySpec(name="model/a", shape=(8 * MIB,), dtype="float32")
-    with TensorStore(StoreOptions(pin_state=True)) as store:
+    with TensorStore(StoreOptions(pin_state=True), cuda=runtime) as store:
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="host")
         assert sum(runtime.registered.values()) >= spec.nbytes
         store.remove("model/a")
@@ -94,27 +91,30 @@ def test_what_cannot_be_registered_is_ordinary_memory(runtime: Runtime) -> None:
     assert runtime.registered == {}
 
 
-def test_a_store_pins_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_pins_what_it_is_told(tmp_path: Path) -> None:
     for pin_buffers, pin_state in [(True, False), (False, True), (True, True)]:
         runtime = Runtime()
-        monkeypatch.setattr(pinning, "_cuda_runtime", lambda runtime=runtime: runtime)
         options = StoreOptions(run_path=tmp_path, pin_buffers=pin_buffers, pin_state=pin_state)
-        with TensorStore(options) as store:
+        with TensorStore(options, cuda=runtime) as store:
             store.make_pool(MIB)
             assert (store.statistics().pinned_bytes > 0) == pin_buffers
             assert store.fallbacks == ()
         assert runtime.registered == {}
 
 
+class HostStreams(Streams):
+    """Those of the host, with a runtime to register memory with."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.cuda_runtime = runtime
+
+
 @pytest.mark.parametrize("pinned", [True, False])
-def test_state_of_a_run_is_pinned(
-    pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime = Runtime()
-    monkeypatch.setattr(pinning, "_cuda_runtime", lambda: runtime if pinned else None)
+def test_state_of_a_run_is_pinned(pinned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime() if pinned else Runtime(raises=True)
     config = make_config(3, "cpu")
     config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-    with caplog.at_level(logging.WARNING), start(config) as engine:
+    with caplog.at_level(logging.WARNING), start(config, _streams=HostStreams(runtime)) as engine:
         found = engine.statistics().store
         assert (found.pinned_bytes >= found.host_bytes > 0) == pinned
     assert runtime.registered == {}
@@ -126,11 +126,9 @@ def _warned(rank: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zstore").addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wiring, "streams_for", lambda _: _Away())
-        config = make_config(1, "cpu")
-        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
-        start(config).close()
+    config = make_config(1, "cpu")
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+    start(config, _streams=_Away()).close()
     return [message for message in found if "not pinned" in message]
 
 

@@ -212,7 +212,7 @@ def test_places_outside_the_shard_and_wrong_targets_are_refused(store: TensorSto
             store.read("model/w", out=out)
 
 
-def test_unknown_names(store: TensorStore) -> None:
+def test_an_unknown_name_is_refused_by_every_call(store: TensorStore) -> None:
     for act in (
         lambda: store.write("model/x", np.zeros(1, np.float32)),
         lambda: store.read("model/x"),
@@ -239,7 +239,7 @@ def test_groups_that_make_no_pass(store: TensorStore) -> None:
     assert list(store.stream([])) == []
 
 
-def test_a_closed_store(tmp_path: Path) -> None:
+def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:
     store = TensorStore(StoreOptions(run_path=tmp_path))
     values = create(store, "disk")
     ticket = store.write("model/w", values)
@@ -284,7 +284,7 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
 # -- statistics -----------------------------------------------------------------------------------------------------
 
 
-def test_statistics(store: TensorStore) -> None:
+def test_statistics_count_the_bytes_of_each_tier(store: TensorStore) -> None:
     for tier in TIERS:
         values = create(store, tier, name=f"model/{tier}")
         store.write(f"model/{tier}", values).wait()

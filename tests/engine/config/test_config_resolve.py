@@ -196,7 +196,7 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
         ([1], r"expected a dict of config keys and values, got list"),
     ],
 )
-def test_bad_answers(auto: Any, message: str) -> None:
+def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^initialize\(auto=\.\.\.\): " + message):
         read_answers(auto)
 
@@ -242,13 +242,13 @@ def test_answers_that_contradict_are_refused() -> None:
         (None, "auto", "bf16", "bf16"),
     ],
 )
-def test_precision(fp16: object, bf16: object, native: str, precision: str) -> None:
+def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: object, native: str, precision: str) -> None:
     config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
     supported = {"device_supports_bf16": "bf16" in native, "device_supports_fp16": "fp16" in native}
     assert resolved(config, **supported).precision == precision
 
 
-def test_loss_scaling() -> None:
+def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:
     dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
     scaling = resolved({"fp16": dynamic}).loss_scaling
     assert scaling is not None

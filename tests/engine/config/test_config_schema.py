@@ -189,7 +189,7 @@ def test_notices_and_problems_name_keys_as_they_were_written() -> None:
 
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 2.0}, 2), (None, 0)])
-def test_stage_forms(value: object, stage: int) -> None:
+def test_the_zero_section_may_be_a_switch_or_a_stage(value: object, stage: int) -> None:
     assert load_config({"zero_optimization": value}).stage == stage
 
 
@@ -334,7 +334,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), BAD, ids=lambda value: value[:60] if isinstance(value, str) else "")
-def test_bad_input(config: dict[str, Any], message: str) -> None:
+def test_a_wrong_config_is_refused_with_the_key_and_the_reason(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(config)
     assert "problems" not in str(caught.value)
