@@ -28,7 +28,7 @@ demo: $(VENV)/stamp-run ## train, resume, reshard and consolidate a small model:
 	@$(PY) -m zstore.tools.demo
 
 # Each worker, and each process that a test starts, would compile the same files where bytecode is not kept.
-test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/test_cli.py -q" runs some
+test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/tools/test_cli.py -q" runs some
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --durations 20 $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
 
 soak: $(VENV)/stamp-test ## run the long tests: hours

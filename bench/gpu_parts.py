@@ -96,7 +96,7 @@ def _tests(label: str, file: str, setting: Setting, chosen: str) -> Run:
 
 
 def _cuda_tests(setting: Setting) -> Part:
-    run = _tests("cuda", "tests/test_cuda.py", setting, "split_master_on_the_device")
+    run = _tests("cuda", "tests/engine/test_cuda.py", setting, "split_master_on_the_device")
     return Part(name="cuda", title="Tests on a CUDA device", limit_s=5 * _MINUTE_S, runs=(run,))
 
 
@@ -104,7 +104,7 @@ def _nccl_tests(setting: Setting) -> Part:
     notes = []
     if not setting.tiny and setting.num_devices < 2:
         notes.append("one device: a group of one rank; NCCL refuses two ranks on one device, so several were not run")
-    run = _tests("nccl", "tests/test_nccl.py", setting, "collectives_of_one_rank and gloo")
+    run = _tests("nccl", "tests/engine/test_nccl.py", setting, "collectives_of_one_rank and gloo")
     return Part(name="nccl", title="Tests over NCCL", limit_s=3 * _MINUTE_S, runs=(run,), notes=tuple(notes))
 
 

@@ -46,6 +46,8 @@ class Streams:
 
     device_is_host = True
     """Whether the device computes in the host's memory."""
+    cuda_runtime: Any = None
+    """What registers host memory as pinned; None: torch's binding, where there is a CUDA device."""
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor lies in the host's memory."""

@@ -21,6 +21,7 @@ from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
 from .config.resolve import ResolveContext
+from .device import Streams
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
@@ -50,6 +51,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     *,
     auto: Mapping[str, Any] | None = None,
     _files: Files | None = None,
+    _streams: Streams | None = None,
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -98,7 +100,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
-            training = wire(model, resolved, world, facade, schedule=schedule, loader=loader, files=_files)
+            training = wire(
+                model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
+            )
             engine = Engine(training, monitors)
         except BaseException:
             monitors.close()

@@ -48,7 +48,7 @@ from .zero.unshard import make_sharded_units
 _log = logging.getLogger("zstore")
 
 
-def wire(
+def wire(  # noqa: PLR0913 - two of them are seams for tests
     model: nn.Module,
     config: Config,
     world: World,
@@ -57,10 +57,11 @@ def wire(
     schedule: LRSchedule,
     loader: TrainingLoader | None,
     files: Files | None = None,
+    streams: Streams | None = None,
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place.
 
-    `files` is what the run's store touches its disks through.
+    `files` is what the run's store touches its disks through, `streams` what copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
@@ -70,7 +71,7 @@ def wire(
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world)
-    streams = streams_for(world.device)
+    streams = streams or streams_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     transfers = Transfers(streams, store.links)
@@ -145,7 +146,8 @@ def _open(
     budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
     store = built.take_over(key)
-    return plan, store or open_store(config, world, budget_bytes, pins=not streams.device_is_host, files=files)
+    pins, runtime = not streams.device_is_host, streams.cuda_runtime
+    return plan, store or open_store(config, world, budget_bytes, pins=pins, files=files, cuda=runtime)
 
 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:

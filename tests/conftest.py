@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,9 +16,7 @@ from hypothesis import settings
 
 from tests import warm
 from zstore.io.hostmemory import read_host_memory
-from zstore.store import StoreOptions, TensorStore
 from zstore.testing import ranks
-from zstore.testing.faults import FaultyFiles
 
 pytest.register_assert_rewrite("zstore.testing.contract")
 
@@ -72,25 +68,3 @@ def pytest_collection_finish() -> None:
     # What is there now stays: no collection need look at it again.
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def nvme(tmp_path: Path) -> Path:
-    """A folder for the disk tier."""
-    path = tmp_path / "nvme"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    """File operations that a test may let fail."""
-    return FaultyFiles()
-
-
-@pytest.fixture
-def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
-    """A store with a disk tier, whose files may fail until the test is over."""
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
-        yield store
-        files.heal()

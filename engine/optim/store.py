@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zstore.io.files import Files
 from zstore.ranks.world import World
@@ -33,10 +33,11 @@ def store_key(config: Config) -> StoreKey:
 
 
 def open_store(
-    config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None
+    config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None, cuda: Any = None
 ) -> TensorStore:
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
-    `pins` registers its buffers with CUDA; `files` is what it touches its disks through."""
+    `pins` registers its buffers with CUDA; `files` is what it touches its disks through, `cuda` the runtime that
+    registers them, if not torch's."""
     io = config.io
     optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
     usual = optimizer or parameters
@@ -55,6 +56,6 @@ def open_store(
     )
     with ExitStack() as opened:
         with world.agreeing():
-            store = opened.enter_context(TensorStore(options, rank=world.rank, files=files))
+            store = opened.enter_context(TensorStore(options, rank=world.rank, files=files, cuda=cuda))
         opened.pop_all()
     return store

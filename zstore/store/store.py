@@ -46,11 +46,11 @@ class TensorStore:
     in the caller's thread. Arrays must not be changed by two passes at once.
     """
 
-    def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None) -> None:
+    def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
         self.options = options
         self.rank = rank
         files = files or Files()
-        self._slabs = PinnedSlabs() if options.pin_buffers or options.pin_state else None
+        self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
         self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
         self.budget = Budget(options.host_budget_bytes)
         """What buffers and host-tier state take of this rank's host memory."""

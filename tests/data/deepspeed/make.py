@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def config(case: dict[str, Any], nvme: str) -> dict[str, Any]:
-    from tests.deepspeed_model import ADAM, SCHEDULER, TRAIN_BATCH_SIZE
+    from tests.interop.deepspeed_model import ADAM, SCHEDULER, TRAIN_BATCH_SIZE
 
     zero: dict[str, Any] = {"stage": case["stage"], **case.get("zero", {})}
     if case["stage"] == 3:
@@ -123,7 +123,7 @@ def rank_main(name: str, work: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from safetensors.torch import save_file
 
-    from tests.deepspeed_model import STEPS_AFTER, STEPS_BEFORE, groups_of, make_tiny, micro_batches
+    from tests.interop.deepspeed_model import STEPS_AFTER, STEPS_BEFORE, groups_of, make_tiny, micro_batches
 
     case = CASES[name]
     torch.set_num_threads(1)

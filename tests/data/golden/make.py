@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zstore
 import zstore.dcp
-from tests.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine

@@ -1,0 +1,154 @@
+"""Checkpoints made of plain numpy arrays: ranks without processes, through the real stores and the real save.
+
+Saves use no collectives, so the ranks of a world may be threads of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.names import new_save_id, step_tag
+from zstore.checkpoint.request import SaveRequest, SaveSummary
+from zstore.checkpoint.save import save_checkpoint
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
+from zstore.io.files import Files
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.store import TierName
+
+Array = npt.NDArray[Any]
+
+_LEAST_BUDGET_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The stores of all ranks, holding the shards of `arrays`."""
+
+    arrays: Mapping[str, Array]
+    small: Mapping[str, Array]
+    """Arrays that rank 0 stores whole."""
+    specs: Mapping[str, ArraySpec]
+    grids: Mapping[str, Grid]
+    stores: Sequence[TensorStore]
+
+    def fill(self) -> None:
+        """Write the present values of `arrays` into the stores."""
+        for rank, store in enumerate(self.stores):
+            for name, array in self.arrays.items():
+                grid = self.grids[name]
+                first = rank * grid.shard_numel
+                part = np.ascontiguousarray(array).reshape(-1)[first : first + grid.shard_valid_numel(rank)]
+                if part.size:
+                    store.write(name, part).wait()
+
+    def request(self, folder: Path, rank: int, save_id: str, *, step: int = 1, **options: Any) -> SaveRequest:
+        """Return rank `rank`'s request to save into `folder`; `options` are further fields of it.
+
+        With `few_files` rank 0 stores small arrays whole, as an engine's saves do.
+        """
+        store = self.stores[rank]
+        fields: dict[str, Any] = {"tag": step_tag(step), "small": self.small, "rank_state": {"rank": rank}} | options
+        grids = self.grids
+        if fields.pop("few_files", False):
+            specs = self.specs
+            grids = {n: grid_in_checkpoint(specs[n].stored_shape, specs[n].itemsize, grid) for n, grid in grids.items()}
+            fields["pieces"] = {name: grid for name, grid in self.grids.items() if grids[name] != grid}
+        return SaveRequest(
+            resources=store.resources,
+            folder=folder,
+            step=step,
+            rank=rank,
+            world_size=len(self.stores),
+            save_id=save_id,
+            specs=self.specs,
+            grids=grids,
+            pins=store.snapshot().pins,
+            **fields,
+        )
+
+    def begin_save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveHandle]:
+        """Begin to save on every rank; returns their handles."""
+        save_id = new_save_id()
+        handles: list[SaveHandle] = []
+        try:
+            for rank in range(len(self.stores)):
+                handles.append(save_checkpoint(self.request(folder, rank, save_id, step=step, **options)))  # noqa: PERF401
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return handles
+
+    def save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveSummary]:
+        """Save on every rank; raises the first rank's error once all ended."""
+        return wait_all(self.begin_save(folder, step=step, **options))
+
+
+def wait_all(handles: Sequence[SaveHandle]) -> list[SaveSummary]:
+    """Return what each rank did; raises the error of the lowest rank that has one, once all ended."""
+    summaries: list[SaveSummary] = []
+    errors: list[BaseException] = []
+    for handle in handles:
+        try:
+            summaries.append(handle.wait(60))
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return summaries
+
+
+def describe(
+    arrays: Mapping[str, Array], aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> dict[str, ArraySpec]:
+    """Return the specs of numpy arrays; `aliases` are further names of their tensors, by array."""
+    return {
+        name: ArraySpec(name=name, shape=tuple(array.shape), dtype=array.dtype.name, aliases=aliases.get(name, ()))
+        for name, array in arrays.items()
+    }
+
+
+@contextlib.contextmanager
+def open_world(
+    arrays: Mapping[str, Array],
+    *,
+    world_size: int = 1,
+    tier: TierName = "host",
+    run_path: Path | None = None,
+    small: Mapping[str, Array] | None = None,
+    files: Sequence[Files] | None = None,
+    aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Iterator[World]:
+    """Open a store for each rank that holds its shards of `arrays`; `files` has one double for each rank."""
+    specs = describe(arrays, aliases) | describe(small or {})
+    grids = {name: make_grid(specs[name].stored_shape, world_size) for name in arrays}
+    budget = _LEAST_BUDGET_BYTES + 2 * sum(array.nbytes for array in arrays.values())
+    options = StoreOptions(run_path=run_path, host_budget_bytes=budget, num_threads=2)
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(TensorStore(options, rank=rank, files=files[rank] if files else None))
+            for rank in range(world_size)
+        ]
+        for rank, store in enumerate(stores):
+            for name in arrays:
+                store.create(specs[name], grid=grids[name], shard=rank, tier=tier)
+        world = World(arrays=arrays, small=small or {}, specs=specs, grids=grids, stores=stores)
+        world.fill()
+        yield world
+
+
+def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 1, **options: Any) -> Path:
+    """Save `arrays` from the host tier of `world_size` ranks; returns the tag's folder."""
+    opened = {key: options.pop(key) for key in ("small", "aliases") if key in options}
+    with open_world(arrays, world_size=world_size, **opened) as world:
+        return world.save(folder, **options)[0].path

@@ -1,0 +1,467 @@
+"""Compressed checkpoints: the same values, smaller, for every reader; and no bomb goes off."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorstore
+import zarr
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numcodecs import blosc, zstd
+from safetensors.numpy import load_file
+
+import zstore
+from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.forging import Forge, data_start, index_of
+from zstore.checkpoint.metadata import array_document, parse_array
+from zstore.checkpoint.names import array_path
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.split import LOW, TIE
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointMismatchError, CorruptionError, DiskFullError, UsageError
+from zstore.format.archive import decode_packed_index, encode_packed_index
+from zstore.format.arrays import ArraySpec
+from zstore.format.codecs import CODECS, Codec, CodecError, most_stored_bytes, parse_codec
+from zstore.format.partition import make_grid
+from zstore.format.shardfile import ShardLayout
+from zstore.io.archives import PackedReader, write_packed
+from zstore.io.shards import open_resources
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.diff import diff_command
+from zstore.tools.inspect import inspect_command
+from zstore.tools.reshard import reshard_command
+from zstore.tools.verify import verify_command
+
+Array = npt.NDArray[Any]
+NAMES = ("zstd", "blosc")
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.0.weight": (0.02 * rng.standard_normal((1000, 300))).astype(np.float32),
+        "model/h.0.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/odd name/ü%": np.arange(5, dtype=np.int64),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/scalar": np.array(3.5),
+        "model/zeros": np.zeros((700, 300), np.float32),
+        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/split": rng.standard_normal((500, 100)).astype(ml_dtypes.bfloat16),
+        f"{LOW}/split": rng.integers(0, 2**16, (500, 100)).astype(np.uint16),
+        f"{TIE}/split": np.zeros(6250, np.uint8),
+    }
+
+
+SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4), "buffer/flags": np.arange(40) % 3 == 0}
+ALL = {**make_arrays(), **SMALL}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return save_arrays(folder, make_arrays(), world_size=3, step=60, small=SMALL, record={"counters": [1, 2]})
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def archive(request: pytest.FixtureRequest, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("archive")
+    assert reshard_command(saved, folder, codec=request.param) == 0
+    return folder / saved.name
+
+
+@pytest.fixture
+def copied(archive: Path, tmp_path: Path) -> Path:
+    path = Path(shutil.copytree(archive, tmp_path / archive.name))
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)
+    return path
+
+
+def shards_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("c.*")) if p.is_file()}
+
+
+def test_an_archive_is_whole_smaller_and_of_the_same_values(archive: Path, saved: Path) -> None:
+    with open_checkpoint(archive) as reader, open_checkpoint(saved) as plain:
+        assert verify_checkpoint(reader) == []
+        for name, expected in ALL.items():
+            found = reader.read_array(name)
+            assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+            array = reader.arrays[name]
+            assert array.grid == plain.arrays[name].grid
+            assert array.file_bytes == sum(
+                (archive / array.shard_file(n)).stat().st_size for n in range(array.grid.num_shards)
+            )
+        assert reader.record.state == plain.record.state
+        assert [reader.rank_state(rank) for rank in range(3)] == [plain.rank_state(rank) for rank in range(3)]
+        assert reader.record.world_size == reader.record.training_world_size == 3
+    assert sum(map(len, shards_of(archive).values())) < 0.85 * sum(map(len, shards_of(saved).values()))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_range_of_an_archive_is_what_numpy_has(archive: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(ALL)))
+    flat = ALL[name].reshape(-1)
+    first = data.draw(st.integers(0, flat.size))
+    stop = data.draw(st.integers(first, flat.size))
+    out = np.empty(stop - first, flat.dtype)
+    with (
+        open_resources(pool_bytes=2**20, num_threads=2) as resources,
+        open_checkpoint(archive, resources=resources) as it,
+    ):
+        it.read(name, first, stop, out)
+    assert out.tobytes() == flat[first:stop].tobytes()
+
+
+def test_zarr_python_alone_reads_an_archive(archive: Path) -> None:
+    group = zarr.open_group(archive, mode="r")
+    for name, expected in ALL.items():
+        array = group[array_path(name)]
+        assert isinstance(array, zarr.Array)
+        assert np.asarray(array[...]).tobytes() == expected.tobytes()
+
+
+def test_tensorstore_alone_reads_an_archive(archive: Path) -> None:
+    for name, expected in ALL.items():
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(archive / array_path(name))}}
+        array = tensorstore.open(spec).result()
+        if expected.size:
+            assert array.read().result().tobytes() == expected.tobytes()
+
+
+def test_an_archive_behind_a_url_is_read(archive: Path) -> None:
+    with zstore.open_checkpoint(f"file://{archive}") as opened:
+        assert opened.verify() == []
+        assert opened["model/h.0.weight"][5:900].tobytes() == ALL["model/h.0.weight"][5:900].tobytes()
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_back_to_none_gives_the_same_files(world_size: int | None, archive: Path, saved: Path, tmp_path: Path) -> None:
+    reshard_command(archive, tmp_path / "back", world_size)
+    reshard_command(saved, tmp_path / "direct", world_size)
+    assert shards_of(tmp_path / "back" / saved.name) == shards_of(tmp_path / "direct" / saved.name)
+    if world_size is None:
+        assert shards_of(tmp_path / "back" / saved.name) == shards_of(saved)
+        with open_checkpoint(tmp_path / "back") as reader:
+            assert [reader.rank_state(rank) for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_the_bits_that_complete_a_master_stay_cut_as_its_rows_are(saved: Path, tmp_path: Path) -> None:
+    weight = np.zeros((1024, 520), ml_dtypes.bfloat16)
+    arrays = {"model/split": weight, f"{TIE}/split": np.zeros(weight.size // 8, np.uint8)}
+    reshard_command(save_arrays(tmp_path / "one", arrays), tmp_path / "two", 2)
+    reshard_command(saved, tmp_path / "small", 2)
+    with open_checkpoint(tmp_path / "two") as reader:
+        assert reader.arrays[f"{TIE}/split"].grid == make_grid(weight.shape, 2).packed()
+    # Small ones are whole, as all small arrays are.
+    with open_checkpoint(tmp_path / "small") as reader:
+        assert reader.arrays[f"{TIE}/split"].grid == make_grid((500 * 100 // 8,), 1)
+
+
+def test_an_archive_may_be_cut_anew_and_become_another(archive: Path, tmp_path: Path) -> None:
+    reshard_command(archive, tmp_path, 2, codec="zstd")
+    with open_checkpoint(tmp_path) as reader:
+        assert verify_checkpoint(reader) == []
+        assert all(reader.read_array(name).tobytes() == array.tobytes() for name, array in ALL.items())
+        assert {array.codec for array in reader.arrays.values()} == {CODECS["zstd"]}
+
+
+def test_the_commands_take_an_archive(
+    archive: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify_command(archive) == 0
+    assert diff_command(archive, saved) == 0
+    with zstore.open_checkpoint(archive) as opened:
+        assert opened["model/h.0.weight"][10:20].tobytes() == ALL["model/h.0.weight"][10:20].tobytes()
+        assert opened.verify() == []
+    assert consolidate_command(archive, tmp_path / "weights", "fp32", 10**9, "error") == 0
+    (file,) = (tmp_path / "weights").glob("*.safetensors")
+    found = load_file(file)
+    assert found["h.0.weight"].tobytes() == ALL["model/h.0.weight"].tobytes()
+    capsys.readouterr()
+    assert inspect_command(archive) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "compressed with" in line]
+    assert line.rstrip().endswith("times)")
+
+
+def test_the_command_line_knows_the_codecs(saved: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zstore", "reshard", str(saved), str(tmp_path)]
+    done = subprocess.run([*command, "--codec", "zstd", "--json"], capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert (facts["world_size"], facts["codec"]) == (3, "zstd")
+    assert facts["file_bytes"] == sum(map(len, shards_of(tmp_path / saved.name).values()))
+    assert subprocess.run([*command, "--codec", "gzip"], capture_output=True, check=False).returncode == 2
+    with open_checkpoint(saved) as reader, pytest.raises(UsageError, match="none, zstd, blosc"):
+        reshard_checkpoint(reader, tmp_path, codec="gzip")
+
+
+@pytest.mark.parametrize("kind", ["open", "write", "fsync", "sync_folder", "write_small", "make_folder"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_failure_leaves_nothing_and_is_told(kind: Any, first: int, saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    files = FaultyFiles(faults=(Fault(kind=kind, first=first, pattern=f"{folder}/*", error_number=errno.ENOSPC),))
+    with (
+        open_resources(files=files, pool_bytes=2**22) as resources,
+        open_checkpoint(saved, resources=resources) as reader,
+        pytest.raises(DiskFullError, match="No space left"),
+    ):
+        reshard_checkpoint(reader, folder, 2, codec="zstd")
+    assert list(folder.iterdir()) == []
+
+
+def test_writing_and_reading_stay_within_the_pool(tmp_path: Path) -> None:
+    spec = ArraySpec(name="model/w", shape=(4096, 1024), dtype="float32")
+    grid = make_grid(spec.stored_shape, 1)
+    values = np.random.default_rng(0).standard_normal(spec.numel).astype(np.float32).view(np.uint8)
+
+    def fill(first: int, stop: int, out: npt.NDArray[np.uint8]) -> None:
+        out[:] = values[4 * first : 4 * stop]
+
+    codec = CODECS["zstd"]
+    assert codec is not None
+    with open_resources(pool_bytes=4 * 2**20) as res:
+        summary = write_packed(res, tmp_path / "c.0.0", codec, spec, grid, 0, fill)
+        assert (tmp_path / "c.0.0").stat().st_size == summary.file_bytes
+        reader = PackedReader(res, tmp_path / "c.0.0", (spec, grid, codec), 0)
+        out = np.empty(values.size, np.uint8)
+        reader.read(0, spec.numel, out)
+        assert res.pool.peak_bytes <= res.pool.nbytes
+        assert res.pool.held_bytes == 0
+    assert out.tobytes() == values.tobytes()
+    assert summary.crcs == tuple(
+        crc32c((tmp_path / "c.0.0").read_bytes()[at : at + n - 4])
+        for at, n in index_of((tmp_path / "c.0.0").read_bytes())
+    )
+
+
+# -- what is not believed -------------------------------------------------------------------------------------------
+
+W = "model/h.0.weight/c.0.0"
+
+
+def _pack(old: bytes, chunks: list[bytes], sizes: list[int] | None = None) -> bytes:
+    """A shard file with these compressed chunks, in the format's own words."""
+    start = data_start(old)
+    at, body, index = -(-start // 4096) * 4096, b"", b""
+    for i, chunk in enumerate(chunks):
+        size = sizes[i] if sizes else len(chunk) + 4
+        index += struct.pack("<QQ", at + len(body), size)
+        body += chunk + struct.pack("<I", crc32c(chunk))
+    index = index.ljust(start - 4, b"\xff")
+    head = (index + struct.pack("<I", crc32c(index))).ljust(at, b"\0")
+    return head + body + b"\0" * (-len(body) % 4096)
+
+
+def _forge(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    """Replace the compressed chunks of a shard; all checksums, the manifest and the digests fit."""
+    forge = Forge(path)
+    old = forge.read(W)
+    chunks = change([old[at : at + n - 4] for at, n in index_of(old)])
+    forge.put(W, _pack(old, chunks))
+    forge.name_crcs(W, [crc32c(chunk) for chunk in chunks], 0)
+
+    def resize(manifest: Any) -> None:
+        for entry in manifest["shards"]:
+            if entry["array"] == "model/h.0.weight":
+                entry["bytes"] = len(forge.read(W))
+
+    forge.edit("manifest/rank-00000.json", resize)
+
+
+def _codec_of(path: Path) -> Any:
+    with open_checkpoint(path) as reader:
+        codec = reader.arrays["model/h.0.weight"].codec
+    return zstd if codec is not None and codec.name == "zstd" else blosc
+
+
+def _compress(module: Any, data: bytes | Array) -> bytes:
+    found = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+    return bytes(zstd.compress(found, 1)) if module is zstd else bytes(blosc.compress(found, b"zstd", 5, 1))
+
+
+def test_the_forger_of_archives_does_what_it_says(copied: Path) -> None:
+    _forge(copied, lambda chunks: chunks)
+    with open_checkpoint(copied) as reader:
+        assert verify_checkpoint(reader) == []
+        assert reader.read_array("model/h.0.weight").tobytes() == ALL["model/h.0.weight"].tobytes()
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(copied: Path) -> None:
+    module = _codec_of(copied)
+    bombs = [np.zeros(2**28, np.uint8), b"short", b""]
+    for bomb in bombs:
+        _forge(copied, lambda chunks, bomb=bomb: [_compress(module, bomb), *chunks[1:]])  # type: ignore[misc]
+        with open_checkpoint(copied) as reader:
+            with pytest.raises(CorruptionError, match=r"chunk 0 of .* it is no (zstd|blosc) frame of"):
+                reader.read_array("model/h.0.weight")
+            faults = verify_checkpoint(reader)
+        assert [fault.problem for fault in faults if "does not decode" in fault.problem]
+
+
+def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+import numpy as np
+from zstore.format.codecs import CODECS, CodecError
+from numcodecs import zstd, blosc
+bombs = {"zstd": open(sys.argv[1], "rb").read(), "blosc": open(sys.argv[2], "rb").read()}
+out = np.empty(2**16, np.uint8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, bomb in bombs.items():
+    for data in (bomb, bomb + bomb, bomb[:-1]):
+        try:
+            CODECS[name].decode(np.frombuffer(data, np.uint8), out)
+        except CodecError as error:
+            print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    zeros = np.zeros(2**28, np.uint8)
+    (tmp_path / "z").write_bytes(zstd.compress(zeros, 1))
+    (tmp_path / "b").write_bytes(blosc.compress(zeros, b"zstd", 5, 1))
+    command = [sys.executable, "-c", code, str(tmp_path / "z"), str(tmp_path / "b")]
+    *errors, grown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(errors) == 6
+    assert int(grown) < 8 * 1024
+
+
+def test_frames_that_lie_are_refused(copied: Path) -> None:
+    module = _codec_of(copied)
+    with open_checkpoint(copied) as reader:
+        payload_bytes = reader.open_shard("model/h.0.weight", 0).layout.payload_bytes
+    whole = _compress(module, bytes(payload_bytes))
+    lies = [whole + whole, whole + b"x", whole[:-1], whole[: len(whole) // 2], b"\0" * 64, b"\xff" * 64, b"x"]
+    if module is zstd:
+        lies.append(b"\x28\xb5\x2f\xfd\x00\x58" + whole[6:])  # of unknown size
+    for lie in lies:
+        _forge(copied, lambda chunks, lie=lie: [lie, *chunks[1:]])  # type: ignore[misc]
+        with open_checkpoint(copied) as reader, pytest.raises(CorruptionError, match=r"chunk 0 of|not that of"):
+            reader.read_array("model/h.0.weight")
+
+
+def test_an_index_that_leads_elsewhere_is_refused(copied: Path) -> None:
+    forge = Forge(copied)
+    old = forge.read(W)
+    chunks = [old[at : at + n - 4] for at, n in index_of(old)]
+    sizes = [len(chunk) + 4 for chunk in chunks]
+    for change in ({0: 2**40}, {0: 4}, {0: 0}, {0: 2**64 - 1}, {0: sizes[0] - 1}, {len(sizes) - 1: sizes[-1] + 4096}):
+        forge.put(W, _pack(old, chunks, [change.get(i, size) for i, size in enumerate(sizes)]))
+        with open_checkpoint(copied) as reader:
+            with pytest.raises(CorruptionError, match=r"not that of|expected"):
+                reader.read_array("model/h.0.weight")
+            assert verify_checkpoint(reader)
+
+
+def test_every_flipped_byte_of_an_archive_is_noticed_or_carries_nothing(copied: Path) -> None:
+    forge = Forge(copied)
+    old = forge.read(W)
+    rng = np.random.default_rng(0)
+    for at in [0, 8, 9, data_start(old) - 1, 4096, len(old) - 1, *rng.integers(0, len(old), 20).tolist()]:
+        forge.put(W, old[:at] + bytes([old[at] ^ 0x10]) + old[at + 1 :])
+        with open_checkpoint(copied) as reader, contextlib.suppress(CorruptionError):
+            assert reader.read_array("model/h.0.weight").tobytes() == ALL["model/h.0.weight"].tobytes()
+    forge.put(W, old[:-4096])
+    with open_checkpoint(copied) as reader:
+        faults = verify_checkpoint(reader)
+        assert [str(fault) for fault in faults if f"has {len(old) - 4096} bytes, expected {len(old)}" in str(fault)]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_any_bytes_decode_to_a_chunk_or_are_an_error(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES))
+    codec = CODECS[name]
+    assert codec is not None
+    payload = np.frombuffer(data.draw(st.binary(min_size=64, max_size=64)) * 64, np.uint8)
+    stored = bytearray(codec.encode(payload, 4))
+    for _ in range(data.draw(st.integers(0, 6))):
+        stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(1, len(stored)) | st.just(len(stored)))
+    room = np.full(payload.size + 64, 7, np.uint8)
+    try:
+        codec.decode(np.frombuffer(bytes(stored[:cut]), np.uint8), room[: payload.size])
+    except CodecError:
+        pass
+    else:
+        assert bytes(stored[:cut]) != codec.encode(payload, 4) or room[:-64].tobytes() == payload.tobytes()
+    assert (room[payload.size :] == 7).all()
+
+
+@given(st.lists(st.integers(5, 5000), max_size=20), st.integers(0, 5))
+def test_an_index_comes_back_as_it_was(sizes: list[int], missing: int) -> None:
+    if not sizes and not missing:
+        return
+    layout = ShardLayout(num_chunks=len(sizes) + missing, num_present=len(sizes), payload_bytes=4096)
+    data = np.frombuffer(encode_packed_index(layout, sizes), np.uint8)
+    assert data.size == layout.data_offset
+    offsets = decode_packed_index(layout, data, path="p", array="a")
+    assert offsets.tolist() == [layout.data_offset + sum(sizes[:n]) for n in range(len(sizes) + 1)]
+
+
+def test_no_codec_makes_more_of_noise_than_the_reader_takes() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, 2**20).astype(np.uint8)
+    for name in NAMES:
+        codec = CODECS[name]
+        assert codec is not None
+        for size in (16, 4096, 2**20):
+            assert len(codec.encode(noise[:size], 4)) <= most_stored_bytes(size)
+
+
+def _settings(document: Any) -> Any:
+    return document["codecs"][0]["configuration"]["codecs"][1]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "level": lambda codec: codec["configuration"].update({"level": 99, "clevel": 99}),
+    "text for a level": lambda codec: codec["configuration"].update({"level": "3", "clevel": "3"}),
+    "another name": lambda codec: codec.update(name="gzip"),
+    "no settings": lambda codec: codec.pop("configuration"),
+    "a list": lambda codec: codec.update(configuration=[]),
+    "more settings": lambda codec: codec["configuration"].update(window=2**31),
+    "typesize": lambda codec: codec["configuration"].update(typesize=3),
+    "blocksize": lambda codec: codec["configuration"].update(blocksize=2**31),
+    "cname": lambda codec: codec["configuration"].update(cname=["zstd"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_that_are_not_read_are_refused(name: str, change: str) -> None:
+    spec = ArraySpec(name="model/w", shape=(40,), dtype="float32")
+    document = json.loads(json.dumps(array_document(spec, make_grid((40,), 1), CODECS[name])))
+    assert parse_array(document, "here") == (spec, make_grid((40,), 1), CODECS[name])
+    CHANGES[change](_settings(document))
+    with pytest.raises(CheckpointMismatchError, match="here"):
+        parse_array(document, "here")
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Codec("zstd", 0), Codec("zstd", 22), Codec("blosc", 9, "lz4", "shuffle"), Codec("blosc", 0, "zlib", "noshuffle")],
+)
+def test_other_settings_than_ours_are_read(codec: Codec) -> None:
+    assert parse_codec(codec.document(4), 4) == codec
+    payload = np.arange(4096, dtype=np.uint8)
+    out = np.empty_like(payload)
+    codec.decode(np.frombuffer(codec.encode(payload, 4), np.uint8), out)
+    assert out.tobytes() == payload.tobytes()

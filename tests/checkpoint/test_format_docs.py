@@ -1,0 +1,84 @@
+"""The reader printed in `docs/format.md` reads what zstore writes, and refuses what is damaged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.printed_reader import FORMAT, Array, printed_reader
+from zstore.checkpoint.names import METADATA_FILE, encode_name
+from zstore.tools.reshard import reshard_command
+
+
+@pytest.fixture(scope="module")
+def read_array() -> Callable[[Path, str], Array]:
+    return printed_reader()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/odd name/ü%": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/experts": rng.standard_normal((3, 400, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/thin": np.zeros((5, 0), np.float32),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/flags": rng.random(40) < 0.5,
+        "buffer/steps": np.array(7, np.int64),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_printed_reader_reads_every_array(
+    world_size: int, read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    path = save_arrays(tmp_path, arrays, world_size=world_size)
+    for name, expected in arrays.items():
+        found = read_array(path, name)
+        assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+def test_the_printed_reader_reads_an_archive(
+    codec: str, read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    path = save_arrays(tmp_path / "plain", arrays, world_size=2)
+    reshard_command(path, tmp_path / "packed", codec=codec)
+    for name, expected in arrays.items():
+        assert read_array(tmp_path / "packed" / path.name, name).tobytes() == expected.tobytes()
+
+
+def test_the_printed_reader_refuses_a_flipped_byte(
+    read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    shard = save_arrays(tmp_path, arrays) / "model/h.0.weight/c.0.0"
+    shard.chmod(0o644)
+    data = bytearray(shard.read_bytes())
+    for place, words in ((5000, "offset 4096 is damaged"), (3, "index is damaged")):
+        data[place] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            read_array(tmp_path / "step-00000001", "model/h.0.weight")
+
+
+def test_the_rules_for_names_are_as_written() -> None:
+    text = " ".join(FORMAT.read_text().split())
+    assert "letters, digits and `-_.~=+@,`" in text
+    assert encode_name("aZ9-_.~=+@,") == "aZ9-_.~=+@,"
+    assert encode_name("a b") == "a%20b"
+    long = encode_name("x" * 181)
+    assert re.fullmatch(r"x{147}~[0-9a-f]{32}", long)
+    assert "cut to 147" in text
+    for name in (METADATA_FILE, "zstore.json", "latest", "manifest"):
+        assert encode_name(name).startswith("%")
+        assert f"`{name}`" in text

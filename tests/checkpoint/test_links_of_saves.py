@@ -1,0 +1,197 @@
+"""Shards that did not change since the last checkpoint are linked from it, whatever tier they rest on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoint.checkpoints import World, open_world
+from zstore.checkpoint.commit import discard
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.request import SaveSummary
+from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import DiskFullError
+from zstore.io.files import Files, Kind
+from zstore.store.store import TierName
+from zstore.testing.faults import unlinkable_files
+
+Array = npt.NDArray[Any]
+FROZEN, TRAINED = "model/frozen", "model/trained"
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        FROZEN: rng.standard_normal((700, 60)).astype(np.float32),
+        TRAINED: rng.standard_normal((300, 60)).astype(np.float32),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(params=["device", "host"])
+def in_memory(request: pytest.FixtureRequest) -> Iterator[World]:
+    tier: TierName = request.param
+    with open_world(make_arrays(), tier=tier) as world:
+        yield world
+
+
+def save(world: World, folder: Path, step: int, before: SaveSummary | None = None) -> SaveSummary:
+    return world.save(folder, step=step, known={} if before is None else before.known)[0]
+
+
+def train(world: World) -> None:
+    """Change one of the arrays in a pass."""
+    world.arrays[TRAINED][...] += 1
+    world.stores[0].write(TRAINED, world.arrays[TRAINED].reshape(-1)).wait()
+
+
+def inode(folder: Path, step: int, name: str) -> int:
+    return (folder / f"step-{step:08d}" / name / "c.0.0").stat().st_ino
+
+
+def check(world: World, folder: Path, step: int) -> list[str]:
+    """The checkpoint is whole and holds what the arrays hold; returns which of them its manifest says are linked."""
+    with open_checkpoint(folder, f"step-{step:08d}") as reader:
+        assert verify_checkpoint(reader) == []
+        for name, array in world.arrays.items():
+            np.testing.assert_array_equal(reader.read_array(name), array)
+        return [entry.array for entry in reader.manifest(0).shards if entry.linked]
+
+
+def test_what_no_pass_changed_is_linked_and_the_rest_written(in_memory: World, folder: Path) -> None:
+    first = save(in_memory, folder, 1)
+    assert (first.num_linked, check(in_memory, folder, 1)) == (0, [])
+    train(in_memory)
+    second = save(in_memory, folder, 2, first)
+    assert check(in_memory, folder, 2) == [FROZEN]
+    assert inode(folder, 1, FROZEN) == inode(folder, 2, FROZEN)
+    assert inode(folder, 1, TRAINED) != inode(folder, 2, TRAINED)
+    assert second.linked_bytes == (folder / "step-00000002" / FROZEN / "c.0.0").stat().st_size
+    assert second.written_bytes == first.written_bytes - second.linked_bytes
+    # Through several checkpoints, of which the first may go.
+    discard(Files(), folder / "step-00000001")
+    third = save(in_memory, folder, 3, second)
+    assert check(in_memory, folder, 3) == [FROZEN, TRAINED]
+    assert third.written_bytes == 0
+
+
+def test_a_write_that_was_no_pass_is_noticed(in_memory: World, folder: Path) -> None:
+    first = save(in_memory, folder, 1)
+    store = in_memory.stores[0]
+    memory = store._tiers[FROZEN]._memory[FROZEN]  # type: ignore[attr-defined]
+    memory[-1] = 7
+    in_memory.arrays[FROZEN].reshape(-1)[-1] = 7
+    save(in_memory, folder, 2, first)
+    assert check(in_memory, folder, 2) == [TRAINED]
+    assert os.stat(folder / "step-00000001" / FROZEN / "c.0.0").st_nlink == 1
+
+
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+def _cut(file: Path) -> None:
+    file.chmod(0o644)
+    os.truncate(file, 4096)
+
+
+def _rewrite(file: Path) -> None:
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+
+
+def _replace(file: Path) -> None:
+    data = file.read_bytes()
+    file.unlink()
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [_remove, _cut, _rewrite, _replace])
+def test_a_file_that_is_not_what_was_written_is_written_anew(
+    in_memory: World, folder: Path, harm: Callable[[Path], None]
+) -> None:
+    first = save(in_memory, folder, 1)
+    harm(folder / "step-00000001" / FROZEN / "c.0.0")
+    save(in_memory, folder, 2, first)
+    assert check(in_memory, folder, 2) == [TRAINED]
+
+
+def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
+    with open_world(make_arrays(), files=[unlinkable_files(95)]) as world:
+        second = save(world, folder, 2, save(world, folder, 1))
+        assert check(world, folder, 2) == []
+        assert second.num_linked == 0
+
+
+def test_a_file_that_changes_hands_between_look_and_link_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    class Swapping(Files):
+        def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
+            if kind == "link":
+                _rewrite(Path(path))
+            super()._do(kind, path, operation)
+
+    with open_world(make_arrays(), files=[Swapping()]) as world:
+        save(world, folder, 2, save(world, folder, 1))
+        assert check(world, folder, 2) == []
+
+
+def test_copies_on_another_file_system_are_made_once(nvme: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == nvme.stat().st_dev:
+        pytest.skip("needs /dev/shm on a file system of its own")
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as other,
+        open_world(make_arrays(), tier="disk", run_path=nvme) as world,
+    ):
+        folder = Path(other)
+        first = save(world, folder, 1)
+        assert first.num_linked == 0
+        assert "2 of 2 shards on disk were copied behind training" in first.messages[0]
+        train(world)
+        second = save(world, folder, 2, first)
+        assert check(world, folder, 2) == [FROZEN]
+        assert "1 of 2 shards on disk were copied behind training" in second.messages[0]
+
+
+def test_room_is_asked_for_what_is_written_alone(folder: Path) -> None:
+    class Small(Files):
+        free = 10**9
+
+        def free_bytes(self, path: str | Path) -> int:
+            return self.free
+
+    files = Small()
+    with open_world(make_arrays(), files=[files]) as world:
+        first = save(world, folder, 1)
+        train(world)
+        files.free = 150_000  # the trained array needs 77,000 bytes, the frozen one 172,000
+        save(world, folder, 2, first)
+        with pytest.raises(DiskFullError):
+            save(world, folder, 3)
+
+
+def test_a_version_that_is_not_known_is_no_file_to_link(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    assert KnownFile.of(tmp_path / "x", version=None, crcs=()) is None
+    assert KnownFile.of(tmp_path / "y", version=1, crcs=()) is None

@@ -1,0 +1,314 @@
+"""The Python face of a checkpoint: lazy arrays, the state, zarr, weights in any precision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import zstore
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+
+Array = npt.NDArray[Any]
+RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.10.weight": rng.standard_normal((500, 300)).astype(ml_dtypes.bfloat16),
+        "model/experts": rng.standard_normal((3, 40, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
+        "model/none": np.zeros((0, 5), np.float32),
+        "model/scalar": np.array(3.5, np.float32),
+        "optimizer/exp_avg/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/steps": np.array(2**40 + 1, np.int64),
+        "buffer/mask": rng.random((5, 5)) < 0.5,
+    }
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "ckpt"
+    save_arrays(folder, arrays, world_size=3, step=60, record=RECORD)
+    return folder
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def test_it_is_a_mapping_of_names_to_arrays(saved: Path, arrays: dict[str, Array]) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        assert set(ckpt) == set(arrays)
+        assert len(ckpt) == len(arrays)
+        assert list(ckpt).index("model/h.2.weight") < list(ckpt).index("model/h.10.weight")
+        assert "model/experts" in ckpt
+        assert "experts" not in ckpt
+        for name, wanted in arrays.items():
+            lazy = ckpt[name]
+            assert (lazy.name, lazy.shape, lazy.dtype, lazy.nbytes) == (name, wanted.shape, wanted.dtype, wanted.nbytes)
+            for found in (lazy.numpy(), np.asarray(lazy), lazy[...]):
+                assert (found.shape, found.dtype, found.tobytes()) == (wanted.shape, wanted.dtype, wanted.tobytes())
+            assert torch.equal(lazy.torch(), as_torch(wanted))
+        with pytest.raises(KeyError, match="has no array 'experts'"):
+            ckpt["experts"]
+        assert (ckpt.tag, ckpt.step, ckpt.world_size) == ("step-00000060", 60, 3)
+        assert ckpt.state == RECORD
+        assert ckpt.nbytes == sum(array.nbytes for array in arrays.values())
+        assert repr(ckpt) == f"<Checkpoint 'step-00000060' of {saved}/step-00000060: step 60, 9 arrays>"
+
+
+KEYS = [
+    np.s_[10:20],
+    np.s_[-1],
+    np.s_[::-1],
+    np.s_[5, 7],
+    np.s_[..., 0],
+    np.s_[::7, 100:50:-3],
+    np.s_[2:2],
+    np.s_[None, 3],
+    np.s_[-300:-290, ::250],
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize("name", ["model/h.2.weight", "model/h.10.weight"])
+def test_slices_are_numpys(saved: Path, arrays: dict[str, Array], name: str, key: Any) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        found, wanted = ckpt[name][key], arrays[name][key]
+        assert (found.shape, found.dtype, found.tobytes()) == (wanted.shape, wanted.dtype, wanted.tobytes())
+        assert torch.equal(ckpt[name].torch(key), as_torch(np.ascontiguousarray(wanted).reshape(wanted.shape)))
+
+
+def test_slices_of_more_extents_and_of_cut_rows(saved: Path, arrays: dict[str, Array]) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        experts = arrays["model/experts"]
+        assert np.array_equal(ckpt["model/experts"][1:, -3:, ::2], experts[1:, -3:, ::2])
+        long = arrays["model/long.rows"]
+        assert np.array_equal(ckpt["model/long.rows"][1:, 400_000:400_010], long[1:, 400_000:400_010])
+        assert ckpt["model/scalar"][()] == 3.5
+
+
+def test_a_slice_reads_only_its_chunks(saved: Path, arrays: dict[str, Array]) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        assert ckpt.source.read_bytes == 0
+        row = ckpt["model/long.rows"][1, :10]
+        assert row.size == 10
+        assert 0 < ckpt.source.read_bytes <= 1024 * 1024 + 4096
+        before = ckpt.source.read_bytes
+        ckpt["model/h.2.weight"][:, 3]
+        stored = ckpt.source.arrays["model/h.2.weight"].file_bytes
+        assert ckpt.source.read_bytes - before <= stored
+
+
+def test_what_is_damaged_is_refused_where_it_is_read(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", {"model/w": arrays["model/h.2.weight"]}, world_size=2)
+    shard = path / "model/w/c.1.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(8000)
+        file.write(b"x")
+    with zstore.open_checkpoint(path) as ckpt:
+        assert np.array_equal(ckpt["model/w"][:10], arrays["model/h.2.weight"][:10])
+        with pytest.raises(CorruptionError, match="'model/w'"):
+            ckpt["model/w"][500:]
+        (fault,) = ckpt.verify()
+        assert fault.file == "model/w/c.1.0"
+
+
+def test_tags_are_found_as_everywhere(arrays: dict[str, Array], tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_arrays(tmp_path, {"model/x": np.full(3, step, np.float32)}, step=step)
+    with zstore.open_checkpoint(str(tmp_path)) as newest, zstore.open_checkpoint(tmp_path, "step-00000001") as first:
+        assert (newest["model/x"][0], first["model/x"][0]) == (2, 1)
+        assert newest.verify() == []
+    with pytest.raises(CheckpointNotFoundError):
+        zstore.open_checkpoint(tmp_path, "other")
+
+
+def test_a_closed_checkpoint_says_so(saved: Path) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        lazy = ckpt["model/h.2.weight"]
+    for use in (lambda: lazy[0], ckpt.verify, lambda: ckpt.consolidated("fp16")["h.2.weight"]):
+        with pytest.raises(UsageError, match="was closed"):
+            use()
+    ckpt.close()
+
+
+def test_zarr_opens_it_read_only(saved: Path, arrays: dict[str, Array]) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        group = ckpt.zarr()
+        assert group.read_only
+        assert group["model/h.10.weight"].dtype == ml_dtypes.bfloat16
+        assert group["model/h.10.weight"][:5].tobytes() == arrays["model/h.10.weight"][:5].tobytes()
+        assert np.array_equal(group["model/experts"][:].reshape(3, 40, 50), arrays["model/experts"])
+        assert sorted(group["optimizer"].group_keys()) == ["exp_avg"]
+
+
+@pytest.fixture
+def url(saved: Path) -> Iterator[str]:
+    """The same checkpoint behind a URL."""
+    fs = fsspec.filesystem("memory")
+    fs.put(str(saved), "/bucket/ckpt", recursive=True)
+    yield "memory://bucket/ckpt"
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def test_behind_a_url_it_is_the_same(url: str, arrays: dict[str, Array]) -> None:
+    with zstore.open_checkpoint(url) as ckpt:
+        assert ckpt.location == f"{url}/step-00000060"
+        assert ckpt.state == RECORD
+        for name, wanted in arrays.items():
+            assert ckpt[name].numpy().tobytes() == wanted.tobytes()
+        weight = arrays["model/h.2.weight"]
+        assert np.array_equal(ckpt["model/h.2.weight"][-1, ::3], weight[-1, ::3])
+        assert torch.equal(ckpt.consolidated("fp16")["h.2.weight"], as_torch(weight).half())
+        assert ckpt.verify() == []
+        group = ckpt.zarr()
+        assert group.read_only
+        assert group["model/h.10.weight"][:5].tobytes() == arrays["model/h.10.weight"][:5].tobytes()
+    assert torch.equal(zstore.load_state_dict(url, names="h.2.*")["h.2.weight"], as_torch(weight))
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bfloat16", torch.bfloat16, np.float32, np.dtype(np.float16), None], ids=str)
+def test_consolidated_weights_are_torchs_casts(saved: Path, arrays: dict[str, Array], dtype: Any) -> None:
+    kinds = {
+        "fp16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        np.float32: torch.float32,
+        np.dtype(np.float16): torch.float16,
+    }
+    kind = kinds.get(dtype, dtype)
+    with zstore.open_checkpoint(saved) as ckpt:
+        weights = ckpt.consolidated(dtype)
+        wanted = {n.partition("/")[2]: as_torch(a) for n, a in arrays.items() if n.startswith(("model/", "buffer/"))}
+        assert set(weights) == set(wanted)
+        assert len(weights) == len(wanted)
+        for name, tensor in wanted.items():
+            cast = tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
+            assert weights[name].dtype == cast.dtype
+            assert torch.equal(weights[name], cast)
+            lazy = weights.array(name)
+            assert lazy.shape == tuple(cast.shape)
+            assert torch.equal(lazy.torch(), cast)
+        assert torch.equal(weights.array("h.2.weight").torch(np.s_[::-3, 5]), weights["h.2.weight"].flip(0)[::3, 5])
+
+
+def test_a_dtype_that_is_none_is_refused(saved: Path) -> None:
+    with zstore.open_checkpoint(saved) as ckpt:
+        for dtype in ("fp8", "int8", np.int32, torch.int8, 3):
+            with pytest.raises(UsageError, match="expected one of fp16, bf16, fp32"):
+                ckpt.consolidated(dtype)
+
+
+def test_values_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    save_arrays(tmp_path, {"model/big": np.array([1.0, 7e4], np.float32), "model/fine": np.ones(3, np.float32)})
+    with zstore.open_checkpoint(tmp_path) as ckpt:
+        assert ckpt.consolidated("fp16")["fine"].sum() == 3
+        assert ckpt.consolidated("fp16").array("big")[0] == 1
+        for read in (lambda w: w["big"], lambda w: w.array("big")[1], lambda w: w.load()):
+            with pytest.raises(CheckpointError, match=r"(?s)cannot hold.*big: 1 value"):
+                read(ckpt.consolidated("fp16"))
+        assert ckpt.consolidated("fp16", overflow="clamp")["big"][1] == 65504
+    assert zstore.load_state_dict(tmp_path, dtype="fp16", overflow="inf")["big"][1] == torch.inf
+
+
+def test_a_state_dict_loads_into_a_tied_model(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(20, 8)
+            self.norm = torch.nn.BatchNorm1d(8)
+            self.head = torch.nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embedding.weight
+
+    torch.manual_seed(0)
+    model = Tied()
+    arrays = {f"model/{name}": tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    arrays |= {f"buffer/{name}": tensor.numpy() for name, tensor in model.named_buffers()}
+    save_arrays(tmp_path, arrays, world_size=2, aliases={"model/embedding.weight": ("head.weight",)})
+    state = zstore.load_state_dict(tmp_path)
+    assert set(state) == set(model.state_dict())
+    assert state["head.weight"] is state["embedding.weight"]
+    other = Tied()
+    other.load_state_dict(state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    with zstore.open_checkpoint(tmp_path) as ckpt:
+        third = Tied().to(torch.bfloat16)
+        third.load_state_dict(ckpt.consolidated(torch.bfloat16))
+        assert torch.equal(third.head.weight, model.head.weight.to(torch.bfloat16))
+    assert list(zstore.load_state_dict(tmp_path, names="head.weight")) == ["head.weight"]
+
+
+def test_names_may_be_patterns_or_a_list(saved: Path) -> None:
+    assert sorted(zstore.load_state_dict(saved, names="h.*")) == ["h.10.weight", "h.2.weight"]
+    assert sorted(zstore.load_state_dict(saved, names=["scalar", "mask"])) == ["mask", "scalar"]
+    assert zstore.load_state_dict(saved, names=[]) == {}
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 8 names; near it are h.2.weight"
+    ):
+        zstore.load_state_dict(saved, names=["scalar", "h.2.wieght"])
+
+
+def test_no_torch_until_a_tensor_is_asked_for(saved: Path) -> None:
+    code = (
+        "import sys, zstore, numpy as np\n"
+        f"with zstore.open_checkpoint({str(saved)!r}) as ckpt:\n"
+        "    ckpt['model/h.10.weight'][3:5], np.asarray(ckpt['model/scalar']), ckpt.state, ckpt.verify()\n"
+        "    ckpt.consolidated('fp16').array('h.2.weight')[5]\n"
+        "    assert not {'torch', 'zarr', 'pickle5'} & set(sys.modules), sorted(sys.modules)\n"
+        "    ckpt.zarr()['model/h.10.weight'][:2]\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    ckpt['model/scalar'].torch()\n"
+        "    assert 'torch' in sys.modules and 'zstore.engine' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def split_masters(master: npt.NDArray[np.float32], name: str) -> dict[str, Array]:
+    """The three arrays that hold `master`, by docs/format.md."""
+    bits = master.reshape(-1).view(np.uint32)
+    high, low = bits >> 16, bits & 0xFFFF
+    rounded_down = (low == 0x8000) & (high % 2 == 0)
+    return {
+        f"model/{name}": master.astype(ml_dtypes.bfloat16),
+        f"optimizer/master_low/{name}": low.astype(np.uint16).reshape(master.shape),
+        f"optimizer/master_tie/{name}": np.packbits(rounded_down, bitorder="little"),
+    }
+
+
+def test_split_masters_are_put_together(tmp_path: Path) -> None:
+    master = np.random.default_rng(0).standard_normal((3001, 700)).astype(np.float32)
+    master.view(np.uint32)[::5, ::3] &= 0xFFFF0000
+    master.view(np.uint32)[::5, ::3] |= 0x8000
+    save_arrays(tmp_path, split_masters(master, "w"), world_size=3)
+    with zstore.open_checkpoint(tmp_path) as ckpt:
+        whole = ckpt.consolidated()
+        assert whole["w"].numpy().tobytes() == master.tobytes()
+        assert whole.array("w")[1000:2500, 3].tobytes() == master[1000:2500, 3].tobytes()
+        assert torch.equal(ckpt.consolidated("fp16")["w"], torch.from_numpy(master).half())
+        assert torch.equal(ckpt.consolidated("bf16")["w"], torch.from_numpy(master).bfloat16())

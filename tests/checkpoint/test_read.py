@@ -1,0 +1,386 @@
+"""Reading: what was saved comes back, through zarr-python and tensorstore too, and nothing damaged is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorstore
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.names import array_path
+from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+
+Array = npt.NDArray[Any]
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.0.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/odd name/ü%": np.arange(5, dtype=np.int64),
+        "model/experts": rng.standard_normal((3, 400, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/thin": np.zeros((5, 0), np.float32),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/flags": rng.random(40) < 0.5,
+        "buffer/bytes": rng.integers(0, 256, 100).astype(np.uint8),
+    }
+
+
+SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4)}
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 5], ids="world{}".format)
+def saved(request: pytest.FixtureRequest, arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    return save_arrays(folder, arrays, world_size=request.param, small=SMALL, record={"step": 1})
+
+
+@pytest.fixture(scope="module")
+def reader(saved: Path) -> Iterator[CheckpointReader]:
+    with open_checkpoint(saved) as opened:
+        yield opened
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+def test_whole_arrays_come_back_in_their_true_shape(reader: CheckpointReader, arrays: dict[str, Array]) -> None:
+    assert set(reader.arrays) == {*arrays, *SMALL}
+    for name, expected in {**arrays, **SMALL}.items():
+        found = reader.read_array(name)
+        assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_range_of_any_array_is_what_numpy_has(
+    reader: CheckpointReader, arrays: dict[str, Array], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    flat = arrays[name].reshape(-1)
+    first = data.draw(st.integers(0, flat.size))
+    stop = data.draw(st.integers(first, flat.size))
+    out = np.full(stop - first, 1, flat.dtype)
+    reader.read(name, first, stop, out)
+    assert out.tobytes() == flat[first:stop].tobytes()
+
+
+def test_many_threads_may_read_at_once(reader: CheckpointReader, arrays: dict[str, Array]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(reader.read_array, [name for name in arrays for _ in range(4)]))
+    expected = [array for array in arrays.values() for _ in range(4)]
+    assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
+
+
+def test_wrong_requests_are_refused(reader: CheckpointReader) -> None:
+    with pytest.raises(CheckpointMismatchError, match="no array 'model/x'"):
+        reader.read_array("model/x")
+    with pytest.raises(UsageError, match="are not in array"):
+        reader.read("model/h.0.bias", 70, 78, np.empty(8, ml_dtypes.bfloat16))
+    with pytest.raises(UsageError, match="expected 14 contiguous bytes"):
+        reader.read("model/h.0.bias", 70, 77, np.empty(8, ml_dtypes.bfloat16))
+
+
+def test_a_rank_without_rows_has_no_file_and_every_file_is_read_only(saved: Path, reader: CheckpointReader) -> None:
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert all(path.stat().st_mode & 0o777 == 0o444 for path in files)
+    for array in reader.arrays.values():
+        found = {path.name for path in (saved / array.folder).glob("c.*")}
+        assert found == {Path(array.shard_file(n)).name for n in range(array.grid.num_shards)}
+
+
+def test_manifests_and_record_say_what_was_saved(reader: CheckpointReader) -> None:
+    assert reader.record.state == {"step": 1}
+    for rank in range(reader.record.world_size):
+        assert reader.manifest(rank).rank_state == {"rank": rank}
+
+
+def test_zarr_python_alone_reads_every_array(saved: Path, arrays: dict[str, Array]) -> None:
+    group = zarr.open_group(saved, mode="r")
+    for name, expected in {**arrays, **SMALL}.items():
+        array = group[array_path(name)]
+        assert isinstance(array, zarr.Array)
+        assert np.asarray(array[...]).tobytes() == expected.tobytes()
+        assert array.attrs["zstore"]["shape"] == list(expected.shape)
+    assert sorted(group.group_keys()) == ["buffer", "client", "model", "optimizer"]
+    assert "h.0.weight" in dict(group["model"].arrays())  # type: ignore[union-attr]
+
+
+def test_zarr_python_reads_without_the_consolidated_copy_too(saved: Path, arrays: dict[str, Array]) -> None:
+    group = zarr.open_group(saved / "optimizer", mode="r", use_consolidated=False)
+    found = group["exp_avg/h.0.weight"]
+    assert isinstance(found, zarr.Array)
+    np.testing.assert_array_equal(np.asarray(found[...]), arrays["optimizer/exp_avg/h.0.weight"])
+
+
+def _open_tensorstore(path: Path) -> Any:
+    return tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}).result()
+
+
+def test_tensorstore_alone_reads_every_array(saved: Path, arrays: dict[str, Array]) -> None:
+    for name, expected in {**arrays, **SMALL}.items():
+        array = _open_tensorstore(saved / array_path(name))
+        if expected.size:
+            assert array.read().result().tobytes() == expected.tobytes()
+        else:
+            assert 0 in array.shape
+
+
+def test_importing_and_reading_needs_no_torch(saved: Path) -> None:
+    code = (
+        "import sys; from zstore.checkpoint.reader import open_checkpoint\n"
+        "from zstore.checkpoint.verify import verify_checkpoint\n"
+        f"with open_checkpoint({str(saved)!r}) as c:\n"
+        "    assert c.read_array('model/h.0.weight').size and not verify_checkpoint(c)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def _writable(path: Path) -> Path:
+    path.chmod(0o644)
+    return path
+
+
+def _flip(path: Path, offset: int) -> None:
+    with _writable(path).open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def _faults(folder: Path) -> list[str]:
+    with open_checkpoint(folder) as opened:
+        return [str(fault) for fault in verify_checkpoint(opened)]
+
+
+def test_a_whole_checkpoint_has_no_faults(saved: Path) -> None:
+    seen: list[int] = []
+    with open_checkpoint(saved) as opened:
+        assert verify_checkpoint(opened, seen.append) == []
+        assert sum(seen) == sum(array.file_bytes for array in opened.arrays.values())
+
+
+def test_a_flipped_byte_is_refused_by_every_reader(copied: Path) -> None:
+    path = copied / "model/h.0.weight/c.0.0"
+    with open_checkpoint(copied) as opened:
+        layout = opened.open_shard("model/h.0.weight", 0).layout
+    _flip(path, layout.slot_offset(1) + 7)
+    with open_checkpoint(copied) as opened:
+        with pytest.raises(
+            CorruptionError, match=rf"chunk 1 of .*c\.0\.0 fails its crc32c \(offset {layout.slot_offset(1)}"
+        ):
+            opened.read_array("model/h.0.weight")
+        out = np.empty(10, np.float32)
+        opened.read("model/h.0.weight", 0, 10, out)  # another chunk
+    place = f"model/h.0.weight/c.0.0, offset {layout.slot_offset(1)}"
+    assert _faults(copied) == [
+        f"{place}: chunk 1 ({layout.chunk_bytes} bytes) fails its crc32c (array model/h.0.weight)"
+    ]
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open_array(copied / "model/h.0.weight", mode="r")[...]
+    with pytest.raises(ValueError, match="Digest mismatch"):
+        _open_tensorstore(copied / "model/h.0.weight").read().result()
+
+
+def test_every_damaged_chunk_of_a_file_is_named(copied: Path) -> None:
+    with open_checkpoint(copied) as opened:
+        layout = opened.open_shard("optimizer/exp_avg/h.0.weight", 0).layout
+    for chunk in (0, layout.num_present - 1):
+        _flip(copied / "optimizer/exp_avg/h.0.weight/c.0.0", layout.slot_offset(chunk))
+    assert [fault.split(": ")[0] for fault in _faults(copied)] == [
+        f"optimizer/exp_avg/h.0.weight/c.0.0, offset {layout.slot_offset(chunk)}"
+        for chunk in (0, layout.num_present - 1)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_changed_byte_anywhere_is_noticed_or_carries_nothing(
+    reader: CheckpointReader, arrays: dict[str, Array], data: st.DataObject
+) -> None:
+    """Padding behind a chunk carries nothing; whatever is read is right or refused."""
+    name = data.draw(st.sampled_from(["model/h.0.bias", "model/experts", "buffer/flags", "model/odd name/ü%"]))
+    path = reader.path / reader.arrays[name].shard_file(0)
+    original = path.read_bytes()
+    offset = data.draw(st.integers(0, len(original) - 1))
+    try:
+        _flip(path, offset)
+        with open_checkpoint(reader.path) as opened, contextlib.suppress(CorruptionError):
+            assert opened.read_array(name).tobytes() == arrays[name].tobytes()
+    finally:
+        path.write_bytes(original)
+        path.chmod(0o444)
+
+
+def test_a_damaged_index_is_refused(copied: Path) -> None:
+    _flip(copied / "model/experts/c.0.0", 3)
+    with open_checkpoint(copied) as opened, pytest.raises(CorruptionError, match=r"the index of .* fails its crc32c"):
+        opened.read_array("model/experts")
+    assert len(_faults(copied)) == 1
+    assert "model/experts/c.0.0, offset 0: " in _faults(copied)[0]
+
+
+def test_missing_truncated_and_extra_files_are_named(copied: Path) -> None:
+    (copied / "model/experts/c.0.0").unlink()
+    bias = _writable(copied / "model/h.0.bias/c.0")
+    os.truncate(bias, 5000)
+    (copied / "model/h.0.bias/c.9").write_bytes(b"x")
+    (copied / "buffer/flags/zarr.json").unlink()
+    (copied / "config.json").write_text("{}")  # the user's own
+    assert _faults(copied) == [
+        "buffer/flags/zarr.json: is missing",
+        "model/experts/c.0.0: is missing (array model/experts)",
+        "model/h.0.bias/c.0, offset 5000: has 5000 bytes, expected 8192 (array model/h.0.bias)",
+        "model/h.0.bias/c.9: is not part of the checkpoint",
+    ]
+    with open_checkpoint(copied) as opened:
+        with pytest.raises(CorruptionError, match=r"'model/experts'.*c\.0\.0 is missing"):
+            opened.read_array("model/experts")
+        with pytest.raises(CorruptionError, match=r"'model/h.0.bias'.* has 5000 bytes, expected 8192 .*offset 5000"):
+            opened.read_array("model/h.0.bias")
+
+
+def test_a_whole_file_of_another_array_is_refused(copied: Path) -> None:
+    swapped = copied / "model/h.0.weight/c.0.0"
+    swapped.unlink()
+    shutil.copy(copied / "optimizer/exp_avg/h.0.weight/c.0.0", swapped)
+    with open_checkpoint(copied) as opened, pytest.raises(CorruptionError, match="not the one that the manifest names"):
+        opened.read_array("model/h.0.weight")
+    assert all("not the one that the manifest names" in fault for fault in _faults(copied))
+
+
+def test_a_damaged_manifest_or_metadata_file_is_refused(copied: Path) -> None:
+    _flip(copied / "manifest/rank-00000.json", 60)
+    _flip(copied / "model/zarr.json", 4)
+    with open_checkpoint(copied) as opened, pytest.raises(CorruptionError, match=r"rank-00000\.json fails the digest"):
+        opened.read_array("model/h.0.bias")
+    faults = _faults(copied)
+    assert any(fault.startswith("manifest/rank-00000.json: ") for fault in faults)
+    assert any(fault.startswith("model/zarr.json: ") for fault in faults)
+    _flip(copied / "zarr.json", 50)
+    with pytest.raises(CorruptionError, match=r"zarr\.json fails the digest"):
+        open_checkpoint(copied)
+
+
+def test_a_link_in_place_of_a_shard_is_a_fault(copied: Path) -> None:
+    path = copied / "model/h.0.bias/c.0"
+    path.rename(copied.parent / "elsewhere")
+    path.symlink_to(copied.parent / "elsewhere")
+    (fault,) = _faults(copied)
+    assert fault.startswith("model/h.0.bias/c.0: ")
+    assert "is a symbolic link" in fault
+
+
+# -- finding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    small = {"model/w": np.arange(20, dtype=np.float32)}
+    for step, tag in ((2, "step-00000002"), (1, "1.25"), (9, "again")):
+        save_arrays(folder, small, step=step, tag=tag)
+    return folder
+
+
+def _found(path: Path, tag: str | float | None = None) -> tuple[str, int]:
+    with open_checkpoint(path, tag) as opened:
+        return opened.tag, opened.record.step
+
+
+def test_the_newest_committed_one_is_found_whatever_latest_says(several: Path) -> None:
+    assert _found(several) == ("again", 9)
+    assert (several / "latest").read_text().strip() == "again"
+    (several / "latest").write_text("nonsense\n")
+    assert _found(several) == ("again", 9)
+    (several / "latest").unlink()
+    assert _found(several) == ("again", 9)
+
+
+def test_a_tag_is_found_by_text_number_or_folder(several: Path) -> None:
+    assert _found(several, 1.25) == ("1.25", 1)
+    assert _found(several, "1.25") == ("1.25", 1)
+    assert _found(several / "1.25") == ("1.25", 1)
+    assert _found(several / "1.25", 1.25) == ("1.25", 1)
+    assert [info.tag for info in tags(several)] == ["step-00000002", "1.25", "again"]
+    assert [info.tag for info in tags(several / "1.25")] == ["1.25"]
+
+
+def test_a_renamed_folder_is_a_checkpoint_under_its_new_name(several: Path, tmp_path: Path) -> None:
+    shutil.copytree(several / "again", tmp_path / "best")
+    assert _found(tmp_path) == ("best", 9)
+    assert _found(tmp_path, "best") == ("best", 9)
+
+
+def test_what_is_not_there_is_answered_with_what_is(several: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointNotFoundError,
+        match=r"no committed checkpoint with the tag 'x'; it has the tags 'step-00000002', '1.25', 'again'",
+    ):
+        open_checkpoint(several, "x")
+    with pytest.raises(CheckpointNotFoundError, match="not 'x'"):
+        open_checkpoint(several / "again", "x")
+    with pytest.raises(CheckpointNotFoundError, match="does not exist or is not a folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "zero_to_fp32.py").touch()
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint of DeepSpeed"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_a_valid_record_is_no_checkpoint(several: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(several, tmp_path / "all"))
+    (folder / "again/zstore.json").unlink()
+    assert _found(folder) == ("1.25", 1)
+    record = _writable(folder / "1.25/zstore.json")
+    record.write_text(record.read_text().replace('"step": 1', '"step": 7'))
+    assert _found(folder) == ("step-00000002", 2)
+    with pytest.raises(CheckpointNotFoundError, match="never committed, or the file was lost"):
+        open_checkpoint(folder / "again")
+    with pytest.raises(CorruptionError):
+        open_checkpoint(folder, "1.25")
+    shutil.rmtree(folder / "step-00000002")
+    with pytest.raises(CheckpointNotFoundError, match=r"1\.25 was refused.*digest"):
+        open_checkpoint(folder)
+
+
+def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> None:
+    shutil.copytree(several / "again", tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")

@@ -1,0 +1,257 @@
+"""Checkpoints behind URLs are read by ranges: the same values, errors and choices as from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
+from zstore.open.sources import folder_of, open_source
+from zstore.remote.folder import open_folder
+from zstore.remote.retries import Retries
+from zstore.remote.url import is_url, parse_options, shown
+
+Array = npt.NDArray[Any]
+
+RNG = np.random.default_rng(4)
+ARRAYS: dict[str, Array] = {
+    "model/h.0.weight": RNG.standard_normal((1000, 300)).astype(np.float32),
+    "model/odd name/ü%": RNG.standard_normal(77).astype(np.float32),
+    "model/experts": RNG.standard_normal((3, 400, 50)).astype(np.float16),
+    "model/none": np.zeros((0, 5), np.float16),
+    "optimizer/exp_avg/h.0.weight": RNG.standard_normal((1000, 300)).astype(np.float32),
+}
+URL = "objects://bucket/run"
+QUICK = Retries(first_pause_s=0.0)
+
+
+class Remote:
+    """An object store that holds what is saved in a local folder."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.local = tmp_path / "local"
+        self.options = {"folder": str(tmp_path / "objects")}
+        self.fs: ObjectFileSystem = open_folder(URL, self.options).fs
+
+    def copy(self) -> None:
+        for path in sorted(self.local.rglob("*")):
+            if path.is_file():
+                self.fs.put(f"bucket/run/{path.relative_to(self.local).as_posix()}", path.read_bytes())
+
+    def open(self, tag: str | None = None, url: str = URL) -> CheckpointReader:
+        return open_checkpoint(open_folder(url, self.options, retries=QUICK), tag)
+
+    def change(self, key: str, offset: int) -> None:
+        data = bytearray(self.fs.object_path(key).read_bytes())
+        data[offset] ^= 1
+        self.fs.put(key, bytes(data))
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[Remote]:
+    """Two checkpoints of two ranks, of which the second is the newer."""
+    remote = Remote(tmp_path)
+    for step in (1, 2):
+        save_arrays(remote.local, ARRAYS, world_size=2, step=step)
+    remote.copy()
+    yield remote
+    ObjectFileSystem.clear_instance_cache()
+
+
+def test_every_array_reads_as_from_the_folder(remote: Remote) -> None:
+    with open_source(URL, storage_options=remote.options) as reader:
+        assert (reader.location, reader.tag) == (f"{URL}/step-00000002", "step-00000002")
+        for name, expected in ARRAYS.items():
+            assert reader.read_array(name).tobytes() == expected.tobytes()
+        rows = np.empty((10, 300), np.float32)
+        reader.read("model/h.0.weight", 495 * 300, 505 * 300, rows)  # across both shards
+        assert (rows == ARRAYS["model/h.0.weight"][495:505]).all()
+        assert dict(reader.rank_state(1)) == {"rank": 1}
+
+
+def test_tags_are_listed_found_by_name_and_by_their_own_url(remote: Remote) -> None:
+    folder = folder_of(URL, remote.options)
+    assert [info.tag for info in tags(folder)] == ["step-00000001", "step-00000002"]
+    assert refused(folder) == []
+    for tag, url in (("step-00000001", URL), (None, f"{URL}/step-00000001"), (None, f"{URL}/step-00000001/")):
+        with remote.open(tag, url) as reader:
+            assert reader.record.step == 1
+    with pytest.raises(
+        CheckpointNotFoundError,
+        match=r"no committed checkpoint with the tag 'x'; it has the tags 'step-00000001', 'step-0",
+    ):
+        remote.open("x")
+    with pytest.raises(CheckpointNotFoundError, match="objects://bucket/other does not exist"):
+        remote.open(url="objects://bucket/other")
+    with pytest.raises(UsageError, match="is behind a URL and has no path"), remote.open() as reader:
+        _ = reader.path
+
+
+def test_a_folder_without_a_valid_record_is_no_checkpoint(remote: Remote) -> None:
+    remote.fs.rm_file("bucket/run/step-00000002/zstore.json")
+    remote.fs.put("bucket/run/latest", b"step-00000002\n")
+    with remote.open() as reader:
+        assert reader.tag == "step-00000001"
+    with pytest.raises(CheckpointNotFoundError, match="it was never committed"):
+        remote.open(url=f"{URL}/step-00000002")
+    remote.change("bucket/run/step-00000001/zstore.json", 200)
+    with pytest.raises(CheckpointNotFoundError, match="step-00000001 was refused"):
+        remote.open()
+    assert {refusal.folder.name for refusal in refused(folder_of(URL, remote.options))} == {
+        "step-00000001",
+        "step-00000002",
+    }
+
+
+def test_reading_asks_for_no_more_than_the_chunks(remote: Remote) -> None:
+    with remote.open() as reader:
+        before = reader.folder.traffic
+        assert before is not None
+        metadata_bytes, requests = before.read_bytes, before.requests
+        out = np.empty((40, 300), np.float32)
+        reader.read("model/h.0.weight", 0, 12000, out)
+        grid = reader.array("model/h.0.weight").grid
+        manifest_bytes = (remote.local / "step-00000002/manifest/rank-00000.json").stat().st_size
+        chunks = -(-12000 // grid.chunk_numel)
+        assert reader.asked_bytes == 48000
+        assert reader.read_bytes == chunks * reader.open_shard("model/h.0.weight", 0).layout.slot_bytes
+        assert before.read_bytes - metadata_bytes == reader.read_bytes + manifest_bytes
+        assert before.requests - requests == 2  # the manifest and the range: no size, no index
+        assert before.read_bytes == remote.fs.read_bytes
+
+
+def test_reading_ahead_serves_a_load_at_another_world_size(remote: Remote) -> None:
+    with remote.open() as reader:
+        ranges = [(name, array.size // 3, array.size) for name, array in ARRAYS.items() if array.size]
+        with ReadAhead(reader, ranges) as ahead:
+            for name, first, stop in ranges:
+                out = np.empty(stop - first, ARRAYS[name].dtype)
+                ahead.read(name, first, stop, out)
+                assert out.tobytes() == ARRAYS[name].reshape(-1)[first:].tobytes()
+
+
+SHARD = "bucket/run/step-00000002/model/h.0.weight/c.1.0"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda remote: remote.fs.object_path(SHARD).unlink(), "c.1.0 is missing"),
+        (lambda remote: remote.change(SHARD, 5000), "fails its crc32c"),
+        (lambda remote: remote.fs.put(SHARD, remote.fs.object_path(SHARD).read_bytes()[:-4096]), "was cut or replaced"),
+        (
+            lambda remote: remote.fs.put(
+                SHARD, remote.fs.object_path(SHARD.replace("model", "optimizer/exp_avg")).read_bytes()
+            ),
+            "the file was replaced",
+        ),
+        (
+            lambda remote: remote.fs.rm_file("bucket/run/step-00000002/manifest/rank-00001.json"),
+            "rank-00001.json is missing",
+        ),
+    ],
+)
+def test_damage_is_found_and_named(damage: Any, words: str, remote: Remote) -> None:
+    damage(remote)
+    with remote.open() as reader, pytest.raises(CorruptionError, match=words):
+        reader.read_array("model/h.0.weight")
+    with remote.open() as reader:
+        assert verify_checkpoint(reader) != []
+
+
+def test_verify_finds_each_fault_with_its_place(remote: Remote) -> None:
+    with remote.open() as reader:
+        assert verify_checkpoint(reader) == []
+    remote.change(SHARD, 5000)
+    remote.change("bucket/run/step-00000002/model/experts/c.0.0", 3)
+    remote.fs.rm_file("bucket/run/step-00000002/model/experts/zarr.json")
+    remote.fs.put("bucket/run/step-00000002/model/more", b"")
+    remote.fs.put("bucket/run/step-00000002/notes.txt", b"a user's")
+    with remote.open() as reader:
+        faults = [(fault.file, fault.offset) for fault in verify_checkpoint(reader)]
+    assert faults == [
+        ("model/experts/c.0.0", 0),
+        ("model/experts/zarr.json", None),
+        ("model/h.0.weight/c.1.0", 4096),
+        ("model/more", None),
+    ]
+
+
+def test_a_read_that_fails_for_a_while_is_tried_again(remote: Remote) -> None:
+    remote.fs.faults += [
+        RequestFault(kind="read", pattern="*/c.0.0", times=2, error=unavailable),
+        RequestFault(kind="list", times=1, error=lambda: TimeoutError("too slow")),
+        RequestFault(kind="read", pattern="*/c.1.0", times=1, error=lambda: ConnectionResetError("reset")),
+    ]
+    with remote.open() as reader:
+        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [(unavailable, "6 times"), (lambda: PermissionError("no key"), r"once\): PermissionError: no key")],
+)
+def test_a_read_that_keeps_failing_is_an_error_that_says_where(error: Any, tries: str, remote: Remote) -> None:
+    with remote.open() as reader:
+        remote.fs.faults.append(RequestFault(kind="read", pattern="*/c.0.0", times=None, error=error))
+        with pytest.raises(StorageError, match=f"cannot read .tried {tries}") as raised:
+            reader.read_array("model/h.0.weight")
+    assert raised.value.path == f"{URL}/step-00000002/model/h.0.weight/c.0.0"
+
+
+def test_a_memory_url_works_as_well(tmp_path: Path) -> None:
+    import fsspec
+
+    path = save_arrays(tmp_path, ARRAYS)
+    fs = fsspec.filesystem("memory")
+    try:
+        fs.put(str(path), "/runs/one/step-00000001", recursive=True)
+        with open_source("memory://runs/one") as reader:
+            assert reader.location == "memory://runs/one/step-00000001"
+            assert reader.read_array("model/experts").tobytes() == ARRAYS["model/experts"].tobytes()
+    finally:
+        fs.store.clear()
+        fs.pseudo_dirs[:] = [""]
+
+
+def test_a_file_url_works_as_well(tmp_path: Path) -> None:
+    save_arrays(tmp_path / "local", ARRAYS)
+    with open_source(f"file://{tmp_path}/local") as reader:
+        assert reader.read_array("model/experts").tobytes() == ARRAYS["model/experts"].tobytes()
+
+
+def test_what_is_a_url() -> None:
+    assert all(map(is_url, ["s3://b/run", "memory://x", "simplecache::s3://b", "file:///x"]))
+    assert not any(map(is_url, ["runs/one", "/runs/one", "C:\\runs", "runs/a::b", Path("s3://b"), "s3:/x"]))
+    assert shown("ftp://me:secret@host/x") == "ftp://me:***@host/x"
+
+
+def test_storage_options_are_json_where_they_can_be() -> None:
+    words = ["anon=true", 'client_kwargs={"endpoint_url": "http://h:1"}', "key=AKIA", "secret=a=b", "retries=3"]
+    assert parse_options(words) == {
+        "anon": True,
+        "client_kwargs": {"endpoint_url": "http://h:1"},
+        "key": "AKIA",
+        "secret": "a=b",
+        "retries": 3,
+    }
+    for word in ("anon", "=x"):
+        with pytest.raises(UsageError, match="key=value"):
+            parse_options([word])
+
+
+def test_urls_that_nothing_opens_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="nosuch://x"):
+        open_source("nosuch://x/y")
+    with pytest.raises(UsageError, match="storage options"):  # the folder is missing
+        open_source("objects://x/y", storage_options={"deny_writes": "x"})

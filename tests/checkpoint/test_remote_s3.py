@@ -1,0 +1,209 @@
+"""Checkpoints in S3, through s3fs and the S3 protocol to a server on loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+import zstore
+from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.s3_server import s3_server
+from tests.engine.runs import make_config, start, state_of, step
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.remote.folder import open_folder
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.send import PART_BYTES
+from zstore.remote.upload import upload_checkpoint
+from zstore.tools.cli import app
+
+pytest.importorskip("s3fs", reason="extra s3")
+pytest.importorskip("moto", reason="extra test")
+
+Array = npt.NDArray[Any]
+
+RNG = np.random.default_rng(6)
+ARRAYS: dict[str, Array] = {
+    "model/h.0.weight": RNG.standard_normal((700, 300)).astype(np.float32),
+    "model/odd name/ü%": RNG.standard_normal(77).astype(np.float32),
+    "optimizer/exp_avg/h.0.weight": RNG.standard_normal((700, 300)).astype(np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, Any]]:
+    with s3_server() as options:
+        yield options
+
+
+class Bucket:
+    """A new bucket, a URL in it, and a local folder."""
+
+    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
+        name = f"bucket-{uuid.uuid4().hex[:8]}"
+        self.url = f"s3://{name}/runs/one"
+        self.options = options
+        self.local = tmp_path / "local"
+        self.folder = open_folder(self.url, options)
+        self.fs = self.folder.fs
+        self.fs.mkdir(name)
+        self.words = [
+            word
+            for key, value in options.items()
+            for word in ("--storage-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        ]
+
+    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
+        save_id = new_save_id()
+        handles: list[SaveHandle] = [
+            save_to_url(
+                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
+                UploadOptions(folder=open_folder(self.url, self.options)),
+            )
+            for rank in range(len(world.stores))
+        ]
+        return wait_all(handles)  # type: ignore[arg-type]
+
+    def names(self) -> set[str]:
+        self.fs.invalidate_cache()
+        return {key.split("/")[3] for key in self.fs.find(self.folder.root)}
+
+    def run(self, *words: str) -> Any:
+        result = CliRunner().invoke(app, [*words, *self.words])
+        assert result.exit_code == 0, result.output
+        return result
+
+
+@pytest.fixture
+def bucket(server: dict[str, Any], tmp_path: Path) -> Bucket:
+    return Bucket(server, tmp_path)
+
+
+def test_two_ranks_save_and_any_layout_reads(bucket: Bucket) -> None:
+    with open_world(ARRAYS, world_size=2, small={"buffer/steps": np.array(7)}) as world:
+        for step in (1, 2, 3):
+            bucket.save(world, step=step, keep=Keep(last=2))
+        bucket.save(world, step=3, overwrite=True)
+    assert [info.record.step for info in tags(bucket.folder)] == [2, 3]
+    assert refused(bucket.folder) == []
+    assert len(bucket.names()) == 3  # two checkpoints and `latest`, nothing else
+    for url in (bucket.url, f"{bucket.url}/step-00000003"):
+        with open_checkpoint(open_folder(url, bucket.options)) as reader:
+            assert verify_checkpoint(reader) == []
+            for name, expected in ARRAYS.items():
+                assert reader.read_array(name).tobytes() == expected.tobytes()
+    assert list(bucket.local.iterdir()) == [bucket.local / "latest"]
+
+
+def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: Bucket) -> None:
+    array = RNG.standard_normal((4000, 500)).astype(np.float32)
+    upload_checkpoint(save_arrays(bucket.local, {"model/w": array}, world_size=3), bucket.url, bucket.options)
+    for rank in range(4):
+        first, stop = rank * array.size // 4, (rank + 1) * array.size // 4
+        out = np.empty(stop - first, np.float32)
+        with open_checkpoint(open_folder(bucket.url, bucket.options)) as reader:
+            with ReadAhead(reader, [("model/w", first, stop)]) as ahead:
+                ahead.read("model/w", first, stop, out)
+            done = reader.reading()
+            slot_bytes = reader.open_shard("model/w", 0).layout.slot_bytes
+        assert out.tobytes() == array.reshape(-1)[first:stop].tobytes()
+        assert done.asked_bytes == out.nbytes
+        # Whole chunks with their checksums, and what is asked once: record, metadata, manifests.
+        assert done.read_bytes - done.asked_bytes < 2 * slot_bytes + 30_000
+
+
+def test_a_file_of_several_parts_arrives_whole(bucket: Bucket) -> None:
+    array = RNG.standard_normal((2 * PART_BYTES + 12345) // 8)
+    upload_checkpoint(save_arrays(bucket.local, {"model/w": array}), bucket.url, bucket.options)
+    with zstore.open_checkpoint(bucket.url, storage_options=bucket.options) as checkpoint:
+        assert (checkpoint["model/w"][100:200] == array[100:200]).all()
+        assert (checkpoint["model/w"][:] == array).all()
+
+
+def test_the_commands_take_the_url(bucket: Bucket, tmp_path: Path) -> None:
+    path = save_arrays(bucket.local, ARRAYS, world_size=2)
+    (path / "config.json").write_text('{"model_type": "none"}')
+    bucket.run("reshard", str(bucket.local), "--to", bucket.url)
+    bucket.run("reshard", bucket.url, str(tmp_path / "four"), "--world-size", "4")
+    with open_checkpoint(tmp_path / "four") as reader:
+        assert reader.record.world_size == 4
+        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    bucket.run("reshard", bucket.url, "--world-size", "3", "--to", f"{bucket.url}/three")
+    shown = json.loads(bucket.run("inspect", f"{bucket.url}/three", "--json").stdout)
+    assert shown["checkpoint"]["path"] == f"{bucket.url}/three/step-00000001"
+    assert shown["checkpoint"]["world_size"] == 3
+    assert "step-00000001" in bucket.run("ls", bucket.url).stdout
+    assert json.loads(bucket.run("verify", bucket.url, "--json").stdout)["faults"] == []
+    result = bucket.run("consolidate", bucket.url, str(tmp_path / "weights"), "--dtype", "fp32", "--json")
+    done = json.loads(result.stdout)
+    assert 1 < done["read_bytes"] / done["asked_bytes"] < 1.2
+    assert re.search(r"read .* of array data in \d+ requests: \d+ % more than needed", result.stderr)
+    weights = load_file(tmp_path / "weights/model.safetensors")
+    assert weights["h.0.weight"].tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    assert (tmp_path / "weights/config.json").read_text() == '{"model_type": "none"}'
+
+
+def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Path) -> None:
+    own = {"storage_options": bucket.options, "upload_folder": str(tmp_path / "uploads"), "keep": 1}
+    with start(make_config(2, zstore=own)) as engine:
+        for _ in range(2):
+            step(engine)
+            engine.save_checkpoint(bucket.url, wait=False)
+        engine.wait_for_checkpoint()
+        step(engine)
+        expected = state_of(engine)
+    assert [info.record.step for info in tags(bucket.folder)] == [2]
+    with start(make_config(3, zstore=own)) as engine:
+        assert engine.load_checkpoint(bucket.url)[0] == f"{bucket.url}/step-00000002"
+        step(engine)
+        assert state_of(engine) == expected
+
+
+_ENDS_AT_ONCE = """
+import json, sys
+from contextlib import ExitStack
+from pathlib import Path
+import numpy as np
+from zstore.checkpoint.names import new_save_id
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.folder import open_folder
+from tests.checkpoint.checkpoints import open_world
+
+url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+stack = ExitStack()
+world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))
+save_to_url(world.request(folder, 0, new_save_id()), UploadOptions(folder=open_folder(url, options)))
+"""
+
+
+def test_a_program_that_ends_completes_its_upload(bucket: Bucket) -> None:
+    # By its name: looking it up takes a thread of an executor, which the end of the interpreter stops early.
+    address = bucket.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", "localhost")
+    options = {**bucket.options, "client_kwargs": {"endpoint_url": address}}
+    command = [sys.executable, "-c", _ENDS_AT_ONCE, bucket.url, json.dumps(options), str(bucket.local)]
+    subprocess.run(command, check=True, timeout=120)
+    with open_checkpoint(bucket.folder) as reader:
+        assert verify_checkpoint(reader) == []
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: Bucket) -> None:
+    path = save_arrays(bucket.local, ARRAYS)
+    with pytest.raises(OSError, match=r"cannot write|does not exist|not exist"):
+        upload_checkpoint(path, "s3://no-such-bucket/run", bucket.options)
+    assert not bucket.fs.exists("no-such-bucket")

@@ -1,0 +1,464 @@
+"""Saves to a URL: a local commit, its upload with the record last, and what is left when something fails."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.names import new_save_id, parse_own_name
+from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    BudgetError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RankError,
+    StorageError,
+)
+from zstore.remote.commit import RemoteCommitter, has_ended
+from zstore.remote.folder import open_folder
+from zstore.remote.retries import Retries
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.send import PART_BYTES, held_bytes, send_file
+from zstore.remote.upload import files_at_a_time, upload_checkpoint
+
+Array = npt.NDArray[Any]
+
+RNG = np.random.default_rng(5)
+ARRAYS: dict[str, Array] = {
+    "model/h.0.weight": RNG.standard_normal((1000, 30)).astype(np.float32),
+    "optimizer/exp_avg/h.0.weight": RNG.standard_normal((1000, 30)).astype(np.float32),
+}
+SMALL = {"buffer/steps": np.array(7, np.int64)}
+URL = "objects://bucket/run"
+TAG = "bucket/run/step-00000001"
+QUICK = Retries(first_pause_s=0.0)
+
+
+class Remote:
+    """An object store, and a folder where saves are committed first."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.local = tmp_path / "local"
+        self.options = {"folder": str(tmp_path / "objects")}
+        self.fs: ObjectFileSystem = open_folder(URL, self.options).fs
+
+    def begin(self, world: World, *, step: int = 1, keep_local: bool = False, **fields: Any) -> list[SaveHandle]:
+        save_id = new_save_id()
+        return [
+            save_to_url(
+                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", "timeout_s": 60.0, **fields}),
+                UploadOptions(folder=open_folder(URL, self.options), keep_local=keep_local, retries=QUICK),
+            )
+            for rank in range(len(world.stores))
+        ]
+
+    def save(self, world: World, **fields: Any) -> list[Any]:
+        return wait_all(self.begin(world, **fields))  # type: ignore[arg-type]
+
+    def fail(self, world: World, **fields: Any) -> list[str]:
+        """The messages of all ranks of a save that must fail."""
+        messages = []
+        for handle in self.begin(world, **fields):
+            with pytest.raises(CheckpointError) as raised:
+                handle.wait(60)
+            messages.append(str(raised.value))
+        return messages
+
+    def tags(self) -> list[str]:
+        try:
+            return [info.tag for info in tags(open_folder(URL, self.options))]
+        except CheckpointNotFoundError:
+            return []
+
+    def arrays(self, tag: str | None = None) -> dict[str, bytes]:
+        with open_checkpoint(open_folder(URL, self.options), tag) as reader:
+            return {name: reader.read_array(name).tobytes() for name in ARRAYS}
+
+
+def content(arrays: dict[str, Array]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[Remote]:
+    yield Remote(tmp_path)
+    ObjectFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world(ARRAYS, world_size=2, small=SMALL) as world:
+        yield world
+
+
+def test_a_save_is_committed_here_uploaded_and_removed_here(remote: Remote, world: World) -> None:
+    first, second = remote.save(world)
+    assert remote.arrays() == content(ARRAYS)
+    with open_checkpoint(open_folder(URL, remote.options)) as reader:
+        assert verify_checkpoint(reader) == []
+        assert reader.read_array("buffer/steps") == 7
+    assert first.url == second.url == f"{URL}/step-00000001"
+    assert (remote.fs.object_path("bucket/run/latest")).read_text() == "step-00000001\n"
+    assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())  # no locks, nothing set aside
+    assert [path.name for path in remote.local.iterdir()] == ["latest"]
+    # Each rank uploads what it wrote.
+    sizes = {key: size for key, size in remote.fs.objects().items() if key.startswith(TAG)}
+    assert second.uploaded_bytes == sum(size for key, size in sizes.items() if "/c.1" in key)
+    assert (
+        first.uploaded_bytes + second.uploaded_bytes
+        == sum(sizes.values()) - sizes[f"{TAG}/zarr.json"] - sizes[f"{TAG}/zstore.json"]
+    )
+
+
+def test_the_record_is_written_last(remote: Remote, world: World) -> None:
+    remote.save(world)
+    writes = [key for kind, key in remote.fs.order if kind == "write"]
+    assert parse_own_name(writes[0].split("/")[2]) is not None  # the lock
+    assert writes[-3:] == [f"{TAG}/zarr.json", f"{TAG}/zstore.json", "bucket/run/latest"]
+
+
+def test_the_local_copy_stays_where_it_is_to_be_kept(remote: Remote, world: World) -> None:
+    for step in (1, 2, 3):
+        summary = remote.save(world, step=step, keep_local=True, keep=Keep(last=2))[0]
+    with open_checkpoint(summary.path) as reader:
+        assert verify_checkpoint(reader) == []
+    assert remote.tags() == [info.tag for info in tags(remote.local)] == ["step-00000002", "step-00000003"]
+
+
+def test_a_half_uploaded_checkpoint_is_not_seen(remote: Remote, world: World) -> None:
+    gate = threading.Event()
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/c.1.0", times=None, gate=gate))
+    handles = remote.begin(world)
+    with pytest.raises(TimeoutError):
+        handles[0].wait(0.3)
+    assert remote.tags() == []
+    assert remote.fs.objects(), "some of it is there"
+    assert refused(open_folder(URL, remote.options)) == []
+    assert not any(handle.done() for handle in handles)
+    gate.set()
+    wait_all(handles)  # type: ignore[arg-type]
+    assert remote.tags() == ["step-00000001"]
+
+
+def test_requests_that_fail_for_a_while_are_tried_again(remote: Remote, world: World) -> None:
+    for kind in ("write", "list", "ask", "read", "remove"):
+        remote.fs.faults.append(RequestFault(kind=kind, times=3, error=unavailable))  # type: ignore[arg-type]
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*zstore.json", times=4, error=unavailable))
+    remote.save(world)
+    assert remote.arrays() == content(ARRAYS)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*/c.0.0", "*/c.1.0", "*/manifest/rank-00001.json", "*/zarr.json", "*/zstore.json"]
+)
+def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_the_local_commit(
+    pattern: str, remote: Remote, world: World
+) -> None:
+    remote.fs.faults.append(RequestFault(kind="write", pattern=pattern, times=None, error=unavailable))
+    for message in remote.fail(world):
+        assert f"checkpoint 'step-00000001' was not uploaded to {URL}" in message
+        assert f"It is committed in {remote.local / 'step-00000001'}, and stays there" in message
+        assert "503 Slow Down" in message
+    assert remote.tags() == []
+    assert remote.fs.objects() == {}  # what had been sent is removed
+    with open_checkpoint(remote.local) as reader:
+        assert verify_checkpoint(reader) == []
+    remote.fs.faults.clear()
+    url, _ = upload_checkpoint(remote.local, URL, remote.options)  # as the message says
+    assert url == f"{URL}/step-00000001"
+    assert remote.arrays() == content(ARRAYS)
+
+
+def test_what_arrives_cut_is_not_committed(remote: Remote, world: World) -> None:
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/model/*/c.1.0", cut_bytes=1))
+    assert "bytes were sent" in remote.fail(world)[0]
+    assert remote.tags() == []
+
+
+def test_what_cannot_be_removed_is_swept_by_the_next_save(remote: Remote, world: World) -> None:
+    remote.fs.faults += [
+        RequestFault(kind="write", pattern="*/zstore.json", times=None, error=unavailable),
+        RequestFault(kind="remove", times=None, error=unavailable),
+    ]
+    remote.fail(world)
+    assert f"{TAG}/model/h.0.weight/c.0.0" in remote.fs.objects()
+    assert remote.tags() == []
+    remote.fs.faults.clear()
+    remote.save(world, step=2)
+    assert {key.split("/")[2] for key in remote.fs.objects()} == {"step-00000002", "latest"}
+    remote.save(world)
+    assert remote.arrays("step-00000001") == content(ARRAYS)
+
+
+def _upload_and_wait(local: Path, options: dict[str, str], at: str) -> None:
+    """Upload, and stop for ever at the first write to `at`."""
+    fs = open_folder(URL, options).fs
+    fs.faults.append(RequestFault(kind="write", pattern=at, gate=_Forever(local.parent / "reached")))
+    upload_checkpoint(local, URL, options)
+
+
+class _Forever(threading.Event):
+    def __init__(self, reached: Path) -> None:
+        super().__init__()
+        self._reached = reached
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._reached.touch()
+        return super().wait(None)
+
+
+@pytest.mark.parametrize("at", ["*/c.1.0", "*/zstore.json", "*/latest"])
+def test_a_killed_upload_is_not_seen_and_is_swept(at: str, remote: Remote, tmp_path: Path) -> None:
+    save_arrays(remote.local, ARRAYS, world_size=2, run_id="other")
+    process = multiprocessing.get_context("spawn").Process(
+        target=_upload_and_wait, args=(remote.local, remote.options, at)
+    )
+    process.start()
+    while not (tmp_path / "reached").exists():
+        assert process.is_alive()
+        process.join(0.01)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    committed = at == "*/latest"
+    assert remote.tags() == (["step-00000001"] if committed else [])
+    with open_world(ARRAYS) as world:
+        remote.save(world, step=2)
+    names = {key.split("/")[2] for key in remote.fs.objects()}
+    assert names == {"step-00000002", "latest"} | ({"step-00000001"} if committed else set())
+
+
+def test_an_upload_under_way_of_another_run_is_left_alone(remote: Remote, world: World) -> None:
+    other = RemoteCommitter(open_folder(URL, remote.options), "theirs", new_save_id(), "other run")
+    other.begin(overwrite=False)
+    other.target.write_small("model/part", b"x")
+    remote.fs.put("bucket/run/notes/mine.txt", b"a user's")
+    remote.save(world)
+    assert "bucket/run/theirs/model/part" in remote.fs.objects()
+    assert "bucket/run/notes/mine.txt" in remote.fs.objects()
+    assert remote.tags() == ["step-00000001"]
+
+
+def test_whose_upload_has_ended_is_told_by_its_lock() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "run": "a", "since_s": int(time.time())}
+    cases = [
+        ({}, "b", False),
+        ({}, "a", True),  # a run has one upload at a time
+        ({"pid": process.pid}, "b", True),
+        ({"pid": process.pid, "host": "elsewhere"}, "b", False),
+        ({"host": "elsewhere", "since_s": mine["since_s"] - 25 * 3600}, "b", True),
+        ({"run": ""}, "", False),
+        ({"pid": "x"}, "a", False),
+    ]
+    for change, run, ended in cases:
+        assert has_ended(json.dumps(mine | change).encode(), run) == ended, (change, run)
+    assert not has_ended(b"no JSON", "a")
+    assert not has_ended(StorageError("cannot read"), "a")
+
+
+def test_an_upload_that_was_taken_for_dead_does_not_commit(remote: Remote) -> None:
+    path = save_arrays(remote.local, ARRAYS, run_id="run")
+    folder = open_folder(URL, remote.options)
+    with open_checkpoint(path) as reader:
+        committer = RemoteCommitter(folder, "step-00000001", reader.record.id, "run")
+        committer.begin(overwrite=False)
+        RemoteCommitter(folder, "another", new_save_id(), "run").begin(overwrite=False)  # the same run, restarted
+        with pytest.raises(CheckpointError, match=r"considered the upload of .* dead"):
+            committer.commit(reader.record, b"{}", {})
+    assert remote.tags() == []
+
+
+def test_retention_holds_at_the_url_for_the_runs_own_checkpoints(remote: Remote, world: World) -> None:
+    remote.save(world, step=1, run_id="other")
+    for step in (2, 3, 4, 5):
+        remote.save(world, step=step, keep=Keep(last=2))
+    assert remote.tags() == ["step-00000001", "step-00000004", "step-00000005"]
+    removed = [key for kind, key in remote.fs.order if kind == "remove" and "/step-00000002/" in key]
+    assert removed[0].endswith("/zstore.json")  # else half of it would look like a checkpoint
+    assert {key.split("/")[2] for key in remote.fs.objects()} == {*remote.tags(), "latest"}
+
+
+def test_a_tag_of_another_run_is_not_replaced_unasked(remote: Remote, world: World) -> None:
+    remote.save(world)
+    before = remote.fs.objects()
+    handles = remote.begin(world, run_id="other")
+    with pytest.raises(CheckpointExistsError, match=r"'step-00000001' is committed in objects://.* by another run"):
+        handles[0].wait(60)
+    with pytest.raises(CheckpointError):
+        handles[1].wait(60)
+    assert remote.fs.objects() == before
+
+
+def test_a_tag_of_the_run_itself_is_replaced_with_one_line(remote: Remote, world: World) -> None:
+    assert "replaced" not in str(remote.save(world)[0].messages)
+    (message,) = remote.save(world)[0].messages
+    assert message.startswith("checkpoint 'step-00000001' of this run (step 1) was replaced in objects://")
+    assert remote.tags() == ["step-00000001"]
+
+
+def test_a_users_folder_is_never_touched(remote: Remote, world: World) -> None:
+    remote.fs.put(f"{TAG}/thesis.txt", b"mine")
+    for message in remote.fail(world, overwrite=True):
+        assert "is not a checkpoint of zstore" in message
+    assert list(remote.fs.objects()) == [f"{TAG}/thesis.txt"]
+
+
+def test_at_every_request_of_an_overwriting_save_one_of_the_two_is_whole(remote: Remote) -> None:
+    """The tag goes from its folder to one beside it and back, and a reader always finds all of one of them."""
+    other = ObjectFileSystem(skip_instance_cache=True, **remote.options)
+    versions = [{name: array + np.float32(i) for name, array in ARRAYS.items()} for i in range(4)]
+    seen: list[int] = []
+
+    def watched(kind: str, key: str) -> int:
+        if kind in ("write", "remove"):
+            folder = open_folder(URL, remote.options)
+            folder.fs = other
+            with open_checkpoint(folder, "step-00000001") as reader:
+                found = reader.read_array("model/h.0.weight")
+            (number,) = [i for i, version in enumerate(versions) if (version["model/h.0.weight"] == found).all()]
+            seen.append(number)
+        return 0
+
+    for number, arrays in enumerate(versions):
+        with open_world(arrays) as world:
+            if number > 0:
+                remote.fs.step = watched  # type: ignore[method-assign]
+            remote.save(world, overwrite=True)
+        assert remote.arrays() == content(arrays)
+    assert set(seen) == set(range(4))
+    assert seen == sorted(seen)
+    assert {key.split("/")[2].partition(".old-")[0] for key in remote.fs.objects()} == {"step-00000001", "latest"}
+    assert len({key.split("/")[2] for key in remote.fs.objects()}) == 2
+
+
+def test_several_files_are_uploaded_at_a_time(remote: Remote) -> None:
+    meeting = threading.Barrier(3)
+
+    class Together(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            meeting.wait(timeout)
+            return True
+
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/c.*", times=3, gate=Together()))
+    arrays = {f"model/{i}": np.arange(100, dtype=np.float32) for i in range(3)}
+    with open_world(arrays) as world:
+        remote.save(world)
+    assert remote.fs.most_at_once >= 3
+
+
+def test_a_large_file_goes_part_by_part_in_bounded_memory(remote: Remote, tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    size = 12 * PART_BYTES + 5
+    with big.open("wb") as file:
+        file.truncate(size)
+    sent: list[int] = []
+    tracemalloc.start()
+    try:
+        send_file(remote.fs, big, "bucket/big", sent.append)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(sent) == size
+    assert remote.fs.requests["write"] == 13
+    assert peak < 4 * PART_BYTES
+
+
+def test_a_part_that_fails_begins_the_file_anew_and_shows_nothing_of_it(remote: Remote, tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    data = RNG.bytes(3 * PART_BYTES)
+    big.write_bytes(data)
+    folder = open_folder(URL, remote.options, retries=QUICK)
+    sent: list[int] = []
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/big", first=1, times=1, error=unavailable))
+    folder.send(big, "big", sent.append)
+    assert sum(sent) == len(data)
+    assert min(sent) == -PART_BYTES
+    assert remote.fs.object_path("bucket/run/big").read_bytes() == data
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/lost", first=1, times=None, error=unavailable))
+    with pytest.raises(StorageError, match="cannot upload"):
+        folder.send(big, "lost", sent.append)
+    assert "bucket/run/lost" not in remote.fs.objects()
+    assert sum(sent) == len(data)
+
+
+def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:
+    gate = threading.Event()
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/c.*", times=None, gate=gate))
+    handles = remote.begin(world)
+    for handle in handles:
+        handle.cancel()
+    gate.set()
+    for handle in handles:
+        # Rank 0 may learn of the other's end before it looks whether it is to end itself.
+        with pytest.raises((CheckpointError, RankError), match=r"cancelled|gave"):
+            handle.wait(60)
+    assert remote.tags() == []
+
+
+def test_one_process_uploads_a_checkpoint_of_many_ranks(remote: Remote) -> None:
+    path = save_arrays(remote.local, ARRAYS, world_size=3, small=SMALL)
+    (path / "config.json").write_text("{}")
+    sent: list[int] = []
+    url, messages = upload_checkpoint(path, URL, remote.options, advance=sent.append)
+    assert (url, messages) == (f"{URL}/step-00000001", [])
+    assert remote.arrays() == content(ARRAYS)
+    assert f"{TAG}/config.json" in remote.fs.objects()
+    with pytest.raises(CheckpointExistsError):
+        upload_checkpoint(path, URL, remote.options)
+    assert upload_checkpoint(path, URL, remote.options, overwrite=True) == (url, [])
+    assert remote.tags() == ["step-00000001"]
+    with open_checkpoint(open_folder(url, remote.options)) as reader:  # by its own URL, wherever it lies
+        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    assert open_checkpoint(path).path == path  # the local one stays
+
+
+def test_the_record_at_the_url_is_newer_than_all_there(remote: Remote, tmp_path: Path) -> None:
+    path = save_arrays(remote.local, ARRAYS, step=2)
+    save_arrays(remote.local, ARRAYS, step=9)
+    upload_checkpoint(remote.local / "step-00000009", URL, remote.options)
+    upload_checkpoint(path, URL, remote.options)
+    assert remote.tags() == ["step-00000009", "step-00000002"]  # the oldest first
+    records: list[TagInfo] = tags(open_folder(URL, remote.options))
+    assert records[0].record.committed_ns < records[1].record.committed_ns
+    assert json.loads(remote.fs.object_path("bucket/run/step-00000002/zstore.json").read_bytes())["step"] == 2
+
+
+def test_an_upload_in_little_memory_sends_one_file_at_a_time(tmp_path: Path, remote: Remote) -> None:
+    path = save_arrays(tmp_path / "kept", ARRAYS, world_size=2)
+    upload_checkpoint(path, URL, remote.options, memory_bytes=held_bytes(1))
+    assert remote.fs.most_at_once == 1
+    assert remote.arrays() == content(ARRAYS)
+
+
+@pytest.mark.parametrize(("memory_bytes", "num_threads"), [(None, 4), (32, 1), (127, 3), (128, 4), (1024, 4)])
+def test_files_at_a_time_are_those_whose_parts_fit(memory_bytes: int | None, num_threads: int) -> None:
+    assert files_at_a_time(10**6, None if memory_bytes is None else memory_bytes * 2**20) == num_threads
+
+
+def test_a_file_whose_parts_do_not_fit_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are available"):
+        files_at_a_time(10**12, 10**8)
+    assert files_at_a_time(10**12, None) == 4

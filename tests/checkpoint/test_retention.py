@@ -1,0 +1,307 @@
+"""Which checkpoints stay, what removing the others frees, and `zstore prune`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import open_world, save_arrays
+from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, denied
+from tests.engine.runs import make_config, start, step
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint.format import Record
+from zstore.checkpoint.keep import Keep, metric_of
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.request import SaveSummary
+from zstore.checkpoint.usage import bytes_freed
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.engine.config.config import load_config
+from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
+from zstore.remote.folder import open_folder
+from zstore.remote.upload import upload_checkpoint
+from zstore.tools import cli
+from zstore.tools.opening import Common
+from zstore.tools.prune import prune_folder
+
+ARRAYS = {"model/w": np.arange(100_000, dtype=np.float32)}
+
+
+def info(number: int, tag: str | None = None, **state: Any) -> TagInfo:
+    name = tag or f"step-{number:08d}"
+    record = Record(
+        id="0" * 32, tag=name, step=number, world_size=1, training_world_size=1, metadata_sha256="", manifest_sha256=("",),
+        state=state,
+    )  # fmt: skip
+    return TagInfo(folder=LocalFolder(Path(name)), record=record)
+
+
+def loss(value: object) -> dict[str, Any]:
+    return {"metrics": {"loss": value}}
+
+
+@pytest.mark.parametrize(
+    ("keep", "stays"),
+    [
+        (Keep(), [5]),
+        (Keep(last=2), [4, 5]),
+        (Keep(last=9), [1, 2, 3, 4, 5]),
+        (Keep(every=2), [2, 4, 5]),
+        (Keep(best="loss:min"), [3, 5]),
+        (Keep(best="loss:max"), [4, 5]),
+        (Keep(best="absent:max"), [5]),
+        (Keep(tags=("step-00000001",)), [1, 5]),
+        (Keep(tags=("*2", "*3", "nothing")), [2, 3, 5]),
+        (Keep(last=1, every=4, best="loss:min", tags=("*1",)), [1, 3, 4, 5]),
+    ],
+)
+def test_checkpoints_stay_by_any_rule_that_names_them(keep: Keep, stays: list[int]) -> None:
+    # The best, 1.0, is there twice: the newer one stays. What is not finite, or no number, is no value.
+    values = [1.0, 2.0, 1, 3.5, float("nan")]
+    infos = [info(number, **loss(value)) for number, value in enumerate(values, start=1)]
+    reasons = keep.reasons(infos)
+    assert [number for number, why in enumerate(reasons, start=1) if why] == stays
+
+
+def test_reasons_are_named() -> None:
+    infos = [info(10, **loss(1)), info(20, "release-1", **loss(2)), info(21, **loss(3))]
+    keep = Keep(every=10, best="loss:min", tags=("release-*",))
+    assert keep.reasons(infos) == [["every", "best"], ["every", "tag"], ["last"]]
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "value"),
+    [
+        ({"metrics": {"loss": 2}}, "loss", 2.0),
+        ({"client_state": {"eval": {"loss": 0.5}}}, "eval.loss", 0.5),
+        ({"metrics": {"loss": 1}, "client_state": {"loss": 2}}, "loss", 1.0),
+        ({"metrics": {"loss": None}, "client_state": {"loss": 2}}, "loss", 2.0),
+        ({"client_state": {"loss": True}}, "loss", None),
+        ({"client_state": {"loss": float("inf")}}, "loss", None),
+        ({"client_state": {"loss": {"$tensor": "client/loss"}}}, "loss", None),
+        ({"metrics": [], "client_state": []}, "loss", None),
+    ],
+)
+def test_metrics_are_found(state: Mapping[str, Any], name: str, value: float | None) -> None:
+    assert metric_of(state, name) == value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"last": 0},
+        {"every": 0},
+        {"last": True},
+        {"best": "loss"},
+        {"best": "loss:least"},
+        {"best": ":min"},
+        {"tags": "x"},
+    ],
+)
+def test_rules_that_make_no_sense(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="keep: "):
+        Keep(**fields)
+
+
+# -- prune ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def linked(folder: Path) -> list[SaveSummary]:
+    """Three checkpoints of one array that never changes, so that the later two link the first one's file, and a fourth
+    with a file of its own."""
+    found: list[SaveSummary] = []
+    with open_world(ARRAYS) as world:
+        for number in (1, 2, 3):
+            known = found[-1].known if found else {}
+            found += world.save(folder, step=number, known=known, record=loss(10 - number))
+        found += world.save(folder, step=4, record=loss(20))
+    return found
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_bytes_freed_are_those_that_nothing_else_links(folder: Path, linked: list[SaveSummary]) -> None:
+    paths = [summary.path for summary in linked]
+    shard = (paths[0] / "model/w/c.0").stat().st_size
+    assert bytes_freed([paths[3]]) == disk_bytes(paths[3]) > shard
+    assert bytes_freed([paths[0]]) == disk_bytes(paths[0]) - shard
+    assert bytes_freed(paths[:2]) == disk_bytes(paths[0]) + disk_bytes(paths[1]) - 2 * shard
+    assert bytes_freed(paths[:3]) == sum(map(disk_bytes, paths[:3])) - 2 * shard
+
+
+def test_prune_removes_what_no_rule_keeps(
+    folder: Path, linked: list[SaveSummary], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [summary.path for summary in linked]
+    before = [disk_bytes(path) for path in paths]
+    freed = bytes_freed(paths[:2])
+    keep = Keep(best="loss:min")
+    assert prune_folder(folder, keep, dry_run=True) == 0
+    text = capsys.readouterr().out
+    assert "would remove 2 of 4 checkpoints" in text
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("on disk  remove")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert "keep (best)" in text
+    assert "keep (last)" in text
+    assert [disk_bytes(path) for path in paths] == before
+    assert prune_folder(folder, keep) == 0
+    assert [found.record.step for found in tags(folder)] == [3, 4]
+    assert not list(folder.glob("*.tmp-*"))
+    assert 0 < freed < before[0] + before[1] - 100_000  # the array's file is still there, in the third
+    for number in (3, 4):
+        with open_checkpoint(folder, f"step-{number:08d}") as reader:
+            assert verify_checkpoint(reader) == []
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr("sys.argv", ["zstore", *map(str, words)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_prune_removes_what_no_option_keeps(
+    folder: Path, linked: list[SaveSummary], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(monkeypatch, "prune", folder) == 2
+    assert "say what to keep" in capsys.readouterr().err
+    assert run_cli(monkeypatch, "prune", folder, "--keep-best", "loss") == 2
+    capsys.readouterr()
+    assert run_cli(monkeypatch, "prune", folder, "--keep-best", "los:min") == 1
+    assert "has the metric 'los'" in capsys.readouterr().err
+    assert run_cli(monkeypatch, "prune", "memory://bucket/run", "--keep-last", 1) == 1
+    assert "memory://bucket/run does not exist" in capsys.readouterr().err
+    words = ["--keep-last", 1, "--keep-every", 3, "--keep-tag", "*1", "--json"]
+    assert run_cli(monkeypatch, "prune", folder, *words, "--dry-run") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {one["tag"]: one["reasons"] for one in plan["checkpoints"]} == {
+        "step-00000001": ["tag"], "step-00000002": [], "step-00000003": ["every"], "step-00000004": ["last"],
+    }  # fmt: skip
+    assert (plan["removed"], plan["dry_run"], len(tags(folder))) == ([], True, 4)
+    assert run_cli(monkeypatch, "prune", folder, *words) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["removed"], done["freed_bytes"]) == (["step-00000002"], plan["freed_bytes"])
+    assert [found.record.step for found in tags(folder)] == [1, 3, 4]
+
+
+def test_nothing_to_prune(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointNotFoundError):
+            prune_folder(path, Keep())
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
+    """A URL with three checkpoints of ten values of the loss, its file system, and how to open it."""
+    options = {"folder": str(tmp_path / "objects")}
+    for number in (1, 2, 3):
+        path = save_arrays(tmp_path / "local", ARRAYS, step=number, record=loss(number))
+        upload_checkpoint(path, "objects://bucket/run", options)
+    yield (
+        "objects://bucket/run",
+        open_folder("objects://bucket/run", options).fs,
+        Common(storage_option=[f"folder={options['folder']}"]),
+    )
+    ObjectFileSystem.clear_instance_cache()
+
+
+def test_prune_removes_behind_a_url(
+    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, fs, common = objects
+    sizes = fs.objects()
+    goes = {key: size for key, size in sizes.items() if "step-00000002" in key}
+    keep, common = Keep(best="loss:min"), replace(common, json=True)
+    assert prune_folder(url, keep, dry_run=True, common=common) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["path"], plan["freed_bytes"], plan["removed"]) == (url, sum(goes.values()), [])
+    assert [one["path"] for one in plan["checkpoints"]] == [f"{url}/step-0000000{number}" for number in (1, 2, 3)]
+    assert fs.objects() == sizes
+    fs.order.clear()
+    assert prune_folder(url, keep, common=common) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["removed"], done["bytes"]) == (["step-00000002"], sum(goes.values()))
+    assert fs.objects() == {key: size for key, size in sizes.items() if key not in goes}
+    # At no instant half of it looks like a checkpoint.
+    removed = [key for kind, key in fs.order if kind == "remove"]
+    assert removed[0] == "bucket/run/step-00000002/zstore.json"
+    assert [found.tag for found in tags(open_folder(url, common.storage_options))] == ["step-00000001", "step-00000003"]
+
+
+def test_what_cannot_be_removed_behind_a_url_is_told(
+    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, fs, common = objects
+    fs.faults.append(RequestFault(kind="remove", pattern="*/step-00000001/*", times=None, error=denied))
+    assert prune_folder(url, Keep(), common=common) == 1
+    assert "zstore: checkpoint 'step-00000001' could not be removed: " in capsys.readouterr().err
+    found = tags(open_folder(url, common.storage_options))
+    assert [one.tag for one in found] == ["step-00000001", "step-00000003"]
+
+
+def test_what_cannot_be_removed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        save_arrays(folder, ARRAYS, step=number)
+
+    def refuse(source: object, target: object) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert prune_folder(folder, Keep()) == 1
+    assert len(tags(folder)) == 2
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (3, Keep(last=3)),
+        (1e1, Keep(last=10)),
+        ({"every": 100}, Keep(every=100)),
+        ({"last": 2, "best": "loss:min", "tags": ["a", "b-*"]}, Keep(last=2, best="loss:min", tags=("a", "b-*"))),
+        (None, None),
+    ],
+)
+def test_keep_is_read_from_the_config(written: object, expected: Keep | None) -> None:
+    assert load_config({"zstore": {"keep": written}}).own.keep == expected
+
+
+@pytest.mark.parametrize("written", [0, "3", {"lasst": 1}, {"best": "loss"}, {"tags": "x"}, {"every": 0.5}, [1]])
+def test_a_wrong_keep_is_refused_by_its_key(written: object) -> None:
+    with pytest.raises(ConfigError, match=r"zstore\.keep"):
+        load_config({"zstore": {"keep": written}})
+
+
+def test_a_run_keeps_what_its_config_says(tmp_path: Path) -> None:
+    keep = {"last": 1, "every": 4, "best": "eval.loss:min", "tags": ["named"]}
+    with start(make_config(zstore={"keep": keep}, gradient_accumulation_steps=1)) as engine:
+        for number, value in enumerate([9.0, 3.0, 5.0, 8.0, 7.0], start=1):
+            step(engine)
+            if number == 3:
+                engine.save_checkpoint(str(tmp_path), "named", {"eval": {"loss": value}})
+            else:
+                engine.save_checkpoint(str(tmp_path), metrics={"eval.loss": value})
+        with pytest.raises(UsageError, match="expected a number for 'loss', got str"):
+            engine.save_checkpoint(str(tmp_path), "bad", metrics={"loss": "low"})  # type: ignore[dict-item]
+    assert [found.record.step for found in tags(tmp_path)] == [2, 3, 4, 5]

@@ -1,0 +1,499 @@
+"""Saving: links in place of copies, overwriting, retention, and ranks that tell each other what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from zstore.checkpoint.commit import Committer
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.lock import SaveLock, owner_is_dead
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.files import Files, OpenFile
+from zstore.testing.faults import CallingFiles, FaultyFiles, short_files, unlinkable_files
+
+Array = npt.NDArray[Any]
+
+
+def make_arrays(seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {
+        "model/w": rng.standard_normal((600, 200)).astype(np.float32),
+        "optimizer/exp_avg/w": rng.standard_normal((600, 200)).astype(np.float32),
+        "model/b": rng.standard_normal(5).astype(np.float32),
+    }
+
+
+@pytest.fixture
+def run_path(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture(params=[1, 2], ids="world{}".format)
+def on_disk(request: pytest.FixtureRequest, run_path: Path) -> Iterator[World]:
+    with open_world(make_arrays(), world_size=request.param, tier="disk", run_path=run_path) as world:
+        yield world
+
+
+def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
+    """The bytes of every array of a checkpoint that has no fault."""
+    with open_checkpoint(folder, tag) as opened:
+        assert verify_checkpoint(opened) == []
+        return {name: opened.read_array(name).tobytes() for name in opened.arrays}
+
+
+def as_bytes(arrays: dict[str, Array]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def leavings(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-")))
+
+
+# -- disk tier ------------------------------------------------------------------------------------------------------
+
+
+def test_state_on_disk_is_linked_and_what_changes_later_is_not_in_the_checkpoint(on_disk: World, folder: Path) -> None:
+    before = as_bytes(dict(on_disk.arrays))
+    handles = on_disk.begin_save(folder)
+    later = make_arrays(1)
+    for name, array in on_disk.arrays.items():
+        array[...] = later[name]
+    on_disk.fill()
+    summaries = wait_all(handles)
+    assert values(folder) == before
+    assert all(summary.num_linked == 2 for summary in summaries)  # the small one rests in memory
+    assert sum(s.written_bytes for s in summaries) < 0.05 * sum(s.linked_bytes for s in summaries)
+    assert summaries[0].messages == ()
+    on_disk.save(folder, step=2)
+    assert values(folder) == as_bytes(later)
+    assert values(folder, "step-00000001") == before
+
+
+def test_a_saved_version_is_one_file_with_two_names(on_disk: World, folder: Path, run_path: Path) -> None:
+    path = on_disk.save(folder)[0].path
+    in_run = {p.stat().st_ino for p in run_path.rglob("*.shard")}
+    for array in ("model/w", "optimizer/exp_avg/w"):
+        for shard in path.glob(f"{array}/c.*"):
+            assert shard.stat().st_ino in in_run
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+def test_where_links_are_not_to_be_had_the_version_is_copied_and_said_so(
+    number: int, folder: Path, run_path: Path
+) -> None:
+    arrays = make_arrays()
+    files = [unlinkable_files(number)]
+    with open_world(arrays, tier="disk", run_path=run_path, files=files) as world:
+        summary = world.save(folder, disk_folder=run_path)[0]
+    assert values(folder) == as_bytes(arrays)
+    assert summary.num_linked == 0
+    assert summary.messages[0].startswith("rank 0: 2 of 2 shards on disk were copied behind training")
+
+
+def test_another_file_system_gets_copies(run_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == run_path.stat().st_dev:
+        pytest.skip("needs /dev/shm on a file system of its own")
+    import tempfile
+
+    arrays = make_arrays()
+    with tempfile.TemporaryDirectory(dir=memory) as other:
+        with open_world(arrays, world_size=2, tier="disk", run_path=run_path) as world:
+            summaries = world.save(Path(other), disk_folder=run_path)
+        assert [summary.num_linked for summary in summaries] == [0, 0]
+        assert values(Path(other)) == as_bytes(arrays)
+
+
+def test_short_transfers_are_resumed(folder: Path) -> None:
+    arrays = make_arrays()
+    with open_world(arrays, files=[short_files()]) as world:
+        world.save(folder)
+    assert values(folder) == as_bytes(arrays)
+
+
+# -- tags, overwriting, retention -----------------------------------------------------------------------------------
+
+
+def test_a_committed_tag_is_replaced_only_when_asked(folder: Path) -> None:
+    first, second = make_arrays(1), make_arrays(2)
+    save_arrays(folder, first, tag="best")
+    with pytest.raises(CheckpointExistsError, match=r"'best' is committed .*overwrite=True"):
+        save_arrays(folder, second, tag="best")
+    assert values(folder) == as_bytes(first)
+    save_arrays(folder, second, tag="best", overwrite=True, world_size=2)
+    assert values(folder) == as_bytes(second)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "latest"]
+
+
+def test_a_damaged_checkpoint_may_be_overwritten_but_a_foreign_folder_never(folder: Path) -> None:
+    arrays = make_arrays()
+    path = save_arrays(folder, arrays, tag="best")
+    (path / "zstore.json").chmod(0o644)
+    (path / "zstore.json").write_text("{")
+    with pytest.raises(CheckpointExistsError, match="its record is not valid"):
+        save_arrays(folder, arrays, tag="best")
+    save_arrays(folder, arrays, tag="best", overwrite=True)
+    assert values(folder) == as_bytes(arrays)
+    (folder / "mine").mkdir()
+    (folder / "mine/thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="not a checkpoint of zstore: move it away"):
+        save_arrays(folder, arrays, tag="mine", overwrite=True)
+    assert (folder / "mine/thesis.txt").read_text() == "years"
+
+
+def test_only_the_newest_of_the_own_run_are_kept(folder: Path, run_path: Path) -> None:
+    arrays = make_arrays()
+    save_arrays(folder, arrays, step=1, run_id="another run")
+    with open_world(arrays, tier="disk", run_path=run_path) as world:
+        for step in range(2, 7):
+            world.save(folder, step=step, run_id="run", keep=Keep(last=2))
+    assert [info.record.step for info in tags(folder)] == [1, 5, 6]
+    assert values(folder) == values(folder, "step-00000005") == as_bytes(arrays)
+    assert leavings(folder) == []
+
+
+def test_commit_times_grow_though_the_clock_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: 1000)
+    arrays = make_arrays()
+    for step in (5, 3, 4):
+        save_arrays(folder, arrays, step=step)
+    assert [info.record.step for info in tags(folder)] == [5, 3, 4]
+    assert [info.record.committed_ns for info in tags(folder)] == [1000, 1001, 1002]
+
+
+# -- what is refused before anything is written ---------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="cannot make the folder"):
+        save_arrays(tmp_path / "file" / "ckpt", make_arrays())
+
+
+def test_no_room_is_an_error_before_anything_is_written(folder: Path) -> None:
+    class FullFiles(Files):
+        def free_bytes(self, path: str | Path) -> int:
+            return 100_000
+
+    with (
+        open_world(make_arrays(), files=[FullFiles()]) as world,
+        pytest.raises(DiskFullError, match=r"writes about 9\d{5} bytes, but only 100000 are free"),
+    ):
+        world.begin_save(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_requests_that_make_no_sense_are_refused_and_the_pins_released(folder: Path) -> None:
+    with open_world(make_arrays()) as world:
+        for options, words in (
+            ({"tag": "../up"}, "cannot be a tag"),
+            ({"keep": Keep(last=2)}, "a run_id"),
+            ({"record": {"client": {"x": object()}}}, r"record\['client'\]\['x'\] is a builtins.object"),
+            ({"small": {"client/x": np.zeros(3)}}, "has no spec"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                world.save(folder, **options)
+        assert not folder.exists() or list(folder.iterdir()) == []
+        world.save(folder)
+        world.fill()  # would wait for ever for a pin that was left
+
+
+def test_an_array_that_no_rank_stores_fails_the_save(folder: Path) -> None:
+    with open_world(make_arrays()) as world:
+        extra = ArraySpec(name="model/lost", shape=(4,), dtype="float32")
+        specs, grids = {**world.specs, extra.name: extra}, {**world.grids, extra.name: make_grid((4,), 1)}
+        broken = World(arrays=world.arrays, small={}, specs=specs, grids=grids, stores=world.stores)
+        with pytest.raises(CheckpointError, match="'model/lost': no rank stored shard 0"):
+            broken.save(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_an_array_of_more_shards_than_ranks_fails_the_save(folder: Path) -> None:
+    with open_world(make_arrays()) as world:
+        spec = ArraySpec(name="model/halves", shape=(64, 64), dtype="float32")
+        grid = make_grid(spec.stored_shape, 2)
+        world.stores[0].create(spec, grid=grid, shard=0, tier="host")
+        specs, grids = {**world.specs, spec.name: spec}, {**world.grids, spec.name: grid}
+        broken = World(arrays=world.arrays, small={}, specs=specs, grids=grids, stores=world.stores)
+        with pytest.raises(CheckpointError, match="'model/halves': no rank stored shard 1 of 2"):
+            broken.save(folder)
+    assert list(folder.iterdir()) == []
+
+
+class SyncedFiles(Files):
+    """Files that know what was made durable when something got its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.synced: set[str] = set()
+        self.synced_at: dict[str, set[str]] = {}
+
+    def sync_data(self, file: OpenFile) -> None:
+        super().sync_data(file)
+        self.synced.add(file.path)
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        self.synced_at[Path(target).name] = set(self.synced)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_shards_are_durable_before_the_manifest_and_all_else_before_the_commit(
+    tier: Any, folder: Path, run_path: Path
+) -> None:
+    files = SyncedFiles()
+    small = {"client/x": np.arange(5)}
+    with open_world(make_arrays(), tier=tier, run_path=run_path, small=small, files=[files]) as world:
+        path = world.save(folder)[0].path
+    relative = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    for name, wanted in (("rank-00000.json", "c.*"), (path.name, "*.json")):
+        durable = {
+            str(Path(each).relative_to(folder)).partition("/")[2] for each in files.synced_at[name] if ".tmp-" in each
+        }
+        named = {str(file) for file in relative if file.match(wanted)}
+        assert named - {"manifest/rank-00000.json"} <= durable  # that one had another name then
+
+
+# -- several ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_failing_rank_fails_the_save_on_every_rank(rank: int, folder: Path) -> None:
+    arrays = make_arrays()
+    save_arrays(folder, arrays, world_size=3)
+    files = [FaultyFiles(0 if r == rank else None, errno.EIO, only=frozenset({"write"})) for r in range(3)]
+    with open_world(arrays, world_size=3, files=files) as world:
+        handles = world.begin_save(folder, step=2)
+        errors: list[BaseException] = []
+        for handle in handles:
+            with pytest.raises((CheckpointError, RankError, StorageError)) as caught:
+                handle.wait(30)
+            errors.append(caught.value)
+    assert isinstance(errors[rank], StorageError)
+    assert all("Input/output error" in str(error) for error in errors)
+    assert values(folder) == as_bytes(arrays)
+    assert [info.record.step for info in tags(folder)] == [1]
+    save_arrays(folder, arrays, world_size=3, step=2)
+    assert leavings(folder) == []
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_ranks_with_different_models_are_refused(folder: Path) -> None:
+    with open_world(make_arrays(), world_size=2) as world:
+        save_id = new_save_id()
+        mine, theirs = (world.request(folder, rank, save_id) for rank in (0, 1))
+        # Of an array without elements rank 1 would store nothing, so that nothing is missing.
+        extra = ArraySpec(name="model/more", shape=(0, 4), dtype="float32")
+        grids = {**theirs.grids, extra.name: make_grid(extra.stored_shape, 2)}
+        theirs = replace(theirs, specs={**theirs.specs, extra.name: extra}, grids=grids)
+        handles = [save_checkpoint(request) for request in (mine, theirs)]
+        with pytest.raises(CheckpointError, match="rank 1 saved other arrays than rank 0"):
+            wait_all(handles)
+    assert tags(folder) == []
+
+
+def test_a_rank_that_never_comes_is_named(folder: Path) -> None:
+    with open_world(make_arrays(), world_size=3) as world:
+        save_id = new_save_id()
+        handles = [save_checkpoint(world.request(folder, rank, save_id, timeout_s=0.3)) for rank in (0, 2)]
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish"):
+            handles[0].wait(30)
+        with pytest.raises(CheckpointError, match=r"gave up the save|did not commit"):
+            handles[1].wait(30)
+    assert [name for name in leavings(folder) if ".lock-" in name] == []
+
+
+def test_a_folder_that_only_rank_0_sees_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with open_world(make_arrays(), world_size=2) as world:
+        save_id = new_save_id()
+        handles = [
+            save_checkpoint(world.request(tmp_path / f"node{rank}", rank, save_id, timeout_s=0.3)) for rank in (0, 1)
+        ]
+        with pytest.raises(CheckpointError, match=r"rank 1 does not see .* local to a machine"):
+            handles[1].wait(30)
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish"):
+            handles[0].wait(30)
+
+
+def test_a_rank_waits_for_the_folder_of_its_manifest_too(folder: Path) -> None:
+    with open_world({"model/x": np.ones(3, np.float32)}, world_size=2) as world:
+        save_id = new_save_id()
+        (folder / f"step-00000001.tmp-{save_id}").mkdir(parents=True)  # rank 0 is that far, and rank 1 has no rows
+        with pytest.raises(CheckpointError, match="rank 1 does not see"):
+            save_checkpoint(world.request(folder, 1, save_id, timeout_s=0.1)).wait(60)
+
+
+def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
+    arrays = make_arrays()
+    with open_world(arrays, world_size=2) as world:
+        rank_1 = save_checkpoint(world.request(folder, 1, new_save_id()))
+        rank_1.cancel()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            rank_1.wait(30)
+    assert not folder.exists()
+
+
+def test_waiting_twice_says_the_same_and_a_limit_is_a_timeout(folder: Path) -> None:
+    hold = threading.Event()
+    files = CallingFiles(lambda kind, path: hold.wait(30) and None)
+    with open_world(make_arrays(), files=[files]) as world:
+        handle = world.begin_save(folder)[0]
+        with pytest.raises(TimeoutError):
+            handle.wait(0.01)
+        assert not handle.done()
+        hold.set()
+        assert handle.wait(30) is handle.wait()
+        assert handle.done()
+
+
+# -- other saves in the folder --------------------------------------------------------------------------------------
+
+
+def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) -> None:
+    arrays = make_arrays()
+    folder.mkdir()
+    (folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef/model").mkdir(parents=True)
+    (folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef/model/c.0").write_text("x")
+    (folder / "step-00000001.lock-0123456789abcdef0123456789abcdef").write_text("")
+    (folder / "latest.tmp-0123456789abcdef0123456789abcdef").write_text("x")
+    living = Committer(Files(), folder, "other", new_save_id())
+    living.begin()
+    save_arrays(folder, arrays)
+    assert leavings(folder) == sorted([living.temporary.name, living.lock_path.name])
+    living.abort("the end of the test", alone=True)
+    assert leavings(folder) == []
+
+
+@pytest.mark.parametrize("moment", ["set aside", "renamed"])
+def test_a_checkpoint_that_was_set_aside_is_still_found_and_gets_its_name_back(folder: Path, moment: str) -> None:
+    arrays = make_arrays()
+    path = save_arrays(folder, arrays, tag="best")
+    aside = folder / "best.old-0123456789abcdef0123456789abcdef"
+    path.rename(aside)
+    assert values(folder) == values(folder, "best") == as_bytes(arrays)
+    assert [info.tag for info in tags(folder)] == ["best"]
+    if moment == "renamed":
+        save_arrays(folder, make_arrays(1), tag="best", overwrite=True)
+        assert values(folder, "best") == as_bytes(make_arrays(1))
+    else:
+        with pytest.raises(CheckpointExistsError):
+            save_arrays(folder, arrays, tag="best")
+        save_arrays(folder, arrays, tag="next")
+        assert values(folder, "best") == as_bytes(arrays)
+    assert leavings(folder) == []
+
+
+def test_a_replaced_checkpoint_is_there_at_every_instant(folder: Path) -> None:
+    first, second = make_arrays(1), make_arrays(2)
+    save_arrays(folder, first, tag="best")
+    seen: list[dict[str, bytes]] = []
+    files = CallingFiles(lambda kind, path: seen.append(values(folder, "best")))
+    with open_world(second, files=[files]) as world:
+        world.save(folder, tag="best", overwrite=True)
+    assert len(seen) > 4
+    states = [as_bytes(first) == found for found in seen]
+    assert states == sorted(states, reverse=True)
+    assert all(found in (as_bytes(first), as_bytes(second)) for found in seen)
+
+
+def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -> None:
+    arrays = make_arrays()
+    with open_world(arrays) as one, open_world(arrays) as two:
+        handles = one.begin_save(folder) + two.begin_save(folder)
+        outcomes: list[bool] = []
+        for handle in handles:
+            try:
+                handle.wait(30)
+                outcomes.append(True)
+            except StorageError:
+                outcomes.append(False)
+    assert sum(outcomes) >= 1
+    assert values(folder) == as_bytes(arrays)
+    assert leavings(folder) == []
+
+
+def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock-0123456789abcdef0123456789abcdef"
+    code = (
+        "import pathlib, sys; from zstore.checkpoint.lock import SaveLock\n"
+        f"lock = SaveLock(pathlib.Path({str(path)!r})); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with owner_is_dead(path) as dead:
+            assert not dead
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with owner_is_dead(path) as dead:
+            assert dead
+    lock = SaveLock(path)
+    with owner_is_dead(path) as dead:
+        assert not dead
+    lock.release()
+    lock.release()
+    assert not path.exists()
+    with owner_is_dead(path) as dead:
+        assert dead
+
+
+def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> None:
+    code = (
+        "import pathlib, numpy as np\n"
+        "from tests.checkpoint.checkpoints import open_world\n"
+        "opened = open_world({'model/w': np.arange(300000, dtype=np.float32)})\n"
+        f"handle = opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert values(folder) == {"model/w": np.arange(300000, dtype=np.float32).tobytes()}
+    assert leavings(folder) == []
+
+
+def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys, numpy as np\n"
+        "from tests.checkpoint.checkpoints import open_world\n"
+        "from zstore.testing.faults import CallingFiles\n"
+        "interrupt = lambda kind, path: os.kill(os.getpid(), signal.SIGINT) if path.name == 'zstore.json' else None\n"
+        "opened = open_world({'model/w': np.ones(300000, np.float32)}, files=[CallingFiles(interrupt)])\n"
+        f"opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))[0].wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    assert b"KeyboardInterrupt" in done.stderr
+    assert values(folder) == {"model/w": np.ones(300000, np.float32).tobytes()}
+    assert leavings(folder) == []
+
+
+def test_saving_as_another_user_in_a_read_only_folder_is_an_error_that_says_so(folder: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    folder.mkdir(mode=0o555)
+    with pytest.raises(StorageError, match="give one that this user may write"):
+        save_arrays(folder, make_arrays())

@@ -1,0 +1,348 @@
+"""A save that fails or is killed at any operation: the checkpoint before it is whole, half of one is never seen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoint.checkpoints import World, open_world, save_arrays
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import DiskFullError, ZstoreError
+from zstore.io.files import OpenFile
+from zstore.store.store import TierName
+from zstore.testing.faults import Fault, FaultyFiles, Kind
+
+Array = npt.NDArray[Any]
+
+
+def make_arrays(seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {
+        "model/w": rng.standard_normal((300, 100)).astype(np.float32),
+        "optimizer/exp_avg/w": rng.standard_normal((300, 100)).astype(np.float32),
+        "model/b": rng.standard_normal(50).astype(np.float32),
+    }
+
+
+def check_whole(folder: Path, tag: str | None, *allowed: dict[str, Array]) -> None:
+    """The checkpoint has no fault and the values of one of `allowed`."""
+    with open_checkpoint(folder, tag) as opened:
+        assert verify_checkpoint(opened) == []
+        found = {name: opened.read_array(name).tobytes() for name in opened.arrays}
+    assert found in [{name: array.tobytes() for name, array in arrays.items()} for arrays in allowed]
+
+
+def leavings(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-"))]
+
+
+class FailingFiles(FaultyFiles):
+    """Files of which one operation fails, and where `lasting` every later one too."""
+
+    lasting = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def rearm(self, fail_at: int | None, error_number: int = 0, *, lasting: bool = False) -> None:
+        self.heal()
+        self.operations.clear()
+        self.fail_at, self.error_number, self.lasting, self.armed = fail_at, error_number, lasting, True
+
+    def happen(self, kind: Kind, path: str) -> None:
+        if self.lasting:
+            for each in get_args(Kind):
+                self.inject(Fault(kind=each, times=None, error_number=self.error_number))
+        super().happen(kind, path)
+
+
+class ShorteningFiles(FailingFiles):
+    """Files of which one operation, where it is a write, moves a part of what it should; and where `then_full`, the disk
+    is full from then on."""
+
+    then_full = False
+
+    def happen(self, kind: Kind, path: str) -> None:
+        if kind == "write" and self.then_full:
+            self.inject(Fault(kind="write", times=None, error_number=self.error_number))
+
+    def _pwritev(self, file: OpenFile, data: npt.NDArray[np.uint8], offset: int) -> int:
+        if self.armed and len(self.operations) == self.fail_at:
+            data = data[: 4096 if file.direct else max(1, data.size // 2)]
+        return super()._pwritev(file, data, offset)
+
+
+class Sweep:
+    """Saves `after` again and again over a folder with a checkpoint of `before`, each time with another fault."""
+
+    def __init__(self, world: World, doubles: Sequence[FailingFiles], folder: Path) -> None:
+        self.before, self.after = make_arrays(1), make_arrays(2)
+        self.folder = folder
+        self._world = world
+        self._doubles = doubles
+        save_arrays(folder, self.before, tag="first", world_size=len(doubles))
+        self._settle()
+        self._save("second", overwrite=False)
+        self.num_operations = [len(double.operations) for double in doubles]
+        self.kinds = [list(double.operations) for double in doubles]
+        """What the operations of a save are."""
+        self.error: Exception | None = None
+        """Of the last save that failed."""
+
+    def _settle(self) -> None:
+        for double in self._doubles:
+            double.rearm(None)
+
+    def _save(self, tag: str, *, overwrite: bool, timeout_s: float = 20) -> bool:
+        try:
+            few_files = len(self._doubles) > 1
+            self._world.save(self.folder, tag=tag, overwrite=overwrite, timeout_s=timeout_s, few_files=few_files)
+        except ZstoreError as error:
+            self.error = error
+            return False
+        finally:
+            for double in self._doubles:
+                double.armed = False
+        return True
+
+    def run(self, rank: int, operation: int, number: int, *, lasting: bool, overwrite: bool) -> bool:
+        """Fail one operation of one rank; return whether the save went well all the same."""
+        folder, tag = self.folder, "first" if overwrite else "second"
+        if not overwrite:
+            for info in tags(folder):
+                if info.tag == "second":
+                    shutil.rmtree(info.path)
+        self._settle()
+        self._doubles[rank].rearm(operation, number, lasting=lasting)
+        saved = self._save(tag, overwrite=overwrite)
+        if overwrite:
+            check_whole(folder, "first", *([self.after] if saved else [self.before, self.after]))
+        else:
+            check_whole(folder, "first", self.before)
+            present = [info.tag for info in tags(folder)]
+            assert present in (["first", "second"], ["first"])
+            assert not saved or present == ["first", "second"]
+            check_whole(folder, None, *([self.after] if "second" in present else [self.before]))
+        return saved
+
+
+@pytest.fixture(params=["disk", "host"])
+def sweep(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sweep]:
+    yield from _sweep(request.param, tmp_path, FailingFiles())
+
+
+@pytest.fixture(params=["disk", "host"])
+def shortening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sweep, ShorteningFiles]]:
+    double = ShorteningFiles()
+    for made in _sweep(request.param, tmp_path, double):
+        yield made, double
+
+
+def _sweep(tier: TierName, tmp_path: Path, double: FailingFiles) -> Iterator[Sweep]:
+    (tmp_path / "nvme").mkdir()
+    with open_world(make_arrays(2), tier=tier, run_path=tmp_path / "nvme", files=[double]) as world:
+        yield Sweep(world, [double], tmp_path / "ckpt")
+
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+
+
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_any_operation_of_a_save_may_fail(sweep: Sweep, lasting: bool, overwrite: bool, stride: int) -> None:
+    outcomes = [
+        sweep.run(0, operation, ERRORS[operation // stride % 3], lasting=lasting, overwrite=overwrite)
+        for operation in range((lasting + 2 * overwrite) % stride, sweep.num_operations[0], stride)
+    ]
+    # Only what comes after the commit, and links, may fail without the save failing.
+    assert outcomes.count(False) > 0.6 * len(outcomes)
+    assert sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
+    assert leavings(sweep.folder) == []
+
+
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_called_so(sweep: Sweep, error_number: int) -> None:
+    """At every kind of operation that takes room or makes something durable."""
+    kinds = sweep.kinds[0]
+    assert {"write", "fsync", "sync_folder", "rename", "write_small", "make_folder"} <= set(kinds)
+    for kind in sorted(set(kinds) - {"link", "unlink", "remove_tree"}):
+        if sweep.run(0, kinds.index(kind), error_number, lasting=True, overwrite=False):
+            continue
+        assert isinstance(sweep.error, DiskFullError), (kind, sweep.error)
+        assert sweep.error.errno == error_number
+        assert str(sweep.folder.parent) in str(sweep.error)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_short_writes_are_resumed(shortening: tuple[Sweep, ShorteningFiles], overwrite: bool) -> None:
+    sweep, _ = shortening
+    writes = [number for number, kind in enumerate(sweep.kinds[0]) if kind == "write"]
+    assert len(writes) > 3
+    for operation in writes:
+        assert sweep.run(0, operation, 0, lasting=False, overwrite=overwrite)
+
+
+def test_a_short_write_on_a_full_disk_fails_the_save(shortening: tuple[Sweep, ShorteningFiles]) -> None:
+    sweep, double = shortening
+    double.then_full = True
+    writes = [number for number, kind in enumerate(sweep.kinds[0]) if kind == "write"]
+    outcomes = [sweep.run(0, operation, errno.ENOSPC, lasting=False, overwrite=False) for operation in writes]
+    # Threads change the order, so that some of these operations are no writes; and the hint may be missing.
+    assert outcomes.count(False) >= len(outcomes) // 4
+    assert isinstance(sweep.error, DiskFullError)
+    double.then_full = False
+    assert sweep.run(0, 10**6, 0, lasting=False, overwrite=False)
+    assert leavings(sweep.folder) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("error_number", [*ERRORS, errno.EACCES, errno.EROFS])
+def test_every_operation_may_fail_with_every_error(
+    sweep: Sweep, lasting: bool, overwrite: bool, error_number: int
+) -> None:
+    for operation in range(sweep.num_operations[0]):
+        sweep.run(0, operation, error_number, lasting=lasting, overwrite=overwrite)
+    assert sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
+    assert leavings(sweep.folder) == []
+
+
+def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
+    doubles = [FailingFiles(), FailingFiles()]
+    with open_world(make_arrays(2), world_size=2, files=doubles) as world:
+        sweep = Sweep(world, doubles, tmp_path / "ckpt")
+        for rank in (0, 1):
+            for operation in range(rank, sweep.num_operations[rank], 3):
+                sweep.run(rank, operation, errno.EIO, lasting=False, overwrite=False)
+        assert sweep.run(1, 10**6, errno.EIO, lasting=False, overwrite=True)
+        assert leavings(sweep.folder) == []
+
+
+# -- SIGKILL --------------------------------------------------------------------------------------------------------
+
+_KILLED = """
+import os, pathlib, sys, traceback
+from tests.checkpoint.test_save_faults import make_arrays
+from tests.checkpoint.checkpoints import open_world
+from zstore.testing.faults import DeadlyFiles
+
+def save(folder, point):
+    (folder / "nvme").mkdir(exist_ok=True)
+    files = DeadlyFiles()
+    files.armed = False
+    options = dict(tier={tier!r}, run_path=folder / "nvme", files=[files] * {world_size}, world_size={world_size})
+    with open_world(make_arrays(2), **options) as world:
+        files.operations.clear()
+        files.fail_at, files.armed = point, True
+        world.save(folder / "ckpt", tag="first" if point % 2 else "second", overwrite=True, few_files={world_size} > 1)
+
+for point in {points!r}:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save(pathlib.Path({base!r}) / str(point), point)
+        finally:
+            os._exit(0)
+    print(point, os.waitpid(pid, 0)[1], flush=True)
+"""
+
+
+def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> list[int]:
+    """Kill a saving process at each of these operations, and check what it leaves; return those that it came to."""
+    before, after = make_arrays(1), make_arrays(2)
+    for point in points:
+        save_arrays(base / str(point) / "ckpt", before, tag="first", world_size=world_size)
+    code = _KILLED.format(tier=tier, world_size=world_size, points=points, base=str(base))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    statuses = dict(map(int, line.split()) for line in done.stdout.splitlines())
+    assert set(statuses) == set(points)
+    assert [status for status in statuses.values() if status not in (0, signal.SIGKILL)] == []
+    killed = [point for point, status in statuses.items() if status == signal.SIGKILL]
+    assert len(killed) > len(points) // 2
+    for point in points:
+        folder = base / str(point) / "ckpt"
+        if point % 2:
+            check_whole(folder, "first", before, after)
+        else:
+            check_whole(folder, "first", before)
+            check_whole(folder, None, *([after] if len(tags(folder)) == 2 else [before]))
+        save_arrays(folder, after, tag="second", overwrite=True)
+        assert leavings(folder) == []
+        check_whole(folder, None, after)
+    return killed
+
+
+@pytest.mark.parametrize(("tier", "world_size", "most"), [("disk", 1, 60), ("host", 2, 90)])
+def test_a_saving_process_may_be_killed_at_any_operation(tier: str, world_size: int, most: int, tmp_path: Path) -> None:
+    points = sorted(random.Random(0).sample(range(most), 14))
+    _kill_at(points, tmp_path, tier=tier, world_size=world_size)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_saving_process_may_be_killed_at_every_operation(tier: str, world_size: int, tmp_path: Path) -> None:
+    points = list(range(70 * world_size))
+    killed = _kill_at(points, tmp_path, tier=tier, world_size=world_size)
+    assert max(killed) < points[-1]  # there are no more operations
+
+
+_RANK = """
+import pathlib
+import numpy as np
+from zstore.checkpoint.save import save_checkpoint
+from tests.checkpoint.checkpoints import open_world
+from zstore.testing.faults import DeadlyFiles
+files = DeadlyFiles({fail_at}, only=frozenset({{"rename"}}))
+with open_world({{"model/w": np.ones((300, 100), np.float32)}}, world_size=2, files=[files, files]) as world:
+    request = world.request(pathlib.Path({folder!r}), {rank}, {save_id!r}, timeout_s={timeout_s})
+    try:
+        save_checkpoint(request).wait(30)
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("killed", "words"), [(0, "rank 0 ended without committing"), (1, "ranks [1] did not finish")])
+def test_a_killed_rank_does_not_keep_the_others_waiting(killed: int, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                # Rank 0 is killed when it would rename the folder, rank 1 when it would name its manifest.
+                _RANK.format(
+                    fail_at=(1 if rank == 0 else 0) if rank == killed else None,
+                    folder=str(folder),
+                    rank=rank,
+                    save_id="0123456789abcdef0123456789abcdef",
+                    timeout_s=1.5 if killed else 20,
+                ),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert processes[killed].returncode == -signal.SIGKILL
+    assert words in outputs[1 - killed]
+    assert tags(folder) == []

@@ -1,0 +1,48 @@
+import argparse
+import sys
+from pathlib import Path
+
+from tests import warm
+from zstore.engine.config.arguments import add_config_arguments
+from zstore.engine.config.keys import known_keys
+from zstore.engine.config.schema import Settings
+from zstore.tools.config_docs import END, all_keys, mark, updated
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "config.md"
+
+
+def test_the_document_is_up_to_date() -> None:
+    page = DOCUMENT.read_text(encoding="utf-8")
+    assert all_keys() in page
+    assert page == updated(page), "run: python -m zstore.tools.config_docs"
+
+
+def test_the_document_names_every_key() -> None:
+    lines = all_keys().splitlines()
+    for path, _ in known_keys(Settings):
+        assert any(line.startswith(f"| `{path.rpartition('.')[2]}` |") for line in lines), path
+
+
+def test_every_row_has_five_cells() -> None:
+    rows = [line for line in all_keys().splitlines() if line.startswith("| `")]
+    assert {line.replace("\\|", "").count("|") for line in rows} == {6}
+
+
+def test_the_command_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("config.md", "deepspeed.md"):
+        (tmp_path / "docs" / name).write_text(f"before\n{mark('keys')}old\n{END}after\n")
+    warm.run([sys.executable, "-m", "zstore.tools.config_docs"], check=True, cwd=tmp_path)
+    assert (tmp_path / "docs/config.md").read_text() == f"before\n{mark('keys')}{all_keys()}{END}after\n"
+
+
+def test_arguments_of_deepspeed_scripts() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    assert add_config_arguments(parser) is parser
+    none = parser.parse_args([])
+    assert (none.deepspeed, none.deepspeed_config, none.deepscale, none.deepscale_config) == (False, None, False, None)
+    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json", "--local_rank", "1"])
+    assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
+    assert "--deepspeed_config PATH" in parser.format_help()
+    assert "deepscale" not in parser.format_help()

@@ -1,0 +1,402 @@
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstore.checkpoint.keep import Keep
+from zstore.engine.config.answers import read_answers
+from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
+from zstore.engine.config.keys import answer_type, known_keys
+from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, solve_batch
+from zstore.engine.config.scheduler import WarmupLRParams
+from zstore.engine.config.schema import Settings
+from zstore.errors import ConfigError, UsageError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+CALLER = ResolveContext(
+    world_size=2,
+    hidden_size=64,
+    device_supports_bf16=True,
+    answers={
+        "optimizer.params.lr": 2e-4,
+        "optimizer.params.betas": (0.8, 0.9),
+        "optimizer.params.eps": 1e-6,
+        "optimizer.params.weight_decay": 0.1,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_num_steps": 7,
+        "train_micro_batch_size_per_gpu": 3,
+    },
+)
+SMALL = st.integers(1, 40)
+
+
+def resolved(config: dict[str, Any], **context: Any) -> Config:
+    settings = {"train_micro_batch_size_per_gpu": 1} | config
+    return load_config(settings).resolve(ResolveContext(**{"world_size": 1, **context}))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_that_people_have_become_plain_data(path: Path) -> None:
+    config = load_config(path)
+    context = CALLER if config.settings.train_batch_size != 1 else ResolveContext(world_size=1)
+    plain = config.resolve(context)
+    assert list(open_keys(plain.settings)) == []
+    assert plain.notices() == config.notices()
+    sizes = plain.batch
+    assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * context.world_size
+    # The section of our own keeps "auto" where it is a choice.
+    for name in [name for name, value in vars(Config).items() if isinstance(value, property) and name != "own"]:
+        assert "'auto'" not in repr(getattr(plain, name))
+    assert plain.resolve(context) == plain
+
+
+def test_the_largest_config_in_full() -> None:
+    config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json").resolve(CALLER)
+    assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
+    assert (config.precision, config.loss_scaling) == ("bf16", None)
+    assert config.optimizer == OptimizerConfig(
+        type="AdamW", lr=2e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, adam_w_mode=True
+    )
+    assert config.scheduler is not None
+    assert dict(config.scheduler.params) == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 2e-4,
+        "warmup_num_steps": 7,
+        "warmup_type": "log",
+        "last_batch_iteration": -1,
+    }
+    assert (config.stage, config.gradient_clipping, config.settings.steps_per_print) == (3, 1.0, 100)
+    assert (config.offload_optimizer.device, config.offload_optimizer.nvme_paths) == ("nvme", (Path("/local_nvme"),))
+    assert (config.offload_param.device, config.offload_param.nvme_paths) == ("nvme", (Path("/local_nvme"),))
+    assert (config.reduce_bucket_numel, config.allgather_bucket_numel) == (200_000_000, 200_000_000)
+    assert config.persistence_threshold_numel == 1_000_000
+
+
+def test_sizes_from_the_hidden_size() -> None:
+    names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
+    names.append("stage3_param_persistence_threshold")
+    config = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")}, hidden_size=100)
+    assert [getattr(config.settings.zero_optimization, name) for name in names] == [10_000, 10_000, 9_000, 1_000]
+
+
+def test_what_has_no_default_is_named_all_at_once_with_how_to_answer() -> None:
+    path = CONFIGS[0].parent / "zero3_nvme_everything.json"
+    with pytest.raises(ConfigError) as caught:
+        load_config(path).resolve(ResolveContext(world_size=2))
+    assert str(caught.value).startswith(f"{path}: no batch size is given: ")
+    assert 'initialize(..., auto={"train_micro_batch_size_per_gpu": 1})' in str(caught.value)
+    decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(decay).resolve(ResolveContext(world_size=2))
+    assert str(caught.value).startswith("config: 2 problems:")
+    assert 'total_num_steps: "auto" has no default; write a number, or pass' in str(caught.value)
+    assert 'initialize(..., auto={"scheduler.params.total_num_steps": ...})' in str(caught.value)
+
+
+def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
+    path = CONFIGS[0].parent / "zero3_nvme_everything.json"
+    answers = read_answers({"train_batch_size": 4})
+    config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
+    assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
+    assert config.optimizer == OptimizerConfig(
+        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
+    )
+    assert config.scheduler is not None
+    params = config.scheduler.params
+    assert isinstance(params, WarmupLRParams)
+    assert (params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps) == (0.0, 1e-3, 1000)
+    (line,) = [str(notice) for notice in config.notices() if notice.key == '"auto"']
+    assert (
+        "optimizer.params.lr = 0.001, optimizer.params.betas = [0.9, 0.999], optimizer.params.eps = 1e-08, "
+        "optimizer.params.weight_decay = 0.0, scheduler.params.warmup_num_steps = 1000, "
+        "scheduler.params.warmup_min_lr = 0.0. "
+    ) in line
+    assert 'initialize(..., auto={"optimizer.params.lr": ...})' in line
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping = 0.0"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "reduce_bucket_size = 500000000"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": "auto"}}},
+            "weight_decay = 0.01",
+        ),
+    ],
+)
+def test_defaults_are_those_of_the_key(config: dict[str, Any], expected: str) -> None:
+    (line,) = [notice.message for notice in resolved(config).notices() if notice.key == '"auto"']
+    assert expected in line
+
+
+def test_buckets_without_a_hidden_size_have_the_sizes_of_keys_that_are_not_set() -> None:
+    names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
+    names.append("stage3_param_persistence_threshold")
+    auto = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")})
+    plain = resolved({"zero_optimization": {"stage": 3}})
+    assert auto.settings.zero_optimization == plain.settings.zero_optimization
+    assert [notice.key for notice in auto.notices()] == ['"auto"']
+
+
+def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
+    nested = {
+        "optimizer": {"params": {"lr": 1, "betas": [0.5, 0.6], "eps": None}},
+        "bfloat16": {"enabled": True},
+        "zero_optimization.prefetch_bucket_size": 1e6,
+        "scheduler.params": {"total_num_steps": 5},
+    }
+    assert read_answers(nested) == {
+        "optimizer.params.lr": 1.0,
+        "optimizer.params.betas": (0.5, 0.6),
+        "bf16.enabled": True,
+        "zero_optimization.stage3_prefetch_bucket_size": 1_000_000,
+        "scheduler.params.total_num_steps": 5,
+    }
+    assert read_answers(None) == {}
+
+
+def test_every_key_that_may_be_auto_can_be_answered() -> None:
+    values: list[Any] = [1, True, [0.5, 0.5]]
+    keys = {path for path, field in known_keys(Settings) if answer_type(field) is not None}
+    assert len(keys) > 15
+    for key in keys:
+        accepted = []
+        for value in values:
+            with contextlib.suppress(ConfigError):
+                accepted.append(read_answers({key: value}))
+        assert accepted, key
+        assert list(accepted[0]) == [key]
+
+
+@pytest.mark.parametrize(
+    ("auto", "message"),
+    [
+        ({"optimizer.params.lrr": 1}, r"optimizer\.params\.lrr: unknown key; did you mean optimizer\.params\.lr\?"),
+        ({"optimizer": {"params": {"lrr": 1}}}, r"optimizer\.params\.lrr: unknown key; did you mean"),
+        ({"seed": 1}, r'seed: a config cannot leave this key "auto"'),
+        ({"zstore.host_budget_bytes": 1}, r"zstore\.host_budget_bytes: a config cannot leave"),
+        ({"optimizer.params.lr": "fast"}, r'optimizer\.params\.lr: expected a number of at least 0, got "fast"'),
+        ({"bf16.enabled": "auto"}, r'bf16\.enabled: expected true or false, got "auto"'),
+        ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1, got 0"),
+        ({"optimizer": 3}, r"optimizer: expected an object with keys of that section, got 3"),
+        ({3: 4}, r"3: unknown key"),
+        (
+            {"optimizer.params.lr": 1, "optimizer": {"params": {"lr": 2}}},
+            r"optimizer\.params\.lr: it is given twice, as 1\.0 and as 2\.0",
+        ),
+        ([1], r"expected a dict of config keys and values, got list"),
+    ],
+)
+def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^initialize\(auto=\.\.\.\): " + message):
+        read_answers(auto)
+
+
+def test_bad_answers_are_told_together() -> None:
+    with pytest.raises(ConfigError, match="3 problems") as caught:
+        read_answers({"seed": 1, "nope": 2, "optimizer.params.eps": "x"})
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
+    answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
+    config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
+    assert config.optimizer is not None
+    assert (config.optimizer.lr, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+
+
+def test_answers_that_contradict_are_refused() -> None:
+    auto = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    with pytest.raises(ConfigError, match=r"^config: fp16\.enabled and bf16\.enabled: both are true"):
+        resolved(auto, answers={"fp16.enabled": True, "bf16.enabled": True})
+    assert resolved(auto, answers={"fp16.enabled": True}).precision == "fp16"
+    assert resolved(auto, answers={"fp16.enabled": False, "bf16.enabled": False}).precision == "fp32"
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    with pytest.raises(ConfigError, match="train_batch_size 5 is not a multiple of"):
+        resolved(sizes, answers={"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "native", "precision"),
+    [
+        (None, None, "bf16 fp16", "fp32"),
+        (True, None, "", "fp16"),
+        (None, True, "", "bf16"),
+        ("auto", "auto", "bf16 fp16", "bf16"),
+        ("auto", "auto", "fp16", "fp16"),
+        ("auto", "auto", "", "fp32"),
+        (True, "auto", "bf16 fp16", "fp16"),
+        ("auto", True, "bf16 fp16", "bf16"),
+        ("auto", False, "bf16 fp16", "fp16"),
+        ("auto", None, "bf16", "fp32"),
+        (False, "auto", "", "fp32"),
+        (None, "auto", "bf16", "bf16"),
+    ],
+)
+def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: object, native: str, precision: str) -> None:
+    config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
+    supported = {"device_supports_bf16": "bf16" in native, "device_supports_fp16": "fp16" in native}
+    assert resolved(config, **supported).precision == precision
+
+
+def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:
+    dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
+    scaling = resolved({"fp16": dynamic}).loss_scaling
+    assert scaling is not None
+    assert scaling.model_dump(include={*dynamic, "loss_scale"}) == dynamic | {"loss_scale": 0.0}
+    assert (scaling.consecutive_hysteresis, scaling.raise_error_at_min_scale) == (False, True)
+    freely = resolved({"fp16": dynamic | {"raise_error_at_min_scale": False}}).loss_scaling
+    assert freely is not None
+    assert not freely.raise_error_at_min_scale
+    static = resolved({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scaling
+    assert static is not None
+    assert static.loss_scale == 128.0
+    assert resolved({"fp16": {"enabled": False, "loss_scale": 128}}).loss_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decoupled", "decay"),
+    [
+        ("Adam", {}, True, 0.0),
+        ("adam", {"adam_w_mode": False}, False, 0.0),
+        ("AdamW", {"adam_w_mode": False}, True, 0.0),
+        ("AdamW", {"torch_adam": True}, True, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, False, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0}, True, 0.0),
+    ],
+)
+def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
+    optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
+    assert optimizer is not None
+    assert (optimizer.adam_w_mode, optimizer.weight_decay) == (decoupled, decay)
+    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+
+
+def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
+    """Unset, at that of each group, which may be another."""
+    schedule = {"scheduler": {"type": "WarmupLR"}}
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.25}}}
+    auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    for config, highest in ((schedule, None), (schedule | adam, None), (auto | adam, 0.25)):
+        scheduler = resolved(config).scheduler
+        assert scheduler is not None
+        assert dict(scheduler.params)["warmup_max_lr"] == highest
+
+
+def test_the_warm_up_of_an_optimizer_that_is_passed_ends_at_its_groups_lr() -> None:
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    scheduler = resolved(config, client_optimizer=True).scheduler
+    assert scheduler is not None
+    assert dict(scheduler.params)["warmup_max_lr"] is None
+
+
+def test_what_the_caller_passes_replaces_the_sections() -> None:
+    config = load_config(
+        {
+            "train_batch_size": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": "auto", "freeze_step": 3}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        }
+    ).resolve(ResolveContext(world_size=1, client_optimizer=True, client_scheduler=True))
+    assert (config.optimizer, config.scheduler) == (None, None)
+    assert [notice.key for notice in config.notices()] == ["optimizer", "scheduler"]
+
+
+def test_io_and_settings_of_our_own() -> None:
+    config = resolved(
+        {
+            "aio": {"block_size": 1 << 20, "queue_depth": 4, "intra_op_parallelism": 2},
+            "zstore": {"host_budget_bytes": 1e9, "keep": 2, "verify_reads": False},
+            "seed": 5,
+        }
+    )
+    assert config.io == IoConfig(block_bytes=1 << 20, queue_depth=4, num_threads=2)
+    assert (config.own.host_budget_bytes, config.own.verify_reads, config.settings.seed) == (10**9, False, 5)
+    assert config.own.keep == Keep(last=2)
+    assert resolved({"zstore": {"io_threads": 3}}).io.num_threads == 3
+    assert resolved({"zstore": {"host_budget_bytes": "auto"}}).own.host_budget_bytes == "auto"
+
+
+def test_an_unresolved_config_does_not_hand_out_what_may_be_auto() -> None:
+    with pytest.raises(UsageError, match=r"call resolve\(\)"):
+        _ = load_config({"train_batch_size": 4}).batch
+
+
+# --- batch sizes
+
+
+@given(micro=SMALL, accumulation=SMALL, world_size=SMALL)
+def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, world_size: int) -> None:
+    train = micro * accumulation * world_size
+    expected = BatchSizes(train_batch_size=train, micro_batch_size=micro, accumulation_steps=accumulation)
+    assert solve_batch(None, micro, accumulation, world_size) == expected
+    assert solve_batch(train, None, accumulation, world_size) == expected
+    assert solve_batch(train, micro, None, world_size) == expected
+    assert solve_batch(train, micro, accumulation, world_size) == expected
+
+
+@given(st.none() | SMALL, st.none() | SMALL, st.none() | SMALL, SMALL)
+def test_batch_sizes_fit_or_are_an_error(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int
+) -> None:
+    try:
+        sizes = solve_batch(train, micro, accumulation, world_size)
+    except ValueError:
+        return
+    assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * world_size
+    assert train in (None, sizes.train_batch_size)
+    assert micro in (None, sizes.micro_batch_size)
+    assert accumulation in (None, sizes.accumulation_steps)
+
+
+@given(st.integers(1, 400), SMALL, SMALL)
+def test_the_batch_sizes_that_an_error_proposes_work(train: int, micro: int, world_size: int) -> None:
+    try:
+        solve_batch(train, micro, None, world_size)
+    except ValueError as error:
+        for proposed in str(error).rpartition(": ")[2].split(" or "):
+            solve_batch(int(proposed), micro, None, world_size)
+            assert abs(int(proposed) - train) < micro * world_size
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r'add "train_micro_batch_size_per_gpu": 1 .*or "train_batch_size": 4'),
+        ({"gradient_accumulation_steps": 3}, r'or "train_batch_size": 12'),
+        ({"train_batch_size": 10}, r"train_batch_size 10 is not a multiple of .*world size 4 = 4; .*works: 8 or 12"),
+        ({"train_batch_size": 2}, r"the nearest that works: 4$"),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            r"32 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x world size 4 = 16",
+        ),
+    ],
+)
+def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config).resolve(ResolveContext(world_size=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (12, 3, 2)),
+        ({"gradient_accumulation_steps": "auto"}, (12, 3, 2)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, (6, 3, 1)),
+        ({"train_batch_size": "auto"}, (6, 3, 1)),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": 4}, (24, 3, 4)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": "auto"}, (24, 6, 2)),
+        ({"train_micro_batch_size_per_gpu": 5}, (10, 5, 1)),
+    ],
+)
+def test_batch_keys_that_are_auto_or_all_absent_are_the_callers(
+    config: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    answers = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    context = ResolveContext(world_size=2, answers=answers)
+    sizes = load_config(config).resolve(context).batch
+    assert (sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == expected

@@ -1,0 +1,432 @@
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from zstore.engine.config.config import Config, load_config
+from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.config.schema import Settings
+from zstore.engine.config.values import expected
+from zstore.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+NAMES = sorted({path.rpartition(".")[2] for path, _ in known_keys(Settings)})
+NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+
+# What the two largest configs set beyond what acts, found by reading them.
+EVERYTHING = {
+    "optimizer.params.freeze_step",
+    "optimizer.params.cuda_aware",
+    "optimizer.params.comm_backend_name",
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.elastic_checkpoint",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+}
+TYPICAL = {
+    "zero_optimization.sub_group_size",
+}
+
+
+def sections(section: type[Section] = Settings) -> Iterator[type[Section]]:
+    yield section
+    for field in section.model_fields.values():
+        inner = section_of(field)
+        if inner is not None:
+            yield from sections(inner)
+
+
+def keys_of(config: Config) -> list[str]:
+    return [notice.key for notice in config.notices()]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_that_people_have_are_taken_as_they_are(path: Path) -> None:
+    config = load_config(path)
+    assert load_config(str(path)) == config
+    assert len(keys_of(config)) == len(set(keys_of(config)))
+    assert all(notice.message for notice in config.notices())
+
+
+def test_there_are_five_such_configs() -> None:
+    assert len(CONFIGS) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("zero3_nvme_everything", EVERYTHING),
+        ("zero3_typical", TYPICAL),
+        ("zero2_typical", set()),
+        ("minimal_adam_fp16", set()),
+    ],
+)
+def test_each_key_that_does_not_act_is_reported_once(name: str, expected: set[str]) -> None:
+    reported = keys_of(load_config(CONFIGS[0].parent / f"{name}.json"))
+    assert sorted(reported) == sorted(expected)
+
+
+def test_every_key_has_a_type_in_words_a_description_and_a_reason() -> None:
+    assert all(section.__doc__ for section in sections())
+    for path, field in known_keys(Settings):
+        if section_of(field) is not None:
+            continue
+        status, why = about(field)
+        assert expected(type_of(field)), path
+        assert field.description, path
+        assert bool(why) == (status is not Status.BUILT), path
+
+
+def test_every_default_is_what_its_type_makes_of_it() -> None:
+    for path, field in known_keys(Settings):
+        if section_of(field) is None and not field.is_required() and field.default is not None:
+            assert TypeAdapter(type_of(field)).validate_python(field.default) == field.default, path
+
+
+def test_every_key_that_does_not_act_is_reported_when_set() -> None:
+    """Sets each such key to another value than its default, alone in its section."""
+    switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
+    switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
+    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger")
+    switches |= {key: {"enabled": True} for key in sections}
+    values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "forward"]
+    for path, field in known_keys(Settings):
+        status, _ = about(field)
+        if section_of(field) is not None or status not in (Status.NOT_BUILT, Status.NO_EFFECT):
+            continue
+        *outer, name = path.split(".")
+        for value in values:
+            config: dict[str, Any] = {name: value}
+            for section in reversed(outer):
+                config = {section: switches.get(section, {}) | config}
+            if "zero_optimization" in config:
+                config["zero_optimization"]["stage"] = 3
+            try:
+                reported = keys_of(load_config(config))
+            except ConfigError:
+                continue
+            if value != field.default:
+                assert reported.count(path) == 1, (path, value)
+                break
+        else:
+            pytest.fail(f"no value tried suits {path}")
+
+
+def test_keys_that_ask_for_what_happens_anyway_are_not_reported() -> None:
+    off = {"enabled": False, "output_path": "/somewhere"}
+    config = load_config(
+        {
+            "zero_optimization": {"reduce_scatter": True, "overlap_comm": False, "offload_param": {"device": "none"}},
+            "tensorboard": off,
+            "amp": {"enabled": False, "opt_level": "O1"},
+            "tensor_parallel": {"autotp_size": 0},
+            "compile": {},
+            "wall_clock_breakdown": False,
+            "communication_data_type": None,
+            "zstore": {"step_overlap": "none"},
+        }
+    )
+    assert keys_of(config) == []
+
+
+def test_keys_that_do_not_act_beside_others_are_reported() -> None:
+    config = load_config(
+        {
+            "optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}},
+            "zero_optimization": {
+                "stage": 2,
+                "stage3_param_persistence_threshold": 10,
+                "offload_optimizer": NVME | {"device": "cpu"},
+            },
+        }
+    )
+    assert set(keys_of(config)) == {
+        "optimizer.params.adam_w_mode",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.offload_optimizer.nvme_path",
+    }
+
+
+def test_lines_that_come_with_those_of_progress_are_reported_where_there_are_none() -> None:
+    lines = {"wall_clock_breakdown": True, "memory_breakdown": True}
+    assert keys_of(load_config(lines)) == []
+    assert keys_of(load_config(lines | {"steps_per_print": 0})) == list(lines)
+
+
+def test_report_joins_keys_of_one_reason() -> None:
+    lines = load_config({"comms_logger": {"enabled": True, "verbose": True}}).report()
+    assert len(lines) == 1
+    assert lines[0].startswith("comms_logger.enabled, comms_logger.verbose: not built: ")
+
+
+def test_other_spellings() -> None:
+    settings = load_config(
+        {
+            "bfloat16": {"enabled": True},
+            "aio": {"intra_op_parallelism": 3},
+            "zero_optimization": {"stage": 3, "param_persistence_threshold": 5, "cpu_offload": True},
+        }
+    ).settings
+    assert settings.bf16.enabled is True
+    assert settings.aio.thread_count == 3
+    assert settings.zero_optimization.stage3_param_persistence_threshold == 5
+    assert settings.zero_optimization.offload_optimizer.device == "cpu"
+
+
+def test_notices_and_problems_name_keys_as_they_were_written() -> None:
+    written = {"seq_parallel_communication_data_type": "fp32"}
+    assert keys_of(load_config(written)) == ["seq_parallel_communication_data_type"]
+    with pytest.raises(ConfigError, match=r"config: aio\.num_threads: expected a whole number"):
+        load_config({"aio": {"num_threads": 0}})
+
+
+@pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 2.0}, 2), (None, 0)])
+def test_the_zero_section_may_be_a_switch_or_a_stage(value: object, stage: int) -> None:
+    assert load_config({"zero_optimization": value}).stage == stage
+
+
+def test_whole_floats_are_whole_numbers() -> None:
+    config = load_config({"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
+    assert config.settings.zero_optimization.reduce_bucket_size == 200_000_000
+    assert type(config.settings.zero_optimization.reduce_bucket_size) is int
+    assert config.settings.seed == 3
+
+
+def test_an_endless_steps_per_print_is_never() -> None:
+    assert load_config({"steps_per_print": float("inf")}).settings.steps_per_print == 0
+
+
+def test_a_dict_is_not_changed_and_not_kept() -> None:
+    source: dict[str, Any] = {
+        "zero_optimization": {"cpu_offload": True, "stage": 1},
+        "optimizer": {"type": "adam", "params": {}},
+    }
+    before = copy.deepcopy(source)
+    config = load_config(source)
+    assert source == before
+    source["zero_optimization"]["stage"] = 2
+    assert config.stage == 1
+
+
+def test_a_config_is_frozen() -> None:
+    config = load_config({})
+    with pytest.raises(ValidationError):
+        config.settings.zero_optimization.stage = 3  # type: ignore[misc]
+
+
+# --- bad input: one config each, and what the error must say
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimisation": {}}, r"zero_optimisation: unknown key; did you mean zero_optimization\?"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "devise": "cpu"}}},
+        r"offload_optimizer\.devise: unknown key; did you mean zero_optimization\.offload_optimizer\.device\?",
+    ),
+    ({"stage": 2}, r"stage: unknown key; it belongs in zero_optimization$"),
+    ({"zero_optimization": {"seed": 2}}, r"zero_optimization\.seed: unknown key; it belongs at the top of the config$"),
+    ({"qqqq": 2}, r"qqqq: unknown key$"),
+    ({"enabled": True}, r"enabled: unknown key$"),
+    ({"zero_optimization": {"qqq": 2}}, r"zero_optimization\.qqq: unknown key$"),
+    ({"nvme_path": "/x"}, r"belongs in zero_optimization\.offload_optimizer or in zero_optimization\.offload_param$"),
+    ({"micro_batch_size": 1}, r"did you mean train_micro_batch_size_per_gpu\?"),
+    ({"zero_optimization": {"prefetch": 1}}, r"did you mean zero_optimization\.stage3_prefetch_bucket_size\?"),
+    ({"wandb": {"enabled": True, "entity": "x"}}, r"unknown key; the keys there are enabled, group, team, project$"),
+    ({"optimizer": {"type": "Adam", "params": {"weight_decy": 0}}}, r"did you mean optimizer\.params\.weight_decay\?"),
+    ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage: choose one of 0, 1, 2, 3; got 4"),
+    ({"zero_optimization": {"stage": "[0|1|2|3]"}}, r"zero_optimization\.stage: .* choose one of 0, 1, 2, 3"),
+    ({"zero_optimization": {"overlap_comm": "[true|false]"}}, r"overlap_comm: .* choose one of true, false"),
+    ({"zero_optimization": {"stage": True}}, r"stage: choose one of 0, 1, 2, 3; got true"),
+    ({"zero_optimization": 3}, r"zero_optimization: expected an object .* got 3"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "disk"}}},
+        r'offload_optimizer\.device: choose one of "none", "cpu", "nvme"; got "disk"',
+    ),
+    ({"zero_optimization": {"offload_param": {}}}, r"offload_param\.device: the key is missing; expected one of"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        r'offload_optimizer\.device and zero_optimization\.stage: "cpu" needs stage 1, 2 or 3; got stage 0',
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+        r"offload_optimizer\.nvme_path .* give the absolute path",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        r"offload_param\.nvme_path .* give the absolute path",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}}},
+        r'offload_optimizer\.nvme_path: expected an absolute path, got "nvme"; write "/.*/nvme"',
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/a"]}}},
+        r"expected different paths, one for each drive",
+    ),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled and bf16\.enabled: both are true"),
+    ({"fp16": {"enabled": 1}}, r"fp16\.enabled: expected true or false or \"auto\", got 1"),
+    ({"fp16": True}, r"fp16: expected an object with keys as enabled, loss_scale"),
+    ({"fp16": {"enabled": True, "loss_scale": -1}}, r"loss_scale: expected a number of at least 0, got -1"),
+    ({"fp16": {"enabled": True, "loss_scale": float("nan")}}, r"loss_scale: expected a number of at least 0, got NaN"),
+    ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1 or \"auto\", got 0"),
+    ({"train_batch_size": True}, r"train_batch_size: .*got true"),
+    ({"train_batch_size": "8"}, r'train_batch_size: .*got "8"'),
+    ({"train_batch_size": 1.5}, r"train_batch_size: .*got 1\.5"),
+    ({"gradient_clipping": -1}, r"gradient_clipping: expected a number of at least 0"),
+    (
+        {"optimizer": {"type": "Lamb", "params": {"max_coeff": 1}}},
+        r'choose one of "Adam", "AdamW"; got "Lamb"; torch has no LAMB; .*stage 0 without offload only',
+    ),
+    ({"optimizer": {"params": {}}}, r"optimizer\.type: the key is missing"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+        r"betas: expected two numbers, each from 0 to below",
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}, r"betas: expected two numbers"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}},
+        r"amsgrad: true is not supported: pass an",
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, r"bias_correction: false is not supported"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"set gradient_clipping at the top"),
+    ({"scheduler": {"type": "Cosine", "params": {}}}, r'choose one of "WarmupLR", .*or pass any other scheduler'),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+        r"warmup_num_steps: expected a whole",
+    ),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, r'choose one of "log", "linear"'),
+    ({"aio": {"block_size": 1_000_000}}, r"aio\.block_size: expected a positive multiple of 4096, got 1000000"),
+    (
+        {"aio": {"num_threads": 2, "thread_count": 3}},
+        r'"num_threads" and "thread_count" are the same .* 2 and one 3',
+    ),
+    (
+        {"aio": {"thread_count": 2}, "zstore": {"io_threads": 3}},
+        r"zstore\.io_threads and aio\.thread_count: .*keep",
+    ),
+    ({"zstore": {"host_budget_bytes": "all"}}, r'host_budget_bytes: expected .* or "auto", got "all"'),
+    ({"zstore": {"step_overlap": "sideways"}}, r'step_overlap: choose one of "none", "backward", "forward", "auto"'),
+    ({"amp": {"enabled": True}}, r"amp: \{\"enabled\": true\} is not supported: .*use bf16 or fp16"),
+    ({"gradient_clipping": 10**400}, r"gradient_clipping: expected a number of at least 0 or"),
+    ({"seed": -(10**5000)}, r"seed: expected a whole number of at least 0, got a value of type int"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "~/nvme"}}},
+        rf'write "{Path.home()}/nvme"',
+    ),
+    ({"sparse_attention": {"mode": "fixed"}}, r"sparse_attention: .* is not supported"),
+    (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
+        r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
+    ),
+    ({"elasticity": {"enabled": True}}, r"elasticity: .* is not supported: set train_batch_size"),
+    ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
+    ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
+    ({"checkpoint": {"use_node_local_storage": True}}, r"checkpoint\.use_node_local_storage: true is not supported"),
+    ({3: 4}, r"3: .*[Kk]eys? should be"),  # type: ignore[dict-item]
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD, ids=lambda value: value[:60] if isinstance(value, str) else "")
+def test_a_wrong_config_is_refused_with_the_key_and_the_reason(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(config)
+    assert "problems" not in str(caught.value)
+
+
+def test_all_problems_are_reported_together() -> None:
+    config = {
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}, "ovelap_comm": True},
+        "fp16": {"enabled": True, "hysteresis": 0},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lion", "params": {"anything": 1}},
+        "amp": {"enabled": True},
+        "train_batch_size": -1,
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(config)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "config: 7 problems:"
+    for part in (
+        "ovelap_comm",
+        "offload_optimizer.device",
+        "fp16.hysteresis",
+        "bf16.enabled",
+        "Lion",
+        "amp",
+        "train_batch_",
+    ):
+        assert sum(part in line for line in lines[1:]) == 1, part
+
+
+def test_a_broken_key_brings_no_further_problems_of_its_own_making() -> None:
+    config = {"zero_optimization": {"stage": 7, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=r"^config: zero_optimization\.stage: choose"):
+        load_config(config)
+
+
+ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["auto", "nvme", "Adam", "/x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES) | st.text() | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(Settings.model_fields)) | st.text(), ANY, max_size=6))
+def test_any_object_gives_a_config_or_a_config_error(source: dict[str, Any]) -> None:
+    before = repr(source)
+    try:
+        load_config(source).resolve(ResolveContext(world_size=2))
+    except ConfigError as error:
+        assert str(error).startswith("config: ")  # noqa: PT017 - either outcome is right
+    assert repr(source) == before
+
+
+# --- sources
+
+
+def test_a_file_with_comments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '\ufeff{\n // stage\n "zero_optimization": {"stage": [0|1|2|3],}, # end\n "seed": -1}', encoding="utf-8"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: 2 problems:")
+    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 3,}, # end\n}', encoding="utf-8")
+    assert load_config(path).stage == 3
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config file .*nothing\.json does not exist"):
+        load_config(tmp_path / "nothing.json")
+
+
+def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*directory"):
+        load_config(tmp_path)
+
+
+def test_json_text_is_not_a_path() -> None:
+    with pytest.raises(ConfigError, match="expected the path of a config file, got JSON text"):
+        load_config(json.dumps({"train_batch_size": 1}))
+
+
+def test_other_types_are_named() -> None:
+    with pytest.raises(ConfigError, match="got list"):
+        load_config([1])  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""What a config that asks for something that is not there is answered with: by the file's name, with what is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zstore.engine.config.config import Config, load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.optim.kernel import ELEMENT_WISE
+from zstore.engine.optim.store import store_key
+from zstore.engine.plan.needs import placement_settings
+from zstore.errors import ConfigError
+
+EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json"
+NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+
+
+def keys_of(config: Config) -> list[str]:
+    return [notice.key for notice in config.notices()]
+
+
+def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
+    said = {notice.key.rpartition(".")[2]: notice.message for notice in load_config(EVERYTHING).notices()}
+    lost = {"zero_quantized_weights", "zero_quantized_gradients"}
+    assert {key for key, message in said.items() if message.startswith("not built: ")} == lost
+    assert all(message.startswith("no effect: ") for key, message in said.items() if key not in lost)
+    assert "nothing is quantized on its way" in said["zero_quantized_weights"]
+    assert "it takes the bytes of the full type" in said["zero_quantized_weights"]
+
+
+@pytest.mark.parametrize(
+    ("config", "instead"),
+    [
+        ({"comet": {"enabled": True}}, "use tensorboard, wandb or csv_monitor"),
+        ({"flops_profiler": {"enabled": True}}, "torch.utils.flop_counter.FlopCounterMode"),
+        ({"comms_logger": {"enabled": True}}, "engine.statistics()"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "torch.autograd.graph.save_on_cpu()"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, "sharded over all ranks"),
+        ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Moe"]}}}, "stage3_max_live_parameters"),
+        ({"sparse_gradients": True}, "sparse=False"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "zstore.split_master"),
+        ({"nebula": {"enabled": True}}, "save_checkpoint()"),
+        ({"log_level": "debug"}, 'logging.getLogger("zstore").setLevel'),
+    ],
+)
+def test_what_is_lost_is_said_with_what_to_use(config: dict[str, Any], instead: str) -> None:
+    (line,) = load_config(config).report()
+    assert ": not built: " in line
+    assert instead in line
+
+
+def test_a_step_that_cannot_be_differentiated_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"params\.differentiable: true is not supported: no gradient passes through"):
+        load_config({"optimizer": {"type": "Adam", "params": {"differentiable": True}}})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device: str) -> None:
+    """DeepSpeed-Chat writes it at stage 2. Nothing of the section acts, its missing path included."""
+    zero: dict[str, Any] = {"stage": stage, "offload_param": {"device": device, "pin_memory": True}}
+    config = load_config({"train_batch_size": 1, "zero_optimization": zero})
+    (notice,) = config.notices()
+    assert str(notice).startswith(
+        "zero_optimization.offload_param: not built: parameters are offloaded at stage 3 only"
+    )
+    assert f"At stage {stage} they stay whole" in notice.message
+    zero["offload_param"]["nvme_path"] = "/local_nvme"
+    for loaded in (config, load_config({"train_batch_size": 1, "zero_optimization": zero})):
+        resolved = loaded.resolve(ResolveContext(world_size=1))
+        assert (resolved.offload_param.device, resolved.offload_param.nvme_paths) == ("none", ())
+        assert (resolved.pin_memory, resolved.step_overlap, resolved.possible_step_folder) == (False, "none", None)
+        settings = placement_settings(resolved, budget_bytes=None, device_is_host=False)
+        assert (settings.parameters, settings.pins_state) == ("none", False)
+        assert store_key(resolved) == store_key(load_config({"zero_optimization": {"stage": stage}}))
+    zero["stage"] = 3
+    config = load_config({"train_batch_size": 1, "zero_optimization": zero})
+    assert (config.notices(), config.offload_param.device, config.pin_memory) == ([], device, True)
+
+
+def test_step_snapshots_want_a_folder_where_only_an_ignored_section_names_a_drive() -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_param": NVME}, "zstore": {"durability": "step"}}
+    with pytest.raises(ConfigError, match=r"zstore\.durability_path: \"step\" needs a folder"):
+        load_config(config)
+    config["zero_optimization"]["stage"] = 3
+    load_config(config)
+
+
+def test_the_old_form_of_pinned_offload_pins() -> None:
+    old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}
+    config = load_config({"zero_optimization": old})
+    assert (config.notices(), config.offload_optimizer.device, config.pin_memory) == ([], "cpu", True)
+    config = load_config({"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}})
+    assert keys_of(config) == ["zero_optimization.cpu_offload_use_pin_memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SGD", "pass torch.optim.SGD(...) to initialize(optimizer=...) and leave this section out; it works at every"),
+        ("adagrad", "pass torch.optim.Adagrad(...)"),
+        ("Lamb", "torch has no LAMB"),
+        ("OneBitAdam", 'the 1-bit optimizers, which compress what ranks send, are not built; write "Adam"'),
+        ("ZeroOneAdam", 'are not built; write "Adam"'),
+        ("OneBitLamb", "are not built, and torch has no LAMB either"),
+        ("Muon", "torch.optim.Muon, where all trained parameters are matrices"),
+        ("Lion", "torch has no Lion"),
+        ("FusedAdam", 'write "Adam"'),
+        ("Prodigy", "any other at stage 0 without offload"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"optimizer": {"type": name, "params": {"lr": 1}}})
+    assert f'choose one of "Adam", "AdamW"; got "{name}"; ' in str(caught.value)
+    assert expected in str(caught.value)
+    whole = name in ("Lamb", "OneBitLamb", "Muon", "Lion")
+    assert ("stage 0 without offload only" in str(caught.value)) == whole
+
+
+def test_the_element_wise_optimizers_that_are_named_are_those_of_the_kernel() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"optimizer": {"type": "?", "params": {}}})
+    listed = str(caught.value).partition("torch's ")[2].partition(" work at")[0].split(", ")
+    assert {*listed, "Adam", "AdamW"} == {kind.__name__ for kind in ELEMENT_WISE}
+
+
+def test_errors_and_notices_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 1, "qqq": 3}}')
+    with pytest.raises(ConfigError, match=r"^ds\.json: zero_optimization\.qqq: unknown key$"):
+        load_config("ds.json")
+    Path("ds.json").write_text('{"train_batch_size": "auto"}')
+    with pytest.raises(ConfigError, match=r"^ds\.json: no batch size is given"):
+        load_config("ds.json").resolve(ResolveContext(world_size=1))
+    with pytest.raises(ConfigError, match=r"^ds\.json: nope: unknown key$"):
+        load_config({"nope": 1}, name="ds.json")
+
+
+def test_a_loaded_config_is_taken_as_it_is() -> None:
+    config = load_config({"train_batch_size": 2})
+    assert load_config(config) is config

@@ -1,0 +1,258 @@
+"""A device of its own memory on a machine that has none: what hands memory over to it wrongly shows.
+
+[Note: the fake device]
+It stands in for the streams of a CUDA device (`zstore.engine`'s seam to streams and events) and for the CUDA runtime that
+registers memory. Its memory is the process's too, so that torch computes there, but whose it is is known: host memory
+is what was registered as pinned, what `empty_host` gave, and what came from those; everything else is the device's.
+- An operation on both raises, as torch does for two devices. Only the streams' copies cross.
+- A copy beside the computation is carried out as late as can be: when its end is waited for, and only then is its source
+  read. Memory that was used again too early, or read before its values came, has wrong values, or was freed, which raises.
+- The computation is as early as can be: so a copy that does not come after what was asked of the device with the memory
+  it uses, before it began, raises.
+`forgets` names what is left out, to show that a missing one is noticed: the waits for copies "down" to the host or "up"
+to the device, or the "event" that a copy comes after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+StreamContext = Callable[[], AbstractContextManager[None]]
+
+
+class HandOverError(RuntimeError):
+    """Memory was handed over between host and device as it must not be."""
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    """A point in the device's work."""
+
+    clock: int
+    """Operations asked of the device before it."""
+    stream: str | None = None
+    """The stream of the copy that ends here; None: the computation, which is never late."""
+    reached: bool = False
+
+
+class _Memory:
+    """A tensor's memory, which this does not keep alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._like = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._nbytes = tensor.untyped_storage().nbytes()
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor over the memory. Raises HandOverError where it was freed."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() < self._nbytes:
+            raise HandOverError("the memory of a copy was freed before the copy was waited for")
+        dtype, offset, size, stride = self._like
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+
+class FakeDevice:
+    """Streams, and a CUDA runtime. See [Note: the fake device]. Operations are watched in a `with` block of it."""
+
+    device_is_host = False
+
+    @property
+    def cuda_runtime(self) -> Self:
+        """What registers host memory: the device itself."""
+        return self
+
+    def __init__(self, forgets: Iterable[str] = ()) -> None:
+        self._forgets = frozenset(forgets)
+        self._pinned: dict[int, int] = {}
+        self._queues: dict[str, deque[tuple[FakeEvent, _Memory, _Memory]]] = {"down": deque(), "up": deque()}
+        self._lock = threading.RLock()
+        self._here = threading.local()
+        self._modes: list[_Watching] = []
+        self.clock = 0
+        self.copies = 0
+        """Copies begun beside the computation."""
+        self.copies_now = 0
+        """Copies that were waited for at once."""
+        self.pinned_peak_bytes = 0
+
+    def __enter__(self) -> Self:
+        mode = _Watching(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.pop().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    # -- the CUDA runtime ---------------------------------------------------------------------------------------------
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        """Make memory the host's, pinned."""
+        self._pinned[address] = nbytes
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, sum(self._pinned.values()))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Undo `cudaHostRegister`."""
+        del self._pinned[address]
+        return 0
+
+    # -- whose memory -------------------------------------------------------------------------------------------------
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor lies in the host's memory."""
+        storage = tensor.untyped_storage()
+        if getattr(storage, "fake_host", False):
+            return True
+        address = storage.data_ptr()
+        return any(first <= address < first + nbytes for first, nbytes in list(self._pinned.items()))
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory, with NaN in it: nobody may count on what was there."""
+        with self._crossing():
+            made = torch.full((numel,), torch.nan if dtype.is_floating_point else 77, dtype=dtype)
+        own(made)
+        return made
+
+    # -- the streams -----------------------------------------------------------------------------------------------------
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy across, in the order of the computation."""
+        self.copies_now += 1
+        with self._crossing():
+            target.copy_(source)
+        self.touch([target, source], wrote=[target])
+
+    def record(self) -> FakeEvent:
+        """Return the end of the computation so far."""
+        return FakeEvent(0 if "event" in self._forgets else self.clock)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: FakeEvent) -> FakeEvent:
+        """Queue a copy. Raises HandOverError where it may come before the work that it must come after."""
+        if target.dtype != source.dtype or target.shape != source.shape or self.is_host(target) == self.is_host(source):
+            raise HandOverError(f"a copy across is of one type and size: {source.dtype} to {target.dtype}")
+        down = self.is_host(target)
+        used = getattr((source if down else target).untyped_storage(), "fake_written" if down else "fake_touched", 0)
+        if used > after.clock:
+            raise HandOverError(f"a copy may begin before the device's operation {used}, which has the same memory")
+        with self._lock:
+            self.copies += 1
+            event = FakeEvent(self.clock, "down" if down else "up")
+            self._queues[event.stream or ""].append((event, _Memory(target), _Memory(source)))
+            return event
+
+    def wait(self, event: FakeEvent) -> None:
+        """Carry out what is queued up to the event."""
+        if event.stream is None or event.stream in self._forgets:
+            return
+        with self._lock, self._crossing():
+            queue = self._queues[event.stream]
+            while queue and not event.reached:
+                done, target, source = queue.popleft()
+                target.tensor().copy_(source.tensor())
+                done.reached = True
+
+    def query(self, event: FakeEvent) -> bool:
+        """Return whether somebody waited for the event."""
+        return event.stream is None or event.reached
+
+    def stream_context(self) -> StreamContext:
+        """Return what a thread enters so that its operations are watched."""
+        return lambda: _entered(_Watching(self))
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies that nobody waited for yet."""
+        return sum(map(len, self._queues.values()))
+
+    # -- what is watched ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether this thread's operation is one of the streams'."""
+        return bool(getattr(self._here, "crossing", False))
+
+    @contextmanager
+    def _crossing(self) -> Iterator[None]:
+        before, self._here.crossing = self.is_crossing, True
+        try:
+            yield
+        finally:
+            self._here.crossing = before
+
+    def touch(self, used: Iterable[torch.Tensor], wrote: Iterable[torch.Tensor]) -> None:
+        """Note an operation of the device on memory."""
+        with self._lock:
+            self.clock += 1
+            for tensor in used:
+                tensor.untyped_storage().fake_touched = self.clock  # type: ignore[attr-defined]
+            for tensor in wrote:
+                tensor.untyped_storage().fake_written = self.clock  # type: ignore[attr-defined]
+                tensor.untyped_storage().fake_touched = self.clock  # type: ignore[attr-defined]
+
+
+def own(tensor: torch.Tensor) -> None:
+    """Make the tensor's memory the host's."""
+    tensor.untyped_storage().fake_host = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _entered(mode: TorchDispatchMode) -> Iterator[None]:
+    with mode:
+        yield
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of one thread."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._device.is_crossing:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # As on CUDA, a single value of the host's may be used on the device.
+        wide = [tensor for tensor in tensors if tensor.dim() > 0 and tensor.numel() > 0]
+        host = [self._device.is_host(tensor) for tensor in wide]
+        if any(host) and not all(host):
+            raise HandOverError(f"{func} got tensors of the host and of the device")
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(host):
+            for output in outputs:
+                own(output)
+            return result
+        written = [*_written(func, args, kwargs), *outputs]
+        if not _is_view(func):
+            self._device.touch(tensors, written)
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation changes."""
+    found: list[torch.Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found

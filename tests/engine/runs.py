@@ -1,0 +1,100 @@
+"""Engines over the small model, their steps, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import digest, engine_digests
+from tests.engine.models import batch, make_net
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.engine import Engine
+from zstore.engine.params.record import Residency
+
+# Small tensors on a busy machine: threads would wait for each other.
+torch.set_num_threads(1)
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def make_config(stage: int = 1, tier: str = "none", nvme: str | Path = "", **keys: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    if tier != "none":
+        zero["offload_optimizer"] = {"device": tier} | ({"nvme_path": str(nvme)} if tier == "nvme" else {})
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": ADAM,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "steps_per_print": 0,
+    } | keys
+
+
+def start(config: dict[str, Any] | None = None, model: nn.Module | None = None, **kwargs: Any) -> Engine:
+    return zstore.initialize(model=model or make_net(), config=config or make_config(), **kwargs)[0]
+
+
+def step(engine: Engine, factor: float = 1.0) -> None:
+    """One step on the data of its number; `factor` times the loss of the first micro-batch."""
+    for micro in range(engine.gradient_accumulation_steps()):
+        loss = engine(*batch(engine.global_steps, micro, engine.global_rank))
+        engine.backward(loss * factor if micro == 0 else loss)
+        engine.step()
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """Every array's and parameter's bits, and what is beside them."""
+    training = engine.training_state
+    scheduler = training.schedule.scheduler
+    return {
+        **engine_digests(engine),
+        "buffer": digest(engine.get_buffer("module.shift")),
+        "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
+        "counters": (engine.global_steps, engine.skipped_steps, engine.micro_steps),
+        "lr": engine.get_lr(),
+        "schedule": None if scheduler is None else scheduler.state_dict(),
+    }
+
+
+@contextmanager
+def unchanged(engine: Engine, steps: int = 1) -> Iterator[None]:
+    """The block leaves every bit of `engine`, `steps` old, as it was; then it trains as one that saw no error."""
+    before = state_of(engine)
+    yield
+    assert state_of(engine) == before
+    step(engine)
+    with start(make_config(3)) as other:
+        for _ in range(steps + 1):
+            step(other)
+        assert state_of(engine) == state_of(other)
+
+
+def whole(folder: Path) -> list[str]:
+    """The tags of a folder, of which each is without a fault."""
+    found = [info.tag for info in tags(folder)]
+    for tag in found:
+        with open_checkpoint(folder, tag) as opened:
+            assert verify_checkpoint(opened) == []
+    return found
+
+
+def all_released(engine: Engine) -> bool:
+    """Return whether no parameter that is sharded is gathered."""
+    records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
+    return all(
+        record.residency is Residency.RELEASED and record.full.untyped_storage().nbytes() == 0 for record in records
+    )
+
+
+def constant_rate_config(**keys: Any) -> dict[str, Any]:
+    """All in memory, without a schedule."""
+    return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)

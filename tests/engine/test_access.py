@@ -1,0 +1,460 @@
+"""Whole tensors by name, and parameters gathered and changed, against the plain loop that was changed the same way."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import zstore
+from tests.engine.bits import ADAM, STATIC_SCALE, Case, engine_digests, reference_digests
+from tests.engine.models import batch, make_net
+from tests.reference import Reference
+from zstore.engine import Engine
+from zstore.engine.access import safe_access
+from zstore.errors import RankError, UsageError
+from zstore.testing.ranks import run_ranks
+
+CASES = {
+    1: [
+        Case(0, "none", "fp32", 1, 0.0),
+        Case(3, "nvme", "bf16", 2, 0.25, parameters="nvme"),
+        Case(1, "nvme", "bf16", 1, 0.0, split=True),
+    ],
+    2: [
+        Case(0, "none", "bf16", 1, 0.0),
+        Case(1, "cpu", "fp32", 2, 0.0),
+        Case(3, "none", "fp32", 1, 0.0),
+        Case(2, "none", "bf16", 1, 0.0, split=True),
+        Case(3, "cpu", "bf16", 1, 0.0, parameters="cpu", split=True),
+    ],
+    3: [Case(3, "nvme", "bf16", 1, 0.25, 40_000, parameters="cpu"), Case(2, "cpu", "fp16", 2, 0.0)],
+}
+CHANGED = ("embed.weight", "blocks.0.up.weight", "blocks.1.gain", "mix", "frozen.weight")
+
+
+class Run:
+    """An engine and the plain loop, side by side."""
+
+    def __init__(self, case: Case, rank: int, world_size: int, folder: str) -> None:
+        self.case, self.rank, self.world_size = case, rank, world_size
+        self.engine: Engine = zstore.initialize(model=make_net(), config=case.config(world_size, folder))[0]
+        self.reference = Reference(
+            make_net(),
+            world_size,
+            stage=case.stage,
+            precision=case.precision,
+            accumulation=case.accumulation,
+            clip=case.clip,
+            scale=STATIC_SCALE if case.precision == "fp16" else 1.0,
+            adam=ADAM,
+        )
+        self.parameters = dict(self.reference.model.named_parameters())
+
+    def step(self, check: Callable[[list[list[Any]]], None] | None = None) -> None:
+        step, engine = self.engine.global_steps, self.engine
+        batches = [[batch(step, m, r) for r in range(self.world_size)] for m in range(self.case.accumulation)]
+        for number, micro in enumerate(batches):
+            engine.backward(engine(*micro[self.rank]))
+            if check is not None and number == len(batches) - 1:
+                check(batches)
+            engine.step()
+        self.reference.step(batches)
+
+    def change(self, name: str, change: Callable[[torch.Tensor], None]) -> None:
+        """Change a parameter of the plain loop; its master becomes the new value."""
+        change(self.parameters[name].data)
+        if name in self.reference.masters:
+            self.reference.masters[name].data.copy_(self.parameters[name].data)
+
+    def differences(self) -> list[str]:
+        rows = {record.name: record.owned_range for record in self.engine.training_state.state.records}
+        expected, found = reference_digests(self.reference, rows), engine_digests(self.engine)
+        return [name for name in expected if found.get(name) != expected[name]]
+
+
+@contextmanager
+def runs(rank: int, world_size: int, case: Case) -> Iterator[Run]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(case, rank, world_size, folder)
+        with run.engine:
+            yield run
+
+
+def _each(rank: int, world_size: int, name: str) -> None:
+    for case in CASES[world_size]:
+        with runs(rank, world_size, case) as run:
+            try:
+                globals()[name](run)
+            except BaseException as error:
+                error.add_note(str(case))
+                raise
+
+
+def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    return found is not None and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def check_reading(run: Run) -> None:
+    engine, reference = run.engine, run.reference
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert all(engine.get_gradient(name) is None for name in names)
+
+    def gradients(batches: list[list[Any]]) -> None:
+        expected = reference._accumulated(batches)
+        for name in names:
+            found = engine.get_gradient(name)
+            if name in expected:
+                assert same(found, expected[name].float() / reference.scale), name
+                assert (engine.get_gradient(name, rank0_only=True) is None) == (run.rank > 0)
+            else:
+                assert found is None, name
+
+    run.step()
+    run.step(gradients)
+    assert run.differences() == []  # to look at gradients changes nothing
+    assert all(engine.get_gradient(name) is None for name in names)
+    for name, parameter in run.parameters.items():
+        assert same(engine.get_full_parameter(name), reference.masters.get(name, parameter).detach())
+        if name in reference.masters:
+            for slot in ("exp_avg", "exp_avg_sq"):
+                state = reference.optimizer.state[reference.masters[name]].get(slot, torch.zeros(parameter.shape))
+                assert same(engine.get_optimizer_state(name, slot), state)
+            step = engine.get_optimizer_state(name, "step")
+            assert step is not None
+            assert (step.shape, float(step)) == ((), 0.0 if name.startswith("unused") else 2.0)
+    assert same(engine.get_full_parameter("head.weight"), reference.masters["embed.weight"].detach())
+    assert same(engine.get_full_parameter("module.head.weight"), reference.masters["embed.weight"].detach())
+    first = engine.get_full_parameter("mix", rank0_only=True)
+    assert same(first, reference.masters["mix"].detach()) if run.rank == 0 else first is None
+    state = engine.module_state_dict()
+    if run.rank == 0 or run.case.stage < 3:
+        expected = reference.model.state_dict()
+        assert list(state) == list(expected)
+        assert all(same(state[name], value) for name, value in expected.items())
+    else:
+        assert state == {}
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_is_read_whole(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_reading", timeout_s=120)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    with runs(0, 1, CASES[1][0]) as run:
+        engine = run.engine
+        with pytest.raises(UsageError, match=r"no parameter 'blocks.0.up.wait'; did you mean 'blocks.0.up.weight'"):
+            engine.get_full_parameter("blocks.0.up.wait")
+        with pytest.raises(UsageError, match=r"no parameter 'xyz'; there are 'start', .* and \d+ more"):
+            engine.get_gradient("xyz")
+        with pytest.raises(UsageError, match=r"has no 'exp_avg_sqr' of parameter 'mix'; did you mean 'exp_avg_sq'"):
+            engine.get_optimizer_state("mix", "exp_avg_sqr")
+        with pytest.raises(UsageError, match=r"'frozen.weight' is not trained"):
+            engine.get_optimizer_state("frozen.weight", "exp_avg")
+        with pytest.raises(UsageError, match=r"'mix': expected values of shape \(2, 3, 56\), got \(2,\)"):
+            engine.set_full_parameter("mix", torch.zeros(2))
+
+
+# -- changing --------------------------------------------------------------------------------------------------------
+
+
+def check_gathered_changes(run: Run) -> None:
+    engine, last = run.engine, run.world_size - 1
+    parameters = dict(engine.module.named_parameters())
+    run.step()
+    before = {name: p.detach().clone() for name, p in run.parameters.items()}
+    with zstore.gather(engine.module):
+        assert all(torch.equal(parameters[name], before[name]) for name in before)
+        kept = parameters["blocks.0.up.weight"].detach()
+    assert torch.equal(kept, before["blocks.0.up.weight"])  # what was taken in the block stays valid
+    changes: dict[str, Callable[[torch.Tensor], Any]] = {
+        "embed.weight": lambda p: p[3:5].zero_(),
+        "blocks.0.up.weight": lambda p: p.mul_(1.5),
+        "blocks.1.gain": lambda p: p.fill_(0.75),
+        "frozen.weight": lambda p: p.neg_(),
+    }
+    with zstore.gather([parameters[name] for name in (*changes, "mix", "norm.weight")], modifier_rank=last):
+        for name, change in changes.items():
+            if run.rank == last:
+                change(parameters[name].data)
+            elif name == "blocks.0.up.weight":
+                parameters[name].data.fill_(99.0)  # another rank's values do not count
+        if run.rank == last:
+            parameters["mix"].data = torch.full((2, 3, 56), 0.125, dtype=parameters["mix"].dtype)
+    for name, change in changes.items():
+        run.change(name, change)
+    run.change("mix", lambda p: p.fill_(0.125))
+    assert run.differences() == []
+    run.step()
+    with zstore.gather(parameters["start"], modifier_rank=0):
+        with zstore.gather([parameters["start"], parameters["norm.bias"]], modifier_rank=last), torch.no_grad():
+            parameters["start"].add_(1.0)
+        assert torch.equal(parameters["start"], run.parameters["start"] + 1)
+    run.change("start", lambda p: p.add_(1.0))
+    run.step()
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_changes_in_a_block_train_on_as_in_the_plain_loop(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_gathered_changes", timeout_s=120)
+
+
+def check_setting(run: Run) -> None:
+    engine, reference = run.engine, run.reference
+    run.step()
+    generator = torch.Generator().manual_seed(7)
+    for name in CHANGED:
+        parameter = run.parameters[name]
+        values = torch.randn(parameter.shape, generator=generator)
+        engine.set_full_parameter(name, values if run.rank == 0 else None)
+        parameter.data.copy_(values)
+        if name in reference.masters:
+            reference.masters[name].data.copy_(values)  # all digits, not the rounded ones
+            moment = torch.rand(parameter.shape, generator=generator)
+            engine.set_optimizer_state(
+                name, "exp_avg_sq", moment.numpy() if run.rank == 0 else torch.ones(moment.shape)
+            )
+            engine.set_optimizer_state(name, "step", 5)
+            state = reference.optimizer.state[reference.masters[name]]
+            state["exp_avg_sq"].copy_(moment)
+            state["step"].fill_(5.0)
+    run.step()
+    run.step()
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_set_trains_on_as_in_the_plain_loop(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_setting", timeout_s=120)
+
+
+def check_training_in_a_block(run: Run) -> None:
+    engine = run.engine
+    up, embed = engine.module.blocks[0].up.weight, engine.module.embed.weight
+    batches = [[batch(0, m, r) for r in range(run.world_size)] for m in range(run.case.accumulation)]
+    for micro in batches:
+        # A graph made before the block, one made in it, and a backward on either side.
+        loss = engine(*micro[run.rank])
+        with zstore.gather([up, embed]):
+            with torch.no_grad():
+                engine(*micro[run.rank])
+            engine.backward(loss)
+            with pytest.raises(UsageError, match=r"engine.step\(\) within `with zstore.gather"):
+                engine.step()
+        engine.step()
+    run.reference.step(batches)
+    batches = [[batch(1, m, r) for r in range(run.world_size)] for m in range(run.case.accumulation)]
+    for micro in batches:
+        with zstore.gather(engine.module):
+            loss = engine(*micro[run.rank])
+        engine.backward(loss)
+        engine.step()
+    run.reference.step(batches)
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forward_and_backward_around_a_block(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_training_in_a_block", timeout_s=120)
+
+
+class Reader(nn.Module):
+    """Reads another module's weight in its forward, and may change it."""
+
+    def __init__(self, change: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(40, 40)
+        self.second = nn.Linear(40, 40)
+        self.change = change
+        self.checkpoint = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        with zstore.gather(self.first.weight, modifier_rank=0 if self.change else None):
+            return x @ self.first.weight.T.square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        inner = partial(torch.utils.checkpoint.checkpoint, self.inner, use_reentrant=False)
+        return (inner if self.checkpoint else self.inner)(x).square().mean()
+
+
+def _within_a_forward(rank: int, checkpoint: bool) -> list[float]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": ADAM}}
+    model = Reader()
+    model.checkpoint = checkpoint
+    losses = []
+    x = torch.ones(2, 40)
+    with zstore.initialize(model=model, config=config | {"zero_optimization": zero, "steps_per_print": 0})[0] as engine:
+        for _ in range(3):
+            loss = engine(x)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        model.change = True
+        with pytest.raises(UsageError, match="within a forward: parameters can be changed between steps only"):
+            engine(x)
+    return losses
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_block_within_a_forward(checkpoint: bool) -> None:
+    plain = Reader()
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True, **ADAM)
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(torch.ones(2, 40))
+        expected.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+    for losses in run_ranks(_within_a_forward, 2, checkpoint):
+        assert losses == expected
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def spoil(parameter: nn.Parameter, rank: int) -> None:
+    """Fails on rank 1, after it changed the parameter."""
+    parameter.data.zero_()
+    _ = 1 / (1 - rank)
+
+
+def check_refusals(run: Run) -> None:
+    engine = run.engine
+    up = engine.module.blocks[0].up.weight
+    before = engine_digests(engine)
+    is_its_own_master = run.case.precision == "fp32" and run.case.tier == "none" and run.case.stage < 3
+    if not is_its_own_master:
+        with (
+            pytest.raises(UsageError, match=r"is read-only, but 'blocks.0.up.weight' changed"),
+            zstore.gather(up),
+            torch.no_grad(),
+        ):
+            up.fill_(7.0)
+        assert engine_digests(engine) == before
+        with zstore.gather(up):
+            assert torch.equal(up, run.parameters["blocks.0.up.weight"])
+    with pytest.raises(UsageError, match=rf"modifier_rank=9\): there are ranks 0 to {run.world_size - 1}"):
+        zstore.gather(up, modifier_rank=9).__enter__()
+    with (
+        pytest.raises((UsageError, RankError), match=r"'blocks.0.up.weight' has shape \(2, 2\) at the end of gather"),
+        zstore.gather(up, modifier_rank=0),
+    ):
+        up.data = torch.zeros(2, 2, dtype=up.dtype)
+    assert up.shape == (168, 56)
+    with pytest.raises(ZeroDivisionError), zstore.gather(engine.module):
+        _ = 1 / 0
+    if run.world_size > 1:
+        names = ["mix", "start"] if run.rank else ["start", "mix"]
+        with pytest.raises(UsageError, match="all ranks have to make the same call"):
+            engine.get_full_parameter(names[0])
+        with (
+            pytest.raises(ZeroDivisionError if run.rank == 1 else RankError),
+            zstore.gather(engine.module.embed.weight, modifier_rank=0),
+        ):
+            spoil(engine.module.embed.weight, run.rank)
+        assert is_its_own_master or engine_digests(engine) == before
+    run.step()
+    run.step()
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_refused_changes_nothing(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_refusals", timeout_s=120)
+
+
+def check_state_dicts(run: Run) -> None:
+    model, expected = run.engine.module, run.reference.model.state_dict()
+    if run.engine.training_state.hooks is not None:
+        for call in (model.state_dict, run.engine.state_dict, model.blocks[0].state_dict):
+            with pytest.raises(UsageError, match=r"call engine.module_state_dict\(\)"):
+                call()
+        with pytest.raises(UsageError, match="load before initialize"):
+            model.load_state_dict(expected)
+    with zstore.gather(model):
+        found = model.state_dict()
+    assert all(same(found[name], value) for name, value in expected.items())
+    changed = {name: value + 1 if name != "shift" else value for name, value in expected.items()}
+    with zstore.gather(model, modifier_rank=0):
+        model.load_state_dict(changed)
+    for name in run.parameters:
+        run.change(name, lambda p: p.add_(1))
+    run.step()
+    assert run.differences() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_dicts_of_sharded_models(world_size: int) -> None:
+    run_ranks(_each, world_size, world_size, "check_state_dicts", timeout_s=120)
+
+
+def test_parameters_without_an_engine_are_left_alone() -> None:
+    linear = nn.Linear(3, 2)
+    with zstore.gather(linear, modifier_rank=5), torch.no_grad():
+        linear.weight.fill_(2.0)
+    assert linear.weight.unique().tolist() == [2.0]
+    with zstore.gather([]):
+        pass
+    with pytest.raises(UsageError, match="gather\\(\\) expects parameters, or a module, got str"):
+        zstore.gather(["weight"]).__enter__()  # type: ignore[list-item]
+    with runs(0, 1, CASES[1][0]) as run:
+        model = run.engine.module
+    with zstore.gather(model, modifier_rank=3):
+        pass
+
+
+def test_optimizer_state_that_the_first_step_makes() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = {"train_batch_size": 2, "steps_per_print": 0}
+    with zstore.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+        with pytest.raises(UsageError, match="set it after a step"):
+            engine.set_optimizer_state("weight", "momentum_buffer", torch.ones(4, 4))
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+        engine.set_optimizer_state("weight", "momentum_buffer", torch.ones(4, 4))
+        assert same(engine.get_optimizer_state("weight", "momentum_buffer"), torch.ones(4, 4))
+
+
+def check_deepspeeds_names(run: Run) -> None:
+    weight = run.engine.module.blocks[1].down.weight
+    run.step(lambda _: _check_gradient(run.engine, weight))
+    master = run.engine.get_full_parameter("blocks.1.down.weight")
+    assert master is not None
+    assert same(safe_access.safe_get_full_fp32_param(weight), master)
+    safe_access.safe_set_full_fp32_param(weight, master * 3)
+    assert same(safe_access.safe_get_full_fp32_param(weight), master * 3)
+    safe_access.safe_set_full_optimizer_state(weight, master, "exp_avg")
+    assert same(safe_access.safe_get_full_optimizer_state(weight, "exp_avg"), master)
+    for other in (run.engine.module.frozen.weight, nn.Parameter(torch.zeros(1))):
+        assert safe_access.safe_get_full_fp32_param(other) is None
+        assert safe_access.safe_get_full_grad(other) is None
+        with pytest.raises(UsageError, match="trained by no open engine"):
+            safe_access.safe_set_full_fp32_param(other, torch.zeros(1))
+
+
+def _check_gradient(engine: Engine, weight: nn.Parameter) -> None:
+    expected = engine.get_gradient("blocks.1.down.weight")
+    assert expected is not None
+    assert same(safe_access.safe_get_full_grad(weight), expected)
+
+
+def test_the_names_that_deepspeed_has() -> None:
+    run_ranks(_each, 2, 2, "check_deepspeeds_names")

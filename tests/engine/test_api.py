@@ -1,0 +1,284 @@
+"""What a training loop may ask of the engine, and how wrong calls are answered. One process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.linear_runs import linear, one_step, settings, start
+from tests.engine.models import batch, make_net
+from zstore.errors import ConfigError, NonFiniteError, RunFolderError, UsageError
+
+
+def test_counters_and_boundaries() -> None:
+    with start(gradient_accumulation_steps=2, train_batch_size=4) as engine:
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 2)
+        assert engine.gradient_accumulation_steps() == 2
+        assert engine.get_global_grad_norm() is None
+        before = [p.clone() for p in engine.parameters()]
+        assert not engine.is_gradient_accumulation_boundary()
+        one_step(engine)
+        assert engine.is_gradient_accumulation_boundary()
+        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (1, 0, False)
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
+        one_step(engine)
+        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (2, 1, True)
+        assert not any(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
+        assert engine.get_lr() == [1e-2]
+        assert engine.get_global_grad_norm() > 0
+        assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
+        statistics = engine.statistics()
+        assert statistics.forward_s > 0
+        assert statistics.backward_s > 0
+        assert statistics.optimizer_s > 0
+
+
+def test_it_is_a_module_and_hands_out_the_models_attributes() -> None:
+    model = linear()
+    model.extra = "mine"
+    with start(model) as engine:
+        assert isinstance(engine, nn.Module)
+        assert engine.module is model
+        assert engine.extra == "mine"
+        assert engine.in_features == 8
+        assert set(engine.parameters()) == set(model.parameters())
+        engine.eval()
+        assert not model.training
+        engine.train()
+        assert model.training
+        with pytest.raises(AttributeError, match="nothing_of_that_name"):
+            _ = engine.nothing_of_that_name
+
+
+def test_leftovers_of_a_plain_loop_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with start() as plain, start() as other:
+        one_step(plain)
+        one_step(plain)
+        for _ in range(2):
+            other.optimizer.zero_grad()
+            other.zero_grad()
+            loss = other(torch.ones(2, 8)).square().mean()
+            other.backward(loss)
+            nn.utils.clip_grad_norm_(other.parameters(), 1e-9)
+            other.zero_grad()
+            with other.no_sync():
+                other.step()
+            other.optimizer.step()
+        assert engine_digests(plain) == engine_digests(other)
+    assert [r.message for r in caplog.records if "remove optimizer.step()" in r.message] != []
+    assert len([r for r in caplog.records if "remove optimizer.step()" in r.message]) == 1
+
+
+def test_calls_at_the_wrong_time() -> None:
+    with start(gradient_accumulation_steps=2) as engine:
+        with pytest.raises(UsageError, match=r"step\(\) without engine.backward"):
+            engine.step()
+        with pytest.raises(UsageError, match=r"loss of one element, got shape \(2, 4\)"):
+            engine.backward(engine(torch.ones(2, 8)))
+        with pytest.raises(UsageError, match="needs no gradient"), torch.no_grad():
+            engine.backward(engine(torch.ones(2, 8)).mean())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_that_is_nan_changes_nothing(precision: str) -> None:
+    changes = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    with start(**changes) as engine:
+        one_step(engine)
+        before = engine_digests(engine)
+        with pytest.raises(NonFiniteError, match="norm of the gradients is nan"):
+            one_step(engine, torch.full((2, 8), torch.nan, dtype=next(engine.parameters()).dtype))
+        assert engine_digests(engine) == before
+        assert (engine.global_steps, engine.skipped_steps) == (1, 0)
+        one_step(engine)
+        assert engine.global_steps == 2
+
+
+def test_a_failed_backward_starts_the_accumulation_anew() -> None:
+    with start(gradient_accumulation_steps=2) as engine, start(gradient_accumulation_steps=2) as other:
+        one_step(engine)
+        loss = engine(torch.ones(2, 8)).square().mean()
+        loss.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss)
+        for _ in range(2):
+            one_step(engine)
+            one_step(other)
+        assert engine_digests(engine) == engine_digests(other)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a torch.nn.Module, got str"):
+        zstore.initialize(model="gpt", config=settings())
+    with pytest.raises(ConfigError, match="no config"):
+        zstore.initialize(model=linear())
+    with pytest.raises(ConfigError, match="config and config_params"):
+        zstore.initialize(model=linear(), config=settings(), config_params=settings(seed=3))
+    with pytest.raises(UsageError, match="no model parallelism"):
+        zstore.initialize(model=linear(), config=settings(), mpu=object())
+    with pytest.raises(ConfigError, match='add an "optimizer" section'):
+        zstore.initialize(model=linear(), config={"train_batch_size": 1})
+    with pytest.raises(UsageError, match="no trainable parameter"):
+        start(linear().requires_grad_(False))
+    with pytest.raises(UsageError, match="not one of the model's"):
+        zstore.initialize(model=linear(), model_parameters=linear().parameters(), config=settings())
+    with pytest.raises(UsageError, match="meta device"):
+        start(nn.Linear(2, 2, device="meta"))
+    twins = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    twins[0].weight.data = twins[1].weight.data
+    with pytest.raises(UsageError, match="share memory"):
+        start(twins)
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "missing")}}
+    with pytest.raises(RunFolderError, match="existing folder"):
+        start(zero_optimization=zero)
+    (tmp_path / "run").mkdir()
+    zero["offload_optimizer"]["nvme_path"] = str(tmp_path / "run")
+    with start(zero_optimization=zero), pytest.raises(RunFolderError, match="another run holds this folder"):
+        start(zero_optimization=zero)
+    start(zero_optimization=zero).close()
+
+
+def test_sparse_gradients_are_answered() -> None:
+    with start(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))) as engine:
+        loss = engine(torch.tensor([1, 2])).mean()
+        with pytest.raises(UsageError, match="sparse=False"):
+            engine.backward(loss)
+
+
+def test_a_dropped_engine_gives_its_run_folder_back(tmp_path: Path) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    engine = start(nn.Linear(256, 256), zero_optimization=zero)
+    engine.backward(engine(torch.ones(1, 256)).mean())
+    engine.step()
+    assert list(tmp_path.rglob("*.shard")) != []
+    del engine
+    assert list(tmp_path.rglob("*.shard")) == []
+    start(zero_optimization=zero).close()
+
+
+def test_parameter_groups_keep_their_settings() -> None:
+    def groups(model: nn.Linear) -> list[dict[str, Any]]:
+        return [{"params": [model.weight], "weight_decay": 0.5}, {"params": model.bias, "weight_decay": 0.0, "lr": 0.1}]
+
+    model, plain = linear(), linear()
+    engine, optimizer, _, _ = zstore.initialize(model=model, model_parameters=groups(model), config=settings())
+    reference = torch.optim.AdamW(groups(plain), lr=1e-2, weight_decay=0.0, fused=True)
+    with engine:
+        for _ in range(3):
+            one_step(engine)
+            reference.zero_grad()
+            plain(torch.ones(2, 8)).square().mean().backward()
+            reference.step()
+            assert engine.get_lr() == [1e-2, 0.1]
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = model.weight.clone()
+        one_step(engine)
+        assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, nesterov=False, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+        lambda p: torch.optim.NAdam(p, lr=0.01),
+        lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+        lambda p: torch.optim.RAdam(p, lr=0.01),
+        lambda p: torch.optim.ASGD(p, lr=0.01),
+    ],
+)
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_client_optimizers_do_what_torch_does(make: Any, device: str, tmp_path: Path) -> None:
+    zero = {"stage": 1} | ({"offload_optimizer": {"device": device}} if device != "none" else {})
+    config = settings(zero_optimization=zero)
+    del config["optimizer"]
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 70))
+
+    mine, plain = model(), model()
+    client = make(mine.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(client, 2)
+    engine, optimizer, _, returned = zstore.initialize(
+        model=mine, optimizer=client, lr_scheduler=scheduler, config=config
+    )
+    assert returned is scheduler
+    assert optimizer.param_groups is client.param_groups
+    reference = make(plain.parameters())
+    steps = torch.optim.lr_scheduler.StepLR(reference, 2)
+    with engine:
+        for step in range(5):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            reference.zero_grad()
+            plain(x).square().mean().backward()
+            reference.step()
+            steps.step()
+            assert engine.get_lr() == [reference.param_groups[0]["lr"]]
+            if step == 2:
+                engine.save_checkpoint(str(tmp_path))
+        assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+        after = engine_digests(engine)
+    again = model()
+    client = make(again.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(client, 2)
+    engine, *_ = zstore.initialize(model=again, optimizer=client, lr_scheduler=scheduler, config=config)
+    with engine:
+        engine.load_checkpoint(str(tmp_path))
+        for step in (3, 4):
+            engine.backward(engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean())
+            engine.step()
+        assert engine_digests(engine) == after
+
+
+def test_a_scheduler_by_function_and_one_that_needs_a_metric() -> None:
+    engine, _, _, scheduler = zstore.initialize(
+        model=linear(),
+        config=settings(),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    )
+    with engine:
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+        one_step(engine)
+        assert engine.get_lr() == [pytest.approx(5e-3)]
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        zstore.initialize(model=linear(), config=settings(), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_config_notices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with start(zero_optimization={"stage": 1, "round_robin_gradients": True}):
+        pass
+    assert len([r for r in caplog.records if "zero_optimization.round_robin_gradients" in r.message]) == 1
+
+
+def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), start(steps_per_print=2) as engine:
+        for _ in range(4):
+            one_step(engine)
+    assert [r.message.split(":")[0] for r in caplog.records if r.message.startswith("step ")] == ["step 2", "step 4"]
+
+
+def test_buffers_are_cast_and_saved(tmp_path: Path) -> None:
+    with start(make_net(), bf16={"enabled": True}) as engine:
+        assert engine.module.shift.dtype == torch.bfloat16
+        loss = engine(*batch(0, 0, 0))
+        engine.backward(loss)
+        engine.step()
+        engine.module.shift.fill_(0.5)
+        engine.save_checkpoint(str(tmp_path))
+        engine.module.shift.zero_()
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.module.shift.unique().tolist() == [0.5]

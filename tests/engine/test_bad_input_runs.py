@@ -1,0 +1,334 @@
+"""Bad input to whole runs: the train command, Ctrl-C in a save, a full disk. Real processes, real signals, a real disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.engine.runs import whole
+from zstore.tools import cli
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def write_config(folder: Path, **keys: Any) -> Path:
+    path = folder / "ds.json"
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    }
+    path.write_text(json.dumps(config | keys))
+    return path
+
+
+# -- the train command ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    config = write_config(tmp_path)
+
+    def run(*words: object) -> tuple[int, str]:
+        """The exit code and stderr of `zstore train` with gpt-tiny and `words`."""
+        command = ["zstore", "train", "--config", config, "--model", "gpt-tiny", "--seq-len", 32, *words]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert out == ""
+        code = ended.value.code
+        assert isinstance(code, int) or code is None
+        return code or 0, err
+
+    return run
+
+
+def test_text_that_cannot_serve_is_named_before_anything_is_made(train: Any, tmp_path: Path) -> None:
+    empty, short, folder = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "none"
+    empty.touch()
+    short.write_bytes(b"x" * 31)
+    folder.mkdir()
+    save = tmp_path / "ckpt"
+    for data, message in (
+        (empty, f"zstore: {empty} holds no text (1 files, 0 bytes)"),
+        (short, f"zstore: {short} holds 31 bytes, but one sample takes 32"),
+        (folder, f"zstore: {folder} holds no text (0 files, 0 bytes)"),
+        (tmp_path / "missing", "does not exist: check --data"),
+    ):
+        code, err = train("--steps", 1, "--data", data, "--save", save)
+        assert code == 1
+        assert message in err
+        assert err.count("\n") == 1
+    assert not save.exists()
+
+
+def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 4)
+    save = tmp_path / "ckpt"
+    # Nothing to resume from is a fresh start only where `auto` was asked for.
+    code, err = train("--steps", 1, "--data", text, "--save", save, "--resume", tmp_path / "missing")
+    assert (code, save.exists()) == (1, False)
+    assert "expected DIR or DIR:TAG of a saved checkpoint" in err
+    assert train("--steps", 1, "--data", text, "--save", save, "--resume", "auto")[0] == 0
+    assert whole(save) == ["step-00000001"]
+
+    for words, message in (
+        (["--resume", f"{save}:best"], "'best'"),
+        (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint was trained with 0"),
+        (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint was trained with 32"),
+        (["--resume", "auto", "--model", "gpt-small"], "is of another model or optimizer"),
+        (["--save", "/proc/ckpt"], "--save: the folder cannot be written; give one that this user may write"),
+        (["--save", text], "--save: the folder cannot be written"),
+        (["--save", "/proc/ckpt", "--nproc", 2], "--save: the folder cannot be written"),
+    ):
+        code, err = train("--steps", 2, "--data", text, "--save", save, *words)
+        assert code == 1
+        assert message in err
+        assert err.startswith("zstore: ")
+        assert err.count("zstore: ") == 1
+    assert whole(save) == ["step-00000001"]
+    assert train("--steps", 1, "--data", text, "--save", save, "--resume", "auto") == (
+        0,
+        "the checkpoint is at step 1 of 1: nothing to do\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "message"),
+    [
+        ({"zero_optimization": {"stage": 7}}, [], "ds.json: zero_optimization.stage: choose one of"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
+            [],
+            "nvme_path: expected an existing folder",
+        ),
+        ({}, ["--data", "/nowhere"], "/nowhere"),
+        ({}, ["--model", "gpt-none"], "unknown model 'gpt-none'"),
+        ({"train_batch_size": "auto"}, ["--lr", "1e30", "--steps", "3"], "norm of the gradients is nan"),
+    ],
+)
+def test_a_start_that_fails_leaves_no_folder(
+    keys: dict[str, Any], words: list[object], message: str, train: Any, tmp_path: Path
+) -> None:
+    write_config(tmp_path, **keys)
+    save = tmp_path / "runs" / "first" / "ckpt"
+    code, err = train("--steps", 1, "--save", save, *words)
+    assert code == 1
+    assert message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_all_ranks_say_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train_batch_size=3)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zstore", "train"]
+    words = ["--config", config.name, "--model", "gpt-tiny", "--seq-len", "8", "--steps", "1", "--save", "ckpt"]
+    done = subprocess.run(
+        [sys.executable, *command, *words],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("zstore: ")]
+    assert line.startswith("zstore: ranks 0, 1: ds.json: train_batch_size 3 is not a multiple of")
+    assert not (tmp_path / "ckpt").exists()
+
+
+FAILING = """
+import os, sys
+import zstore
+from zstore.ranks.world import World
+from zstore.errors import ConfigError
+from zstore.tools.train.rank_errors import said_once
+
+rank, early = int(os.environ["RANK"]), sys.argv[1] == "early"
+with said_once():
+    if early:
+        raise ConfigError("the same" if rank != 1 else "another")
+    zstore.init_distributed()
+    World.current().raise_together(ConfigError("mine") if rank == 1 else None)
+"""
+
+
+LAUNCHED = """
+import sys
+from zstore.tools.train.launch import launch
+launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"), [("early", {"ranks 0, 2: the same", "rank 1: another"}), ("late", {"rank 1: mine"})]
+)
+def test_different_messages_are_all_said_and_those_who_only_stop_are_silent(when: str, expected: set[str]) -> None:
+    done = warm.run(
+        [sys.executable, "-c", LAUNCHED, "3", FAILING, when], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    *said, last = done.stderr.splitlines()
+    assert {line.removeprefix("zstore: ") for line in said if line.startswith("zstore: ")} == expected
+    assert "training failed on ranks 0, 1, 2;" in last
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def wait_for_save(process: warm.Popen, folder: Path, seconds_more: float) -> None:
+    """Return `seconds_more` after a save under way in `folder` is seen."""
+    deadline = time.monotonic() + 60
+    while not (folder.is_dir() and any(".tmp-" in path.name for path in folder.iterdir())):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    end = time.perf_counter() + seconds_more
+    while time.perf_counter() < end:
+        pass
+
+
+INTERRUPTED = """
+import sys
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start, state_of, step
+
+folder, nvme, tier, count = sys.argv[1:]
+with start(make_config(3, tier, nvme), make_net(width=192, layers=3)) as engine:
+    step(engine)
+    engine.save_checkpoint(folder, "first")
+    before = state_of(engine)
+    for _ in range(int(count)):
+        try:
+            print("saving", flush=True)
+            while True:
+                engine.save_checkpoint(folder, "again", overwrite=True)
+        except KeyboardInterrupt:
+            pass
+    assert state_of(engine) == before
+    for name in ("again", "first"):
+        engine.load_checkpoint(folder, name)
+        assert state_of(engine) == before
+    step(engine)
+    engine.save_checkpoint(folder, "last")
+"""
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_ctrl_c_in_a_save_harms_neither_checkpoint_nor_engine(tier: str, tmp_path: Path) -> None:
+    folder, nvme, count = tmp_path / "ckpt", tmp_path / "nvme", 6
+    nvme.mkdir()
+    rng = random.Random(3)
+    words = [sys.executable, "-c", INTERRUPTED, str(folder), str(nvme), tier, str(count)]
+    with warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in range(count):
+            assert process.stdout.readline() == "saving\n"
+            wait_for_save(process, folder, rng.random() * 0.03)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert whole(folder) == ["first", "again", "last"]
+    assert sorted(path.name for path in folder.iterdir()) == ["again", "first", "last", "latest"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, tmp_path: Path) -> None:
+    save = tmp_path / "ckpt"
+    words = ["--config", tmp_path / "ds.json", "--model", "gpt-tiny", "--seq-len", 32, "--save", save]
+    command = [sys.executable, "-m", "zstore", "train", *map(str, words), "--steps", "1000", "--save-every", "1"]
+    command += ["--nproc", str(nproc)]
+    with warm.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        while not (save / "latest").exists():
+            assert not warm.ends_within(process, 0.01)
+        wait_for_save(process, save, 0.01)
+        # As a terminal does it: to the launcher and all ranks.
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    last = len(whole(save))
+    assert whole(save) == [f"step-{number:08d}" for number in range(1, last + 1)]
+    code, err = train("--steps", last + 1, "--save", save, "--resume", "auto")
+    assert code == 0, err
+    assert f"step {last + 1}: save stall" in err
+
+
+# -- a full disk ----------------------------------------------------------------------------------------------------
+
+FULL = """
+import subprocess, sys
+from pathlib import Path
+import pytest
+from tests.engine.runs import make_config, start, state_of, step, unchanged, whole
+from zstore.errors import DiskFullError, UsageError
+
+disk, elsewhere = Path(sys.argv[1]), sys.argv[2]
+
+def size(text):
+    verb = ["-o", f"remount,size={text}"] if disk.is_mount() else ["-t", "tmpfs", "-o", f"size={text}", "tmpfs"]
+    subprocess.run(["mount", *verb, str(disk)], check=True)
+
+size("600k")
+with pytest.raises(DiskFullError, match=str(disk)):
+    start(make_config(3, "nvme", disk))
+assert not list(disk.rglob("*.shard"))
+size("1200k")
+with start(make_config(3, "nvme", disk)) as engine:
+    step(engine)
+    with unchanged(engine):
+        with pytest.raises(DiskFullError, match="the next step needs"):
+            engine.save_checkpoint(str(disk / "ckpt"))
+        assert not (disk / "ckpt").exists() or whole(disk / "ckpt") == []
+    engine.save_checkpoint(elsewhere)
+    before = state_of(engine)
+with start(make_config(3, "nvme", disk)) as engine:
+    engine.load_checkpoint(elsewhere)
+    assert state_of(engine) == before
+    # Room for the checkpoint's own files, and none for the next generation of what it links.
+    size("2200k")
+    with pytest.raises(DiskFullError, match="the next step .* beside it"):
+        engine.save_checkpoint(str(disk / "ckpt"))
+    assert state_of(engine) == before
+    size("40m")
+    engine.save_checkpoint(str(disk / "ckpt"))
+    # Something else takes the room.
+    size("2200k")
+    with pytest.raises(DiskFullError, match=str(disk)) as caught:
+        step(engine)
+    assert "applied in part" in caught.value.__notes__[0]
+    size("40m")
+    for torn in (lambda: step(engine), lambda: engine.save_checkpoint(elsewhere, "torn")):
+        with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+            torn()
+    engine.load_checkpoint(str(disk / "ckpt"))
+    with unchanged(engine, steps=2):
+        pass
+    engine.save_checkpoint(str(disk / "ckpt"))
+    assert whole(disk / "ckpt") == ["step-00000002", "step-00000003"]
+print("done")
+"""
+
+
+def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    private = [unshare or "", "--map-root-user", "--mount"]
+    if unshare is None or subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode:
+        pytest.skip("may not mount")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*private, sys.executable, "-c", FULL, str(disk), str(tmp_path / "elsewhere")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100)
+    assert done.stdout == "done\n", done.stderr

@@ -1,0 +1,93 @@
+"""Exactness: after every step, every master, moment, parameter and loss has the bits of the plain loop."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from tests.engine.bits import (
+    Case,
+    compare_all,
+)
+from zstore.testing.ranks import run_ranks
+
+TIERS = ("none", "cpu", "nvme")
+PRECISIONS = ("bf16", "fp16", "fp32")
+MODES = ("none", "backward", "forward")
+
+
+def sample_cases(world_size: int, count: int) -> list[Case]:
+    """Return `count` of the ten stages and tiers, with the other choices and the model drawn from a fixed seed."""
+    rng = random.Random(world_size)
+    pairs = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS)]
+    rng.shuffle(pairs)
+    cases = [
+        Case(
+            stage,
+            tier,
+            rng.choice(PRECISIONS),
+            rng.choice((1, 3)),
+            rng.choice((0.0, 0.25)),
+            rng.choice((500_000_000, 40_000)),
+            rng.choice((0, 100, 100_000)),
+            parameters=rng.choice(TIERS) if stage == 3 else "none",
+            overlap=rng.choice(MODES),
+            seed=rng.randrange(10**6),
+        )
+        for stage, tier in pairs
+    ]
+    return cases[:count]
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 10), (3, 6), (4, 4)])
+def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
+    cases = [asdict(case) for case in sample_cases(world_size, count)]
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+def all_cases() -> list[Case]:
+    """Return every combination, and split masters in every place and step mode; each with a model of its own."""
+    places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in TIERS)]
+    places += [(3, tier, parameters) for tier in TIERS for parameters in TIERS]
+    choices = itertools.product(places, PRECISIONS, (1, 3), (0.0, 0.25), (500_000_000, 40_000), MODES)
+    rng = random.Random(0)
+
+    def drawn() -> dict[str, Any]:
+        types = rng.choice((None, *PRECISIONS)), rng.choice((None, *PRECISIONS))
+        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6), "types": types}
+
+    cases = [
+        Case(stage, tier, *rest, parameters=parameters, overlap=overlap, **drawn())
+        for (stage, tier, parameters), *rest, overlap in choices
+    ]
+    for (stage, tier, parameters), overlap in itertools.product(places, MODES):
+        accumulation, clip, bucket = rng.choice((1, 3)), rng.choice((0.0, 0.25)), rng.choice((500_000_000, 40_000))
+        one = Case(stage, tier, "bf16", accumulation, clip, bucket, parameters=parameters, overlap=overlap, **drawn())
+        cases.append(replace(one, split=True))
+    return cases
+
+
+def test_an_update_within_the_backward_of_what_is_not_offloaded_takes_gradients_that_wait_in_place() -> None:
+    cases = [asdict(Case(stage, "none", "bf16", 1, 0.0, 500_000_000, 100, overlap="backward")) for stage in (2, 3)]
+    for failed in run_ranks(compare_all, 2, 2, cases, timeout_s=120):
+        assert failed == []
+
+
+CASES_A_PROCESS = 64
+"""An engine's process groups live as long as its process: hundreds of them slow it down."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bits_equal_the_plain_loop_in_every_combination(world_size: int) -> None:
+    cases = [asdict(case) for case in all_cases()]
+    for first in range(0, len(cases), CASES_A_PROCESS):
+        chunk = cases[first : first + CASES_A_PROCESS]
+        for failed in run_ranks(compare_all, world_size, world_size, chunk, timeout_s=900):
+            assert failed == []

@@ -1,0 +1,463 @@
+"""Saving and loading through the engine: exact resume, other world sizes, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.models import make_net
+from tests.engine.resume_runs import config, train
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.engine import Engine
+from zstore.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    UsageError,
+)
+from zstore.format.partition import WHOLE_BYTES
+from zstore.ranks.world import World
+from zstore.testing.ranks import run_ranks
+
+STEPS = 2
+
+
+def start(*args: Any, model: nn.Module | None = None, seed: int = 0, **kwargs: Any) -> Engine:
+    engine, *_ = zstore.initialize(model=model or make_net(seed), config=config(*args, **kwargs))
+    return engine
+
+
+def _save_and_go_on(rank: int, folder: str, stage: int, tier: str, precision: str) -> dict[str, Any]:
+    engine = start(stage, tier, folder, precision=precision)
+    with engine:
+        train(engine, STEPS)
+        torch.rand(3 + rank), random.random(), np.random.rand()
+        engine.save_checkpoint(f"{folder}/ckpt", "mid", {"epoch": 3, "best": [torch.arange(5) * 0.5, "x"]})
+        at_save = engine_digests(engine)
+        drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
+        losses = train(engine, STEPS)
+        return {"at_save": at_save, "drawn": drawn, "losses": losses, "after": engine_digests(engine)}
+
+
+def _resume(rank: int, folder: str, stage: int, tier: str, precision: str) -> dict[str, Any]:
+    engine = start(stage, tier, folder, precision=precision, seed=1)
+    with engine:
+        path, state = engine.load_checkpoint(f"{folder}/ckpt")
+        assert path == f"{folder}/ckpt/mid"
+        assert state["epoch"] == 3
+        assert state["best"][0].tolist() == [0, 0.5, 1, 1.5, 2]
+        assert state["best"][1] == "x"
+        assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
+        at_save = engine_digests(engine)
+        drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
+        losses = train(engine, STEPS)
+        return {"at_save": at_save, "drawn": drawn, "losses": losses, "after": engine_digests(engine)}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "tier", "precision"),
+    [
+        (1, 0, "none", "fp32"),
+        (1, 3, "nvme", "fp16"),
+        (2, 3, "nvme", "bf16"),
+        (2, 0, "none", "bf16"),
+        (3, 1, "cpu", "fp32"),
+    ],
+)
+def test_resume_is_exact(tmp_path: Path, world_size: int, stage: int, tier: str, precision: str) -> None:
+    args = (str(tmp_path), stage, tier, precision)
+    saved = run_ranks(_save_and_go_on, world_size, *args)
+    resumed = run_ranks(_resume, world_size, *args)
+    assert resumed == saved
+    assert len({str(result["drawn"]) for result in saved}) == world_size
+
+
+def _save(rank: int, folder: str, stage: int, tier: str) -> list[float]:
+    with start(stage, tier, folder) as engine:
+        train(engine, STEPS)
+        engine.save_checkpoint(f"{folder}/ckpt", client_state={"note": "elastic"})
+        return train(engine, STEPS)
+
+
+def _load_elsewhere(rank: int, folder: str, stage: int, tier: str) -> tuple[list[float], str]:
+    with start(stage, tier, folder, seed=1, batch_size=2 * World.current().world_size) as e:
+        path, state = e.load_checkpoint(f"{folder}/ckpt")
+        assert path is not None
+        assert state == {"note": "elastic"}
+        assert e.train_batch_size() == 12
+        e.save_checkpoint(f"{folder}/again", tag=f"from-{e.world_size}", client_state=state)
+        return train(e, STEPS), path
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 3, "nvme"), (1, 1, "cpu")), ((1, 0, "none"), (3, 2, "nvme")), ((3, 3, "cpu"), (2, 0, "none"))],
+)
+def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after: tuple[int, int, str]) -> None:
+    whole = run_ranks(_save, before[0], str(tmp_path), *before[1:])
+    loaded = run_ranks(_load_elsewhere, after[0], str(tmp_path), *after[1:])
+    per_step = [np.mean([loss for rank in whole for loss in _of_step(rank, step)]) for step in range(STEPS)]
+    here = [np.mean([loss for rank, _ in loaded for loss in _of_step(rank, step)]) for step in range(STEPS)]
+    np.testing.assert_allclose(here, per_step, rtol=2e-3)
+    with open_checkpoint(tmp_path / "ckpt") as one, open_checkpoint(tmp_path / "again") as other:
+        assert one.arrays.keys() == other.arrays.keys()
+        assert (one.record.world_size, other.record.world_size) == (before[0], after[0])
+        assert one.record.run == other.record.run
+        for name in one.arrays:
+            np.testing.assert_array_equal(one.read_array(name), other.read_array(name), err_msg=name)
+        # Small arrays are one file, those of each rank are of large ones alone.
+        for name, array in [*one.arrays.items(), *other.arrays.items()]:
+            assert array.spec.nbytes >= WHOLE_BYTES or array.grid.num_shards == 1, name
+        assert one.arrays["model/embed.weight"].grid.num_shards == before[0]
+
+
+def test_a_resharded_checkpoint_goes_on_like_the_one_it_came_from(tmp_path: Path) -> None:
+    run_ranks(_save, 2, str(tmp_path), 3, "nvme")
+    for world_size in (1, 3):  # the new layout's own world size, and another
+        folder = tmp_path / f"at-{world_size}"
+        folder.mkdir()
+        with open_checkpoint(tmp_path / "ckpt") as reader:
+            reshard_checkpoint(reader, folder / "ckpt", 1)
+        (folder / "direct").mkdir()
+        (folder / "direct" / "ckpt").symlink_to(tmp_path / "ckpt")
+        resharded = run_ranks(_load_elsewhere, world_size, str(folder), 1, "cpu")
+        direct = run_ranks(_load_elsewhere, world_size, str(folder / "direct"), 1, "cpu")
+        assert [losses for losses, _ in resharded] == [losses for losses, _ in direct]
+
+
+def _of_step(losses: list[float], step: int) -> list[float]:
+    each = len(losses) // STEPS
+    return losses[step * each : (step + 1) * each]
+
+
+# -- refusals, one process -------------------------------------------------------------------------------------------
+
+
+def small(**changes: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    base = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    engine, *_ = zstore.initialize(model=changes.pop("model", model), config=base | {"steps_per_print": 0} | changes)
+    return engine
+
+
+def small_step(engine: Engine, micros: int = 2) -> None:
+    for _ in range(micros):
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        engine.step()
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    with small() as engine:
+        small_step(engine, 1)
+        with pytest.raises(UsageError, match="1 of 2 micro-batches"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        with pytest.raises(UsageError, match="1 backward without step"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+
+
+def test_client_state_that_cannot_be_stored_names_its_key(tmp_path: Path) -> None:
+    with small() as engine:
+        for state, key in (
+            ({"a": {"b": object()}}, "'b'"),
+            ({"rows": {1: 2}}, "rows"),
+            ({"t": torch.zeros(1, dtype=torch.complex64)}, "'t'"),
+        ):
+            with pytest.raises(UsageError, match=key):
+                engine.save_checkpoint(str(tmp_path / "ckpt"), "x", state)
+        assert not list((tmp_path / "ckpt").glob("x*")) if (tmp_path / "ckpt").exists() else True
+        small_step(engine)  # nothing is pinned any more
+        engine.save_checkpoint(str(tmp_path / "ckpt"), "x", {"fine": [1.5, None, float("nan")]})
+        _, state = engine.load_checkpoint(str(tmp_path / "ckpt"))
+        assert str(state) == "{'fine': [1.5, None, nan]}"
+
+
+def test_client_state_takes_numpy_and_namespaces(tmp_path: Path) -> None:
+    arguments = Namespace(lr=np.float32(0.5), out=Path("runs/a"), inner=Namespace(steps=np.int64(3)), betas=(0.9, 0.95))
+    arrays = {
+        "bf16": np.array([1.5, -2], ml_dtypes.bfloat16),
+        "big endian": np.arange(4, dtype=">i4"),
+        "backwards": np.arange(3.0)[::-1],
+        "scalar": np.array(2.5),
+        "flags": np.array([[True, False]]),
+    }
+    state = {
+        "args": arguments,
+        "best": np.float64(1.25),
+        "nan": np.float32("nan"),
+        "on": np.bool_(True),
+        "arrays": arrays,
+    }
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "x", state)
+        _, back = engine.load_checkpoint(str(tmp_path))
+        assert back["args"] == {"lr": 0.5, "out": "runs/a", "inner": {"steps": 3}, "betas": [0.9, 0.95]}
+        assert (back["best"], back["on"], str(back["nan"])) == (1.25, True, "nan")
+        for name, array in arrays.items():
+            assert isinstance(back["arrays"][name], torch.Tensor)
+            assert back["arrays"][name].shape == array.shape
+            assert back["arrays"][name].tolist() == array.astype(np.float64).tolist(), name
+        assert back["arrays"]["bf16"].dtype == torch.bfloat16
+        engine.save_checkpoint(str(tmp_path), "y", arguments)
+        assert engine.load_checkpoint(str(tmp_path))[1]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("by", ["step_client_state", "save_on_signal"])
+@pytest.mark.parametrize("made", ["value", "function"])
+def test_announced_client_state_is_checked_at_the_end_of_the_next_step(tmp_path: Path, by: str, made: str) -> None:
+    def announce(engine: Engine, value: Any) -> None:
+        state = value if made == "value" else lambda: value
+        if by == "step_client_state":
+            engine.step_client_state = state
+        else:
+            engine.save_on_signal(str(tmp_path / "ckpt"), client_state=state)
+
+    with small() as engine:
+        announce(engine, {"epoch": 1, "loader": {"seen": {1, 2}}})
+        small_step(engine, 1)
+        with pytest.raises(
+            UsageError, match=r"client_state\['loader'\]\['seen'\] is a builtins.set, which cannot be stored"
+        ):
+            small_step(engine, 1)
+        assert engine.global_steps == 1
+        announce(engine, {"epoch": np.int64(2)})
+        small_step(engine)
+        assert engine.global_steps == 2
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_tags_and_what_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small() as engine:
+        assert engine.load_checkpoint(str(tmp_path / "none")) == (None, {})
+        assert "training starts from the beginning" in caplog.text
+        with pytest.raises(CheckpointNotFoundError, match="absent"):
+            engine.load_checkpoint(str(tmp_path), "absent")
+        with pytest.raises(UsageError, match="no option 'load_module'; it has load_module_strict"):
+            engine.load_checkpoint(str(tmp_path), load_module=True)
+        with pytest.raises(UsageError, match="load_module_only='yes'\\): expected True or False"):
+            engine.load_checkpoint(str(tmp_path), load_module_only="yes")
+        with pytest.raises(UsageError, match="cannot be a tag"):
+            engine.save_checkpoint(str(tmp_path), "../x")
+        engine.save_checkpoint(str(tmp_path), 0.5)
+        small_step(engine)
+        after = engine_digests(engine)
+        engine.save_checkpoint(str(tmp_path), 0.5, client_sd={"step": 7})
+        small_step(engine)
+        assert engine.load_checkpoint(str(tmp_path), 0.5, load_optimizer_states=True)[1] == {"step": 7}
+        assert engine_digests(engine) == after
+        assert engine.global_steps == 1
+
+
+def test_an_equal_tag_replaces_a_checkpoint_of_its_own_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small() as engine:
+        for epoch in range(2):  # `ckpt_id = loss.item()`, twice the same
+            engine.save_checkpoint(str(tmp_path), 0.5, {"epoch": epoch})
+            small_step(engine)
+        assert [r.message for r in caplog.records if "replaced" in r.message] == [
+            f"checkpoint '0.5' of this run (step 0) was replaced in {tmp_path}"
+        ]
+        run = engine.training_state.run_id
+    with small() as other:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointExistsError, match=r"by another run \(step 1\): load it first .* overwrite=True"):
+            other.save_checkpoint(str(tmp_path), 0.5)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert other.load_checkpoint(str(tmp_path))[1] == {"epoch": 1}
+        small_step(other)
+        other.save_checkpoint(str(tmp_path), 0.5, {"epoch": 2})  # it goes on with that run
+        assert other.training_state.run_id == run
+    with small() as third:
+        third.save_checkpoint(str(tmp_path), 0.5, overwrite=True)
+    with open_checkpoint(tmp_path, "0.5") as reader:
+        assert (reader.record.step, reader.record.run != run) == (0, True)
+
+
+def test_a_stop_never_replaces_a_checkpoint_of_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "last")
+    with small() as other:
+        small_step(other)
+        with pytest.raises(SystemExit):
+            other.save_and_stop(str(tmp_path), "last")
+        beside = f"last-{other.training_state.run_id[:8]}"
+        assert f"this one is saved as {beside!r}" in caplog.text
+    with open_checkpoint(tmp_path, "last") as reader, open_checkpoint(tmp_path, beside) as saved:
+        assert (reader.record.step, saved.record.step) == (0, 1)
+
+
+def test_a_save_behind_training_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    with small() as engine:
+        small_step(engine)
+        at_save = engine_digests(engine)
+        ticket = engine.save_checkpoint(str(tmp_path), "early", wait=False)
+        for _ in range(3):
+            small_step(engine)
+        engine.wait_for_checkpoint()
+        assert ticket.done()
+        assert ticket.stall_s >= 0
+        assert ticket.wait().path == tmp_path / "early"
+        engine.load_checkpoint(str(tmp_path), "early")
+        assert engine_digests(engine) == at_save
+
+
+def test_closing_completes_a_save(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "last", wait=False)
+    with open_checkpoint(tmp_path, "last") as reader:
+        assert reader.record.step == 0
+
+
+def test_another_model_or_optimizer_is_refused_with_all_differences(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path))
+    before: dict[str, str] = {}
+    with small(model=nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 2, bias=False))) as other:
+        before = engine_digests(other)
+        with pytest.raises(CheckpointMismatchError) as caught:
+            other.load_checkpoint(str(tmp_path))
+        text = str(caught.value)
+        assert "not in the model or its optimizer: model/1.bias" in text
+        assert "model/0.weight: shape (5, 6) in the checkpoint, (7, 6) here" in text
+        assert engine_digests(other) == before
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    engine, *_ = zstore.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), config={"train_batch_size": 4}
+    )
+    with engine, pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/momentum_buffer/0\.weight"):
+        engine.load_checkpoint(str(tmp_path))
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    engine, *_ = zstore.initialize(
+        model=model, model_parameters=groups, config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+    )
+    with engine, pytest.raises(CheckpointMismatchError, match="1 parameter groups, the optimizer has 2"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    with small() as engine:
+        engine.save_checkpoint(str(tmp_path), "x")
+        file = next((tmp_path / "x" / "optimizer").rglob("c.0.0"))
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes())
+        data[4096] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptionError, match="crc32c") as caught:
+            engine.load_checkpoint(str(tmp_path), "x")
+        assert "mixture of two states" in "".join(caught.value.__notes__)
+
+
+def test_old_checkpoints_go_and_the_run_is_known(tmp_path: Path) -> None:
+    changes = {"zstore": {"keep": 2}}
+    with small(**changes) as engine:
+        for _ in range(3):
+            engine.save_checkpoint(str(tmp_path))
+            small_step(engine)
+    with small(**changes) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        small_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_frozen_parameters_and_a_changed_choice_of_them(tmp_path: Path) -> None:
+    def model(*, frozen: bool) -> nn.Module:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+        net[0].requires_grad_(not frozen)
+        return net
+
+    with small(model=model(frozen=False), bf16={"enabled": True}) as engine:
+        weight = engine.module[0].weight.clone()
+        engine.save_checkpoint(str(tmp_path), "all")
+    with small(model=model(frozen=True), bf16={"enabled": True}) as engine:
+        engine.module[0].weight.data.zero_()
+        engine.load_checkpoint(str(tmp_path), "all")
+        assert torch.equal(engine.module[0].weight, weight)
+        assert engine.module[0].weight.dtype == torch.bfloat16
+        engine.save_checkpoint(str(tmp_path), "some")
+    with open_checkpoint(tmp_path, "some") as reader:
+        assert reader.arrays["model/0.weight"].spec.dtype == "bfloat16"
+        assert "optimizer/exp_avg/0.weight" not in reader.arrays
+    with (
+        small(model=model(frozen=False)) as engine,
+        pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/exp_avg/0\.weight"),
+    ):
+        engine.load_checkpoint(str(tmp_path), "some")
+
+
+# -- refusals, several ranks -----------------------------------------------------------------------------------------
+
+
+def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
+    engine = start(2, "none", folder)
+    found: dict[str, Any] = {}
+    with engine:
+        train(engine, 1)
+        for name, action in {
+            "state": lambda: engine.save_checkpoint(folder, "bad", {"x": object()} if rank == 1 else {}),
+            "folder": lambda: engine.save_checkpoint(folder if rank else f"{folder}/file/below", "bad"),
+            "absent": lambda: engine.load_checkpoint(folder, "absent"),
+        }.items():
+            try:
+                action()
+            except Exception as error:
+                found[name] = type(error).__name__
+        engine.save_checkpoint(folder, f"loss-{rank}", {"t": torch.full((2,), float(rank))})
+        found["state back"] = engine.load_checkpoint(folder)[1]["t"].tolist()
+        losses = train(engine, 1)
+        found["finite"] = all(np.isfinite(losses))
+    return found
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    first, second = run_ranks(_odd_ranks, 2, str(tmp_path))
+    assert first["state"] == "RankError"
+    assert second["state"] == "UsageError"
+    assert first["folder"] not in ("RankError", "")
+    assert second["folder"] == "RankError"
+    assert first["absent"] == second["absent"] == "CheckpointNotFoundError"
+    assert first["state back"] == second["state back"] == [0.0, 0.0]
+    assert first["finite"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0"]
+
+
+def _save_batch(rank: int, folder: str) -> None:
+    with start(1, "none", folder) as engine:
+        engine.save_checkpoint(folder)
+
+
+def _load_batch(rank: int, folder: str) -> str:
+    world_size = World.current().world_size
+    with start(1, "none", folder, batch_size=2 * world_size) as engine:
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_a_world_size_at_which_the_global_batch_cannot_be_kept(tmp_path: Path) -> None:
+    run_ranks(_save_batch, 1, str(tmp_path))
+    for text in run_ranks(_load_batch, 4, str(tmp_path)):
+        assert "global batch of 12 samples cannot be kept at world size 4" in text
+        assert "world sizes that can are 1, 2, 3, 6" in text

@@ -1,0 +1,327 @@
+"""The engine on one CUDA device: bits between tiers and step modes, precisions, checkpoints, pinned memory.
+
+With ZSTORE_TEST_DEVICE=cpu those that know nothing of CUDA run on the CPU, so that a mistake in them shows without a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zstore
+from tests.engine.bits import ADAM, digest, rows_at_rest
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start
+from tests.reference import Reference
+from zstore.engine import Engine
+from zstore.engine.device import CudaStreams
+from zstore.engine.params.tensors import as_torch
+from zstore.io.pinning import PinnedSlabs, clear_cuda_error
+
+DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+knows_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="is of CUDA itself")
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels whose order of sums changes from run to run would hide what the engine does; new memory is NaN, too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# (stage, optimizer's tier, parameters' tier, step mode); the state is updated on the host.
+ON_HOST = [
+    (1, "cpu", "none", "none"),
+    (2, "nvme", "none", "forward"),
+    (3, "cpu", "cpu", "forward"),
+    (3, "nvme", "nvme", "none"),
+    (3, "nvme", "cpu", "forward"),
+]
+ON_DEVICE = [(0, "none", "none", "none"), (1, "none", "none", "forward"), (3, "none", "none", "none")]
+STEPS = 2
+
+
+def config_of(
+    nvme: Path, stage: int, tier: str, parameters: str, overlap: str, *, precision: str = "bf16", clip: float = 0.25
+) -> dict[str, Any]:
+    config = make_config(stage, tier, nvme, zstore={"step_overlap": overlap}, gradient_clipping=clip)
+    del config["bf16"], config["scheduler"]
+    config["optimizer"] = {"type": "AdamW", "params": ADAM}
+    if precision != "fp32":
+        config[precision] = {"enabled": True} | ({"loss_scale": 128.0} if precision == "fp16" else {})
+    zero = config["zero_optimization"]
+    if tier != "none":
+        zero["offload_optimizer"]["pin_memory"] = True
+    if parameters != "none":
+        zero["offload_param"] = {"device": parameters, "pin_memory": True}
+        if parameters == "nvme":
+            zero["offload_param"]["nvme_path"] = str(nvme)
+    return config
+
+
+def train(engine: Engine, steps: int = STEPS) -> list[float]:
+    """Return the losses."""
+    losses: list[float] = []
+    for _ in range(steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            (ids,) = batch(engine.global_steps, micro, 0)
+            loss = engine(ids.to(engine.device))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def bits(engine: Engine) -> dict[str, str]:
+    """Return the hash of every array and of every parameter's rows."""
+    training = engine.training_state
+    training.pending.complete()
+    found: dict[str, str] = {}
+    for record in training.state.records:
+        found[record.name] = digest(rows_at_rest(engine, record).cpu())
+        if record.group is not None:
+            for name in training.state.arrays_of(record):
+                found[name] = digest(as_torch(training.state.store.read(name).wait()))
+    return found
+
+
+def trained(config: dict[str, Any]) -> tuple[list[float], dict[str, str]]:
+    with start(config) as engine:
+        assert engine.device.type == DEVICE
+        return train(engine), bits(engine)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_host_disk_and_step_modes_give_the_same_bits(precision: str, nvme: Path) -> None:
+    first, *others = [trained(config_of(nvme, *case, precision=precision)) for case in ON_HOST]
+    for other in others:
+        assert other == first
+
+
+def test_updates_within_the_backward_give_the_same_bits(nvme: Path) -> None:
+    for tiers in [("cpu", "none"), ("nvme", "nvme"), ("none", "none")]:
+        within, behind = (
+            trained(config_of(nvme, 3, *tiers, overlap, clip=0.0) | {"gradient_accumulation_steps": 1})
+            for overlap in ("backward", "none")
+        )
+        assert within == behind
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_device_gives_the_bits_of_a_plain_loop_on_it(precision: str, nvme: Path) -> None:
+    reference = Reference(
+        make_net().to(DEVICE),
+        1,
+        precision=precision,
+        accumulation=2,
+        clip=0.25,
+        scale=128.0 if precision == "fp16" else 1.0,
+        adam=ADAM,
+    )
+    for step in range(STEPS):
+        reference.step([[(batch(step, micro, 0)[0].to(DEVICE),)] for micro in range(2)])
+    expected = {name: digest(values.cpu()) for name, values in reference.arrays().items()}
+    for case in ON_DEVICE:
+        found = trained(config_of(nvme, *case, precision=precision))[1]
+        assert {name: found[name] for name in expected} == expected
+
+
+def test_updates_on_the_host_are_close_to_those_on_the_device(nvme: Path) -> None:
+    here = trained(config_of(nvme, *ON_DEVICE[0], precision="fp32"))[0]
+    there = trained(config_of(nvme, *ON_HOST[0], precision="fp32"))[0]
+    assert there == pytest.approx(here, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", [ON_DEVICE[0], ON_HOST[0], ON_HOST[3]])
+def test_a_run_is_resumed_exactly(case: tuple[Any, ...], nvme: Path, tmp_path: Path) -> None:
+    config = config_of(nvme, *case)
+    with start(config) as engine:
+        train(engine, 1)
+        ticket = engine.save_checkpoint(str(tmp_path / "ckpt"), wait=False)
+        train(engine, 1)
+        ticket.wait()
+        expected = bits(engine)
+        drawn = torch.rand(4, device=DEVICE)
+    with start(config, make_net(1)) as engine:
+        engine.load_checkpoint(str(tmp_path / "ckpt"))
+        train(engine, 1)
+        assert bits(engine) == expected
+        assert torch.equal(torch.rand(4, device=DEVICE), drawn)
+
+
+@knows_cuda
+def test_another_stream_than_the_usual_gives_the_same_bits(nvme: Path) -> None:
+    for case in (ON_DEVICE[0], ON_HOST[2]):
+        usual = trained(config_of(nvme, *case))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            assert trained(config_of(nvme, *case)) == usual
+
+
+@knows_cuda
+def test_buffers_and_state_are_pinned(nvme: Path) -> None:
+    with start(config_of(nvme, *ON_HOST[2])) as engine:
+        store = engine.training_state.state.store
+        found = engine.statistics().store
+        assert found.pinned_bytes >= found.host_bytes + found.pool_bytes
+        assert found.fallbacks == ()
+        tiles = store.stream([["model/blocks.0.up.weight"]], "read")
+        with contextlib.closing(tiles):
+            assert all(as_torch(tile.views[0]).is_pinned() for tile in tiles)
+
+
+@knows_cuda
+def test_copies_beside_the_computation_come_after_it() -> None:
+    streams = CudaStreams(torch.device("cuda", 0))
+    numel = 4 * 1024 * 1024
+    there = torch.zeros(numel, device="cuda")
+    pieces = [streams.empty_host(numel, torch.float32) for _ in range(4)]
+    marks = []
+    for piece in pieces:
+        for _ in range(50):
+            there = there + 1
+        marks.append((streams.copy(piece, there, streams.record()), there))
+    for number, (mark, _) in enumerate(marks, 1):
+        streams.wait(mark)
+        assert torch.equal(pieces[number - 1], torch.full((numel,), 50.0 * number))
+    back = torch.empty_like(there)
+    streams.wait(streams.copy(back, pieces[0], streams.record()))
+    assert torch.equal(back, torch.full_like(back, 50.0))
+
+
+@knows_cuda
+def test_memory_that_cannot_be_registered_leaves_no_error_behind() -> None:
+    slabs = PinnedSlabs()
+    slab = slabs.make(1 << 21)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    assert slabs.pinned_bytes == slab.nbytes
+    assert int(runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0)) != 0  # it is registered already
+    clear_cuda_error()
+    assert torch.ones(3, device="cuda").sum().item() == 3.0
+    slabs.close()
+    assert int(runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0)) == 0
+    assert int(runtime.cudaHostUnregister(slab.ctypes.data)) == 0
+
+
+def test_a_split_master_gives_the_same_bits_on_every_tier(nvme: Path) -> None:
+    cases = [ON_HOST[0], ON_HOST[3], ON_HOST[4]]
+    first, *others = [trained(split(config_of(nvme, *case))) for case in cases]
+    for other in others:
+        assert other == first
+    # What the masters are made of differs; what is computed with them does not.
+    assert trained(config_of(nvme, *ON_HOST[0]))[0] == first[0]
+
+
+def split(config: dict[str, Any]) -> dict[str, Any]:
+    config["zstore"]["split_master"] = True
+    return config
+
+
+@pytest.mark.parametrize("case", [ON_DEVICE[0], ON_DEVICE[2]])
+def test_a_split_master_on_the_device_gives_the_bits_of_a_whole_one(case: tuple[Any, ...], nvme: Path) -> None:
+    whole, halves = trained(config_of(nvme, *case)), trained(split(config_of(nvme, *case)))
+    assert halves[0] == whole[0]
+    slots = [name for name in whole[1] if name.startswith("optimizer/exp_avg")]
+    assert {name: halves[1][name] for name in slots} == {name: whole[1][name] for name in slots}
+
+
+def test_a_part_of_the_state_may_stay_on_the_device(nvme: Path) -> None:
+    config = config_of(nvme, *ON_HOST[0], precision="fp32")
+    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    here = trained(config_of(nvme, *ON_DEVICE[0], precision="fp32"))[0]
+    assert trained(config)[0] == pytest.approx(here, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RAdam])
+def test_other_optimizers_update_on_the_device_and_on_the_host(kind: Any, nvme: Path) -> None:
+    found = []
+    for case in (ON_DEVICE[0], ON_HOST[0], ON_HOST[3]):
+        config = config_of(nvme, *case, precision="fp32")
+        del config["optimizer"]
+        net = make_net()
+        with start(config, net, optimizer=kind(net.parameters(), lr=1e-2)) as engine:
+            found.append((train(engine), bits(engine)))
+    on_device, on_host, on_disk = found
+    assert on_disk == on_host
+    assert on_host[0] == pytest.approx(on_device[0], rel=1e-4)
+
+
+def test_gradients_that_wait_on_disk_give_the_same_bits(nvme: Path) -> None:
+    config = config_of(nvme, *ON_HOST[3])
+    config["zstore"]["host_budget_bytes"] = 3 << 20
+    with start(config) as engine:
+        assert engine.training_state.state.spilled
+        found = train(engine), bits(engine)
+    assert found == trained(config_of(nvme, *ON_HOST[0]))
+
+
+def test_recomputed_activations_give_the_same_bits(nvme: Path) -> None:
+    def train_with(recompute: bool) -> tuple[list[float], dict[str, str]]:
+        net = make_net()
+        if recompute:
+            for block in net.blocks:
+                forward = block.forward
+                block.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+        with start(config_of(nvme, *ON_HOST[3]), net) as engine:
+            return train(engine), bits(engine)
+
+    assert train_with(True) == train_with(False)
+
+
+@pytest.mark.parametrize("case", [ON_DEVICE[2], ON_HOST[3]])
+def test_values_are_read_and_set_by_name(case: tuple[Any, ...], nvme: Path) -> None:
+    name = "blocks.0.up.weight"
+    with start(config_of(nvme, *case)) as engine:
+        train(engine, 1)
+        before = engine.get_full_parameter(name)
+        assert before is not None
+        assert before.device.type == "cpu"
+        engine.set_full_parameter(name, (before * 2).to(DEVICE))
+        after = engine.get_full_parameter(name)
+        assert after is not None
+        assert torch.equal(after, before * 2)
+        with zstore.gather([engine.module.get_parameter(name)]):
+            assert torch.equal(engine.module.get_parameter(name).cpu(), (before * 2).to(torch.bfloat16))
+        train(engine, 1)
+
+
+def test_a_checkpoint_of_the_device_is_loaded_on_disk_and_back(nvme: Path, tmp_path: Path) -> None:
+    def run(case: tuple[Any, ...], load: str | None, save: str) -> dict[str, torch.Tensor]:
+        with start(config_of(nvme, *case, precision="fp32"), make_net(1)) as engine:
+            if load is None:
+                train(engine, 1)
+            else:
+                engine.load_checkpoint(str(tmp_path / load))
+            engine.save_checkpoint(str(tmp_path / save))
+            names = [record.name for record in engine.training_state.trained]
+            return {name: engine.get_full_parameter(name) for name in names}  # type: ignore[misc]
+
+    first = run(ON_DEVICE[2], None, "device")
+    for found in (run(ON_HOST[3], "device", "disk"), run(ON_DEVICE[0], "disk", "back")):
+        assert all(torch.equal(first[name], values) for name, values in found.items())
+
+
+@knows_cuda
+def test_memory_of_the_device_is_given_back(nvme: Path) -> None:
+    trained(config_of(nvme, *ON_HOST[3]))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    trained(config_of(nvme, *ON_HOST[3]))
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before

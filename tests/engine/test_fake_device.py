@@ -1,0 +1,169 @@
+"""The hand-over between host and device, on a device of our own: the bits of the plain loop, and no missing wait."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.bits import Case, compare
+from tests.engine.fake_device import FakeDevice, HandOverError
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start, state_of, step
+from zstore.engine.zero import norm, spill
+from zstore.errors import NonFiniteError
+from zstore.testing.ranks import run_ranks
+
+STEPS = 2
+# (stage, optimizer's tier, precision, accumulation, clip, parameters' tier, step mode)
+CASES = [
+    (3, "nvme", "bf16", 1, 0.25, "nvme", "none"),
+    (3, "nvme", "fp16", 3, 0.0, "nvme", "forward"),
+    (3, "nvme", "fp32", 1, 0.0, "cpu", "backward"),
+    (2, "cpu", "bf16", 1, 0.0, "none", "backward"),
+    (1, "cpu", "fp16", 3, 0.25, "none", "none"),
+]
+
+
+def case(stage: int, optimizer: str, *rest: Any) -> Case:
+    precision, accumulation, clip, parameters, overlap = rest
+    keys = {"offload_optimizer": {"pin_memory": True}}
+    if parameters != "none":
+        keys["offload_param"] = {"pin_memory": True}
+    return Case(stage, optimizer, precision, accumulation, clip, parameters=parameters, overlap=overlap, keys=keys)
+
+
+@pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: "-".join(map(str, chosen)))
+def test_bits_equal_the_plain_loop(chosen: tuple[Any, ...]) -> None:
+    with FakeDevice() as device:
+        assert compare(case(*chosen), 0, 1, STEPS, _streams=device) == []
+        assert device.copies > 0
+        assert device.num_under_way == 0
+        assert device.pinned_peak_bytes > 0
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_gradients_that_wait_in_another_type_than_they_come_in_cross_with_their_bits(tier: str) -> None:
+    usual = case(2, tier, "bf16", 1, 0.25, "none", "none")
+    for chosen in (
+        replace(usual, counts=(1, 3)),
+        replace(usual, counts=(3, 1)),
+        replace(usual, types=("fp32", None)),
+        replace(usual, types=("fp16", None), accumulation=2),
+    ):
+        with FakeDevice() as device:
+            assert compare(chosen, 0, 1, STEPS, _streams=device) == []
+            assert device.num_under_way == 0
+
+
+def _compare_on_fakes(rank: int, world_size: int) -> list[list[str]]:
+    found: list[list[str]] = []
+    for chosen in (CASES[1], (2, "nvme", "bf16", 3, 0.25, "none", "forward"), CASES[4]):
+        with FakeDevice() as device:
+            found.append(compare(case(*chosen), rank, world_size, STEPS, _streams=device))
+    return found
+
+
+def test_bits_equal_the_plain_loop_on_two_ranks() -> None:
+    assert run_ranks(_compare_on_fakes, 2, 2, timeout_s=120) == [[[], [], []]] * 2
+
+
+# What is left out, and a case in which it matters: gradients as they come, parameters before use, gradients of the
+# update, new rows.
+FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("event", CASES[0]), ("down", CASES[3]), ("up", CASES[4])]
+
+
+@pytest.mark.parametrize(("forgotten", "chosen"), FORGOTTEN)
+def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tuple[Any, ...]) -> None:
+    with FakeDevice([forgotten]) as device, suppress(HandOverError, NonFiniteError):
+        assert compare(case(*chosen), 0, 1, STEPS, _streams=device) != []
+
+
+def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
+    config = make_config(3, "nvme", nvme, **keys)
+    zero = config["zero_optimization"]
+    zero["offload_optimizer"]["pin_memory"] = True
+    zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": True}
+    return config
+
+
+@pytest.mark.parametrize("keys", [{}, {"zstore": {"host_budget_bytes": 40_000_000}}])
+def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: Path) -> None:
+    with start(make_config(3)) as plain:
+        for _ in range(2):
+            step(plain)
+        expected = state_of(plain)
+        weight = plain.get_full_parameter("blocks.0.up.weight")
+    with FakeDevice() as device:
+        with start(pinned_config(nvme, **keys), _streams=device) as first:
+            step(first)
+            first.save_checkpoint(str(tmp_path / "ckpt"))
+        with start(pinned_config(nvme, **keys), make_net(1), _streams=device) as second:
+            second.load_checkpoint(str(tmp_path / "ckpt"))
+            step(second)
+            assert state_of(second) == expected
+            found = second.get_full_parameter("blocks.0.up.weight")
+            assert found is not None
+            assert weight is not None
+            assert torch.equal(found, weight)
+        assert device.num_under_way == 0
+
+
+def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_device(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may add in another order than the host, and every tier has to give the same bits."""
+    seen: list[bool] = []
+    for module in (norm, spill):
+        name = "sums_of_squares" if module is norm else "sum_of_squares"
+        summed = getattr(module, name)
+
+        def noting(values: Any, summed: Any = summed) -> Any:
+            tensors = values if isinstance(values, list) else [values]
+            seen.extend(device.is_host(each) for each in tensors)
+            return summed(values)
+
+        monkeypatch.setattr(module, name, noting)
+    config = pinned_config(nvme, zstore={"host_budget_bytes": 7 << 19})
+    with FakeDevice() as device, start(config, _streams=device) as engine:
+        assert engine.training_state.state.spilled
+        assert engine.training_state.state.gradients_on_host
+        step(engine)
+    assert seen
+    assert all(seen)
+
+
+def test_what_crosses_is_counted() -> None:
+    config = make_config(1, "cpu")
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True  # the fake device knows host memory by that
+    with FakeDevice() as device, start(config, _streams=device) as engine:
+        step(engine)
+        before = engine.statistics()
+        step(engine)
+        moved = engine.statistics().links_since(before)
+        numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
+    # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
+    assert moved["device_to_host"]["bytes"] == 2 * 2 * numel
+    assert moved["host_to_device"]["bytes"] == 2 * numel
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (3, "nvme", "bf16", 1, 0.25, "nvme", "forward"),
+        (2, "cpu", "bf16", 1, 0.0, "none", "backward"),
+        (3, "none", "bf16", 1, 0.0, "cpu", "none"),
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen)),
+)
+def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any, ...]) -> None:
+    with FakeDevice() as device:
+        one = replace(case(*chosen), split=True)
+        if one.tier == "none":
+            one = replace(one, keys={"offload_param": {"pin_memory": True}})
+        assert compare(one, 0, 1, STEPS, _streams=device) == []
+        assert device.num_under_way == 0

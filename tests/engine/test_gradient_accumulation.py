@@ -1,0 +1,195 @@
+"""Gradients over micro-batches: the type of their sum, and the type in which ranks exchange them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zstore
+from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all
+from tests.engine.models import make_net
+from tests.engine.runs import constant_rate_config, make_config, start, step
+from tests.reference import Reference
+from zstore.testing.ranks import run_ranks
+
+# -- many small gradients ---------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Has a gradient of `slope` at each of four elements in every micro-batch."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self) -> torch.Tensor:
+        return (self.weight * self.slope).sum()
+
+
+# Of the sum of 1,024 such gradients bf16 reaches a quarter, and fp16, which rounds each addition down, seven eighths.
+SLOPES = {"bf16": 1.0, "fp16": 1279 / 1024}
+PLACES: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}]
+
+
+def norm_of(precision: str, zero: dict[str, Any], count: int, **keys: Any) -> float:
+    """The norm of the mean of so many equal gradients."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW"},
+        precision: {"enabled": True} | ({"loss_scale": STATIC_SCALE} if precision == "fp16" else {}),
+        "zero_optimization": zero | ({"stage3_param_persistence_threshold": 0} if zero["stage"] == 3 else {}),
+        "steps_per_print": 0,
+    }
+    with zstore.initialize(model=Constant(SLOPES[precision]), config=config | keys)[0] as engine:
+        for _ in range(count):
+            engine.backward(engine())
+            engine.step()
+        assert engine.global_steps == 1
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        return norm
+
+
+@pytest.mark.parametrize("zero", PLACES, ids=str)
+@pytest.mark.parametrize("precision", SLOPES)
+def test_the_mean_of_1024_equal_gradients_is_that_gradient(precision: str, zero: dict[str, Any]) -> None:
+    assert norm_of(precision, zero, 1024) == pytest.approx(2 * SLOPES[precision], rel=1e-6)
+
+
+def test_in_16_bits_it_is_less_where_that_is_asked_for() -> None:
+    types = {"bf16": 0.5, "fp16": 2.2}
+    for precision, wrong in types.items():
+        narrow = {"data_types": {"grad_accum_dtype": precision}}
+        assert norm_of(precision, {"stage": 0}, 1024, **narrow) == pytest.approx(wrong, rel=0.01)
+
+
+def _norms(rank: int, count: int) -> list[float]:
+    return [norm_of("bf16", {"stage": stage}, count) for stage in (0, 2)]
+
+
+def test_the_mean_of_many_equal_gradients_is_that_gradient_on_two_ranks() -> None:
+    for norms in run_ranks(_norms, 2, 512, timeout_s=120):
+        assert norms == [2.0] * 2
+
+
+# -- types, in every place --------------------------------------------------------------------------------------------
+
+SPILLS_ALONE = 1_600_000
+"""And one where they do not."""
+
+# (stage, optimizer's tier, parameters' tier, precision, accumulation, step mode, (accumulated in, reduced in), budget)
+TYPED: list[tuple[Any, ...]] = [
+    (0, "none", "none", "bf16", 3, "none", ("fp32", "fp32"), None),
+    (0, "none", "none", "bf16", 1, "none", (None, "fp32"), None),
+    (0, "none", "none", "fp32", 3, "none", ("bf16", "bf16"), None),
+    (1, "cpu", "none", "fp16", 3, "none", ("fp16", "fp32"), None),
+    (1, "nvme", "none", "bf16", 2, "forward", (None, "fp32"), None),
+    (1, "none", "none", "bf16", 1, "none", ("fp32", None), None),
+    (2, "none", "none", "bf16", 3, "none", (None, "fp32"), None),
+    (2, "none", "none", "bf16", 1, "backward", (None, "fp32"), None),
+    (2, "cpu", "none", "fp16", 2, "backward", ("fp32", "bf16"), None),
+    (2, "nvme", "none", "bf16", 3, "none", ("bf16", "fp32"), SPILLS_ALONE),
+    (3, "none", "none", "fp32", 2, "forward", ("fp16", "bf16"), None),
+    (3, "nvme", "nvme", "bf16", 3, "forward", (None, None), SPILLS),
+    (3, "nvme", "nvme", "bf16", 1, "none", ("fp32", "fp32"), SPILLS),
+    (3, "nvme", "nvme", "fp16", 2, "backward", (None, "fp32"), SPILLS),
+    (3, "cpu", "cpu", "bf16", 2, "backward", ("bf16", None), None),
+]
+
+
+def typed_cases() -> list[dict[str, Any]]:
+    return [
+        asdict(
+            Case(
+                stage,
+                tier,
+                precision,
+                accumulation,
+                0.0 if overlap == "backward" else 0.25,
+                threshold=0,
+                parameters=parameters,
+                overlap=overlap,
+                types=types,
+                budget=budget,
+            )
+        )
+        for stage, tier, parameters, precision, accumulation, overlap, types, budget in TYPED
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_both_types_act_at_every_stage_and_tier(world_size: int) -> None:
+    for failed in run_ranks(compare_all, world_size, world_size, typed_cases(), timeout_s=180):
+        assert failed == []
+
+
+def _sent(rank: int) -> list[list[int]]:
+    """Bytes that reductions sent, by stage and type."""
+    found = []
+    for stage in (0, 1, 2, 3):
+        found.append([])
+        for name in (None, "bf16", "fp32"):
+            keys = {} if name is None else {"communication_data_type": name}
+            with start(make_config(stage, gradient_accumulation_steps=1, **keys)) as engine:
+                step(engine)
+                sent = engine.statistics().sent_bytes
+            found[-1].append(sent["all_reduce" if stage == 0 else "reduce_scatter"])
+    return found
+
+
+def test_gradients_travel_in_the_type_that_is_asked_for() -> None:
+    for by_stage in run_ranks(_sent, 2):
+        for usual, narrow, wide in by_stage:
+            assert usual == narrow == wide / 2 > 0
+
+
+class Twice(nn.Module):
+    """Recomputes a block that it uses twice, so that the block's gradients come in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        for _ in range(2):
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("away", [{}, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}])
+def test_parts_of_a_gradient_are_added_as_autograd_adds_them(away: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    expected = Reference(Twice(), 1, precision="bf16", accumulation=2, adam={"lr": 1e-2, "weight_decay": 0.0})
+    torch.manual_seed(0)
+    config = constant_rate_config(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **away})
+    with start(config, Twice()) as engine:
+        for number in range(3):
+            inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + m)) for m in range(2)]
+            for x in inputs:
+                engine.backward(engine(x.bfloat16()))
+                engine.step()
+            expected.step([[(x.bfloat16(),)] for x in inputs])
+            assert engine.get_global_grad_norm() == expected.norm
+            assert_equal(engine, expected)
+
+
+def test_few_gradients_are_there_in_the_parameters_type_at_a_time() -> None:
+    model, seen = make_net(), []
+    with start(constant_rate_config(), model) as engine:
+        own = list(model.parameters())
+        for parameter in own:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _: seen.append(sum(p.grad is not None for p in own))
+                )
+        step(engine)
+    assert max(seen) == 1
+    assert len(seen) > 20

@@ -1,0 +1,638 @@
+"""`zstore.Init`: models built in shards have the plain model's values, in little memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.init_models import Handmade, Stack, config_of, differences, files_in, num_released, seeded
+from tests.engine.models import make_net
+from tests.engine.runs import state_of, step
+from tests.engine.transformers_models import ARCHITECTURES
+from zstore.engine.plan import run as placing
+from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
+from zstore.io.hostmemory import HostMemory
+from zstore.testing.ranks import run_ranks
+
+torch.set_num_threads(1)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "handmade": Handmade,
+    "net": make_net,
+    **{name: ARCHITECTURES[name].make for name in ("GPT-Neo", "Llama", "T5", "Mixtral", "BERT")},
+}
+PLACES = [(3, "nvme", "nvme"), (3, "cpu", "cpu"), (3, "none", "nvme"), (2, "nvme", "none")]
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("live_bytes", [0, 100_000])
+def test_values_are_the_plain_models(name: str, live_bytes: int, tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path), live_bytes=live_bytes) as init:
+        model = seeded(MODELS[name])
+    assert num_released(model) > 3
+    assert init.statistics().live_bytes == 0
+    with init:
+        found = values_of(model)
+    plain = seeded(MODELS[name])
+    assert differences(found, values_of(plain)) == []
+    assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == [
+        (n, p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()
+    ]
+
+
+def test_the_generator_is_where_a_plain_build_leaves_it(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path), live_bytes=0):
+        seeded(Handmade)
+    after = torch.get_rng_state()
+    seeded(Handmade)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def _build_on_ranks(rank: int, folder: str, names: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        with zstore.Init(config=config_of(folder), live_bytes=0) as init:
+            model = seeded(MODELS[name])
+        with init:
+            found += [f"{name}: {other}" for other in differences(values_of(model), values_of(seeded(MODELS[name])))]
+        if num_released(model) < 3:
+            found.append(f"{name}: nothing was released")
+        del model
+        init.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_are_the_plain_models_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    names = ["handmade", "Llama", "T5"]
+    assert run_ranks(_build_on_ranks, world_size, str(tmp_path), names) == [[]] * world_size
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def _train(config: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
+    if in_shards:
+        with zstore.Init(config=config, live_bytes=0):
+            model = make_net()
+        assert num_released(model) > 3
+    else:
+        model = make_net()
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        for _ in range(2):
+            step(engine)
+        return state_of(engine)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_as_from_a_plain_model(place: tuple[int, str, str], precision: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, *place, bf16={"enabled": precision == "bf16"})
+    if place[0] < 3:  # such parameters are large ones
+        config["zero_optimization"].pop("stage3_param_persistence_threshold")
+        with zstore.Init(config=config) as init:
+            model = make_net(vocab=2000)
+        assert init.statistics().released == 1
+        with zstore.initialize(model=model, config=config)[0] as engine:
+            step(engine)
+            found = state_of(engine)
+        with zstore.initialize(model=make_net(vocab=2000), config=config)[0] as engine:
+            step(engine)
+            assert found == state_of(engine)
+        return
+    assert _train(config, in_shards=True) == _train(config, in_shards=False)
+    assert files_in(tmp_path) == []
+
+
+def test_split_masters_start_from_the_values_that_were_built(tmp_path: Path) -> None:
+    config = config_of(tmp_path, zstore={"split_master": True})
+    assert _train(config, in_shards=True) == _train(config, in_shards=False)
+
+
+def _train_on_ranks(rank: int, folder: str) -> list[str]:
+    found: list[str] = []
+    for stage, state, own in [(3, "none", "none"), (3, "nvme", "nvme"), (3, "cpu", "none")]:
+        config = config_of(folder, stage, state, own)
+        if _train(config, in_shards=True) != _train(config, in_shards=False):
+            found.append(f"stage {stage}, {state}, {own}")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_goes_as_from_a_plain_model_on_every_rank(world_size: int, tmp_path: Path) -> None:
+    assert run_ranks(_train_on_ranks, world_size, str(tmp_path)) == [[]] * world_size
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, bf16={"enabled": precision == "bf16"})
+    with zstore.Init(config=config) as init:
+        model = make_net()
+    on_disk = sum(p.numel() for p in model.parameters() if p.nbytes >= 64 * 1024)
+    assert files_in(tmp_path)[0].startswith("building")
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        assert init.statistics().resting_bytes == 0
+        # Once as it was built, in fp32, and the halves; in whole blocks, so a little more.
+        expected = on_disk * (6 if precision == "bf16" else 4)
+        assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
+        assert not any(name.startswith("building") for name in files_in(tmp_path))
+        step(engine)
+
+
+def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files become those of the run."""
+    config = config_of(tmp_path)
+    with zstore.initialize(model=make_net(), config=config)[0] as engine:
+        needed_bytes = engine.training_state.plan.file_bytes
+    model = make_net()
+    built_bytes = sum(p.nbytes for p in model.parameters() if p.nbytes >= 64 * 1024)
+    free = SimpleNamespace(free=needed_bytes - built_bytes)
+    monkeypatch.setattr("zstore.engine.plan.run.shutil.disk_usage", lambda _: free)
+    with pytest.raises(DiskFullError):
+        zstore.initialize(model=make_net(), config=config)
+    zstore.Init(module=model, config=config)
+    zstore.initialize(model=model, config=config)[0].close()
+
+
+@pytest.mark.parametrize("budget", [24 << 20, "auto"])
+def test_a_budget_is_that_of_the_store_that_is_taken_over(
+    budget: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is available when the engine is made, and the plan takes what the store may have."""
+    available = chain([40 << 20], repeat(80 << 20))
+
+    def memory() -> HostMemory:
+        return HostMemory(machine="this", total_bytes=1 << 40, machine_available_bytes=next(available))
+
+    config = config_of(tmp_path) | {"zstore": {"host_budget_bytes": budget}}
+    monkeypatch.setattr(placing, "read_host_memory", memory)
+    with zstore.Init(config=config):
+        model = make_net(width=256, vocab=4003)
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        plan, store = engine.training_state.plan, engine.training_state.state.store
+        assert plan.settings.budget_bytes == store.options.host_budget_bytes == 24 << 20
+        assert plan.held_total.disk > 0
+        assert plan.budget_used_bytes > 20 << 20
+        step(engine)
+        trained = state_of(engine)
+    monkeypatch.undo()
+    with zstore.initialize(model=make_net(width=256, vocab=4003), config=config_of(tmp_path))[0] as engine:
+        step(engine)
+        assert trained == state_of(engine)
+
+
+def test_a_model_may_be_release_after_it_was_built(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    model = make_net()
+    zstore.Init(module=model, config=config)
+    assert num_released(model) > 3
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        step(engine)
+        found = state_of(engine)
+    with zstore.initialize(model=make_net(), config=config)[0] as engine:
+        step(engine)
+        assert found == state_of(engine)
+
+
+def test_a_model_built_without_a_config_moves_into_the_run_folder(tmp_path: Path) -> None:
+    """As on several ranks; alone there is nothing to gain, so the block does nothing."""
+    with zstore.Init() as init:
+        model = make_net()
+    assert num_released(model) == 0
+    assert init.statistics().released == 0
+    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
+        step(engine)
+
+
+@pytest.mark.parametrize("place", [(0, "none", "none"), (3, "none", "none"), (1, "none", "none")])
+def test_where_nothing_is_gained_nothing_is_done(place: tuple[int, str, str], tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path, *place)):
+        model = make_net()
+    assert num_released(model) == 0
+    with zstore.Init(config=config_of(tmp_path), enabled=False):
+        model = make_net()
+    assert num_released(model) == 0
+
+
+def test_dtype_is_the_default_of_the_block(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path), dtype=torch.bfloat16) as init:
+        model = seeded(Stack)
+    assert torch.get_default_dtype() == torch.float32
+    with init:
+        found = values_of(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        expected = values_of(seeded(Stack))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert differences(found, expected) == []
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_little_is_in_memory_while_building(tmp_path: Path) -> None:
+    """One layer of 16 at a time: the limit, and the parameter that is worked on."""
+    one = 128 * 128 * 4
+    with zstore.Init(config=config_of(tmp_path), live_bytes=2 * one) as init:
+        model = seeded(Stack)
+    seen = init.statistics()
+    assert seen.live_peak_bytes <= 3 * one + 16 * 512
+    assert seen.resting_bytes == sum(p.nbytes for p in model.parameters())
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * len(list(model.parameters()))
+    # Written once as they are made and once as they are set; what is set whole is not read before.
+    assert seen.released == 2 * len(model.layers) + len(model.layers)
+    assert seen.unsharded == 0
+
+
+def test_a_parameter_that_is_copied_from_has_its_values(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path), live_bytes=0):
+        model = seeded(Stack)
+        other, bias = torch.empty(128, 128), nn.Parameter(torch.empty(128, 128))
+        with torch.no_grad():
+            other.copy_(model.layers[0].weight)
+            bias.data = model.layers[1].weight
+            model.layers[2].weight.copy_(model.layers[3].weight)
+            third = model.layers[2].weight.clone()
+    plain = seeded(Stack)
+    assert torch.equal(other, plain.layers[0].weight)
+    assert torch.equal(bias, plain.layers[1].weight)
+    assert torch.equal(third, plain.layers[3].weight)
+
+
+def test_what_is_touched_in_turn_is_read_again(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path), live_bytes=0) as init:
+        model = seeded(Stack)
+        before = init.statistics().unsharded
+        for _ in range(2):
+            for layer in model.layers[:3]:
+                layer.weight.data.mul_(2.0)
+    assert init.statistics().unsharded == before + 6
+
+
+_RSS = """
+import sys, torch, zstore
+from torch import nn
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1536, 1536) for _ in range(32)])
+        self.apply(self._start)
+    def _start(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_()
+    def forward(self, x):
+        return x
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+torch.set_num_threads(1)
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+          "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1]},
+                                "offload_param": {"device": "nvme", "nvme_path": sys.argv[1]}}}
+with zstore.Init(config=config, live_bytes=0):
+    small = nn.Linear(1536, 1536)  # whatever the first use brings in
+before = peak()
+with zstore.Init(config=config, live_bytes=16 << 20):
+    model = Wide()
+print(peak() - before)
+"""
+
+
+def test_the_process_stays_small_while_a_large_model_is_built(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RSS, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    grown_bytes = int(done.stdout)
+    assert grown_bytes < 130e6, "302 MB of parameters, 64 MiB of buffers"
+    assert files_in(tmp_path) == []
+
+
+# -- after the block --------------------------------------------------------------------------------------------------
+
+
+def test_a_stray_read_gives_nan_and_a_stray_write_raises(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)):
+        model = seeded(Stack)
+    weight = model.layers[0].weight
+    assert weight.isnan().all()
+    with pytest.raises(RuntimeError), torch.no_grad():
+        weight.add_(1)
+
+
+def test_a_model_that_was_not_given_to_the_engine_says_what_to_do(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)) as init:
+        model = seeded(Stack)
+    for call in (
+        lambda: model(torch.zeros(2, 128)),
+        model.state_dict,
+        lambda: model.load_state_dict(seeded(Stack).state_dict()),
+    ):
+        with pytest.raises(UsageError, match=r"built within zstore.Init.*give the model to zstore.initialize\(\)"):
+            call()
+    with init:
+        model.load_state_dict(seeded(Stack, 7).state_dict())
+        assert model(torch.ones(2, 128)).item() == seeded(Stack, 7)(torch.ones(2, 128)).item()
+    with init:
+        assert differences(values_of(model), values_of(seeded(Stack, 7))) == []
+
+
+def test_gather_works_before_there_is_an_engine(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)):
+        model = seeded(Stack)
+    first, second = model.layers[0].weight, model.layers[1].weight
+    with zstore.gather(model):
+        assert differences(values_of(model), values_of(seeded(Stack))) == []
+    with zstore.gather([first], modifier_rank=0):
+        with torch.no_grad():
+            first.fill_(2.0)
+        assert second.isnan().all()
+    assert first.isnan().all()
+
+    def change() -> None:
+        with zstore.gather(second), torch.no_grad():
+            second.fill_(3.0)
+
+    def fail() -> None:
+        with zstore.gather(second, modifier_rank=0), torch.no_grad():
+            second.fill_(3.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(UsageError, match="is read-only"):
+        change()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(UsageError, match="there are ranks 0 to 0"), zstore.gather(second, modifier_rank=1):
+        pass
+    with zstore.gather(model):
+        assert first.eq(2.0).all()
+        assert torch.equal(second, seeded(Stack).layers[1].weight)
+    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
+        weight = engine.get_full_parameter("layers.0.weight")
+        assert weight is not None
+        assert weight.eq(2.0).all()
+
+
+def _gather_on_ranks(rank: int, folder: str) -> list[bool]:
+    with zstore.Init(config=config_of(folder)):
+        model = seeded(Stack)
+    weight = model.layers[0].weight
+    with zstore.gather(weight, modifier_rank=1), torch.no_grad():
+        weight.fill_(float(rank + 5))
+    with zstore.gather(model):
+        return [bool(weight.eq(6.0).all()), torch.equal(model.layers[1].weight, seeded(Stack).layers[1].weight)]
+
+
+def test_gather_takes_one_ranks_values(tmp_path: Path) -> None:
+    assert run_ranks(_gather_on_ranks, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_a_model_that_is_gone_leaves_no_files(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)) as init:
+        model = seeded(Stack)
+        again = seeded(Stack)
+    assert len(files_in(tmp_path)) == 32  # biases stay in memory
+    del again
+    gc.collect()
+    assert init.statistics().resting_bytes == sum(p.nbytes for p in model.parameters())
+    assert len(files_in(tmp_path)) == 16
+    del init, model
+    gc.collect()
+    assert files_in(tmp_path) == []
+
+
+def test_two_blocks_share_the_run_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with zstore.Init(config=config):
+        first = seeded(Stack)
+    with zstore.Init(config=config):
+        second = seeded(Stack, 1)
+    model = nn.Sequential(first, second)
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        found = engine.get_full_parameter("1.layers.3.weight")
+        assert found is not None
+        assert torch.equal(found, seeded(Stack, 1).layers[3].weight)
+    with zstore.Init(config=config):
+        seeded(Stack)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_within_a_block_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with (
+        pytest.raises(UsageError, match=r"zstore.Init within a zstore.Init"),
+        zstore.Init(config=config),
+        zstore.Init(config=config),
+    ):
+        pass
+    with zstore.Init(config=config):
+        pass
+
+
+def test_the_engine_waits_for_the_end_of_the_block(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with zstore.Init(config=config):
+        model = make_net()
+        with pytest.raises(UsageError, match="end the block first"):
+            zstore.initialize(model=model, config=config)
+    zstore.initialize(model=model, config=config)[0].close()
+
+
+def test_parameters_on_the_meta_device_are_refused(tmp_path: Path) -> None:
+    init, layers = zstore.Init(config=config_of(tmp_path)), []
+    init.__enter__()
+    layers += [nn.Linear(32, 32), nn.Linear(32, 32, device="meta")]
+    with pytest.raises(UsageError, match=r"'weight' of a Linear is on the meta device.*from_pretrained"):
+        init.__exit__(None, None, None)
+    with zstore.Init(config=config_of(tmp_path)):
+        pass
+    assert files_in(tmp_path) == []
+
+
+def test_what_was_on_meta_and_got_values_is_taken(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)):
+        layer = nn.Linear(32, 32, device="meta")
+        layer.weight = nn.Parameter(torch.ones(32, 32))
+        layer.bias = nn.Parameter(torch.ones(32))
+    assert num_released(layer) == 1
+
+
+def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
+    models = []
+
+    def build() -> None:
+        with zstore.Init(config=config_of(tmp_path), dtype=torch.float64, live_bytes=0):
+            models.append(seeded(Stack))
+            assert len(files_in(tmp_path)) > 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build()
+    assert files_in(tmp_path) == []
+    assert torch.get_default_dtype() == torch.float32
+    plain = seeded(Stack)  # no hook is left
+    assert num_released(plain) == 0
+    assert plain(torch.ones(2, 128)).item() > 0
+    with pytest.raises(UsageError, match="build it again"):
+        zstore.initialize(model=models[0], config=config_of(tmp_path))
+
+
+def test_an_error_in_a_block_that_was_entered_again_keeps_the_model(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)) as init:
+        model = seeded(Stack)
+
+    def change() -> None:
+        with init:
+            model.layers[0].weight.data.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change()
+    with init:
+        assert not model.layers[0].weight.any()
+        assert torch.equal(model.layers[1].weight, seeded(Stack).layers[1].weight)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.half(), lambda m: setattr(m.layers[0].weight, "data", torch.ones(128, 128))]
+)
+def test_a_change_after_the_block_is_refused(change: Callable[[Any], object], tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with zstore.Init(config=config):
+        model = seeded(Stack)
+    change(model)
+    with pytest.raises(UsageError, match=r"'layers.0.weight' was built within zstore.Init and changed after the block"):
+        zstore.initialize(model=model, config=config)
+
+
+def test_another_use_of_the_same_run_folder_is_refused(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)):
+        model = make_net()
+    other = config_of(tmp_path, aio={"block_size": 65536})
+    with pytest.raises(UsageError, match="Give both the same config"):
+        zstore.initialize(model=model, config=other)
+    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
+        step(engine)
+
+
+def test_a_model_may_move_to_another_run_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    with zstore.Init(config=config_of(folders[0])):
+        model = make_net()
+    with zstore.initialize(model=model, config=config_of(folders[1]))[0] as engine:
+        assert files_in(folders[0]) == []
+        step(engine)
+        found = state_of(engine)
+    with zstore.initialize(model=make_net(), config=config_of(folders[1]))[0] as engine:
+        step(engine)
+        assert found == state_of(engine)
+
+
+def test_two_configs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="different configs"):
+        zstore.Init(config={"a": 1}, config_dict_or_path={"a": 2})
+    with pytest.raises(ConfigError), zstore.Init(config={"nothing": 1}):
+        pass
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError), zstore.Init(config=config_of(tmp_path / "missing")):
+        pass
+    with zstore.Init(config=config_of(tmp_path)):
+        pass
+
+
+def _differ(rank: int, folder: str) -> str:
+    try:
+        with zstore.Init(config=config_of(folder), live_bytes=0):
+            model = seeded(Handmade, seed=rank)
+    except UsageError as error:
+        return str(error)
+    return f"nothing, and {num_released(model)} parameters"
+
+
+def test_ranks_with_other_seeds_are_told_so(tmp_path: Path) -> None:
+    for message in run_ranks(_differ, 2, str(tmp_path)):
+        assert re.search(
+            r"rank 1 built different values from rank 0's, first 'weight' of a Embedding.*same seed", message
+        )
+    assert files_in(tmp_path) == []
+
+
+def _fail_on_one(rank: int, folder: str) -> str:
+    try:
+        with zstore.Init(config=config_of(folder), live_bytes=0):
+            model = seeded(Stack)
+            if rank == 1:
+                raise DiskFullError("no room", path="x")
+            model.layers[0].weight.data.mul_(2)
+    except (RankError, DiskFullError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_on_one_rank_ends_the_block_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_fail_on_one, 2, str(tmp_path))
+    assert re.match("RankError: rank 1 of 2 failed to build the model", first)
+    assert second.startswith("DiskFullError")
+    assert files_in(tmp_path) == []
+
+
+def _other_code(rank: int, folder: str) -> str:
+    try:
+        with zstore.Init(config=config_of(folder), live_bytes=0):
+            model = seeded(Stack)
+            model.layers[rank].weight.data.mul_(2)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_other_code_are_told_so(tmp_path: Path) -> None:
+    for message in run_ranks(_other_code, 2, str(tmp_path)):
+        assert "the ranks build the model differently" in message
+
+
+def test_a_copy_made_in_the_block_is_a_model_of_its_own(tmp_path: Path) -> None:
+    with zstore.Init(config=config_of(tmp_path)) as init:
+        model = seeded(Stack)
+        other = nn.ModuleList([copy.deepcopy(model)])
+    assert num_released(other) == 32
+    with init:
+        assert differences(values_of(other[0]), values_of(seeded(Stack))) == []
+
+
+def test_parameters_that_share_memory_are_refused_as_ever(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with zstore.Init(config=config):
+        model = make_net()
+        model.frozen.weight = nn.Parameter(model.blocks[0].up.weight.data[:56])
+    with pytest.raises(UsageError, match="share memory but are two objects"):
+        zstore.initialize(model=model, config=config)

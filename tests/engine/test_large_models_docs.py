@@ -1,0 +1,53 @@
+"""The examples of `docs/large-models.md` run as they are printed, on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from zstore.testing.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs/large-models.md"
+WIDTH = 320  # large enough for parameters that are sharded by default
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def _run(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool]:
+    os.chdir(folder)
+    names: dict[str, Any] = {"SWAP_FOLDER": str(Path(folder, "swap")), "MODEL_FOLDER": str(Path(folder, "model"))}
+    building, others, loading = examples[:2], examples[2], examples[3]
+    for example in building:
+        exec(example, names)
+    engine = names["engine"]
+    weight = engine.get_full_parameter("layers.7.weight")
+    engine.backward(engine(torch.ones(2, 512, dtype=engine.module.layers[0].weight.dtype)).float().square().mean())
+    engine.step()
+    torch.manual_seed(0)
+    built = torch.equal(weight, names["Wide"]().layers[7].weight)
+    exec(others, names)
+    exec(loading, names)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with names["engine"] as engine:
+        found = engine.get_full_parameter(name)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(names["MODEL_FOLDER"])
+    return engine.global_steps, built, torch.equal(found, plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
+    assert len(blocks()) == 4
+    (tmp_path / "swap").mkdir()
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert run_ranks(_run, world_size, str(tmp_path), blocks()) == [(0, True, True)] * world_size

@@ -1,0 +1,269 @@
+"""fp16's loss scale, steps that are skipped, and inputs that are cast."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.models import batch
+from tests.engine.runs import make_config, start, state_of
+from zstore.engine import Engine
+from zstore.engine.config.sections import Fp16Section
+from zstore.engine.optim.loss_scale import LossScaler
+from zstore.errors import NonFiniteError
+from zstore.testing.ranks import run_ranks
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def rules(**changes: Any) -> Fp16Section:
+    return Fp16Section(**{"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1} | changes)
+
+
+# A step without overflow is a point, one with it an X; the scale after each as DeepSpeed 0.19.8 gives it, E: an error.
+TRACES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2},
+        ".....X.X....X.....",
+        "16 16 16 16 32 32 32 16 16 16 16 16 8 8 8 8 8 16",
+    ),
+    (
+        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2, "consecutive_hysteresis": True},
+        ".....X.X....XX.....",
+        "16 16 16 16 32 32 32 32 32 32 32 32 32 16 16 16 16 16 32",
+    ),
+    ({"initial_scale_power": 3, "loss_scale_window": 1}, "...X..X.XX...", "8 16 32 16 16 32 16 16 8 4 4 8 16"),
+    ({"initial_scale_power": 2, "hysteresis": 3, "min_loss_scale": 0.5}, "XXXX.XX", "4 4 2 1 1 0.5 E"),
+    (
+        {"initial_scale_power": 2, "loss_scale_window": 3, "hysteresis": 3, "consecutive_hysteresis": True},
+        "XX.XX.XXX.......X...",
+        "4 4 4 4 4 4 4 4 2 2 2 2 4 4 4 8 8 8 8 8",
+    ),
+    (
+        {"initial_scale_power": 3, "min_loss_scale": 2.0, "raise_error_at_min_scale": False},
+        "XXXX...X.....X",
+        "4 2 2 2 2 2 4 2 2 2 4 4 8 4",
+    ),
+    ({"initial_scale_power": 2, "loss_scale_window": 1000, "hysteresis": 2}, "XXXX", "4 2 1 E"),
+    ({"initial_scale_power": 1, "min_loss_scale": 8.0}, "X..X", "8 8 8 E"),
+]
+
+
+def scales(scaler: LossScaler, trace: str) -> list[str]:
+    found = []
+    for step in trace:
+        try:
+            scaler.update(step == "X")
+        except NonFiniteError:
+            return [*found, "E"]
+        found.append(f"{scaler.scale:g}")
+    return found
+
+
+@pytest.mark.parametrize(("changes", "trace", "expected"), TRACES)
+def test_the_scale_follows_overflows_as_deepspeeds_does(changes: dict[str, Any], trace: str, expected: str) -> None:
+    assert scales(LossScaler(settings=rules(**changes), skips=True), trace) == expected.split()
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.text("X.", max_size=40), st.integers(0, 40))
+@settings(deadline=None, max_examples=100)
+def test_a_resumed_scale_goes_on_as_the_first_would_have(
+    window: int, hysteresis: int, consecutive: bool, trace: str, at: int
+) -> None:
+    chosen = rules(
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        raise_error_at_min_scale=False,
+    )
+    one, whole = LossScaler(settings=chosen, skips=True), LossScaler(settings=chosen, skips=True)
+    first = scales(one, trace[:at])
+    other = LossScaler(settings=chosen, skips=True)
+    other.load(one.state())
+    assert first + scales(other, trace[at:]) == scales(whole, trace)
+
+
+def test_a_fixed_scale_and_none_never_change() -> None:
+    for chosen, scale in ((rules(loss_scale=8.0), 8.0), (None, 1.0)):
+        scaler = LossScaler(settings=chosen, skips=True)
+        assert scales(scaler, "X.XX..") == [f"{scale:g}"] * 6
+
+
+# -- skipped steps ----------------------------------------------------------------------------------------------------
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp16 dynamic": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
+    "fp16 fixed": {"fp16": {"enabled": True, "loss_scale": 128}},
+    "bf16": {"bf16": {"enabled": True, "check_grad_overflow": True}},
+}
+CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}
+
+
+def train(engine: Engine, number: int, *, bad: bool = False) -> None:
+    """One step on the data of its number; with `bad` the last rank's first micro-batch overflows."""
+    for micro in range(engine.gradient_accumulation_steps()):
+        loss = engine(*batch(number, micro, engine.global_rank))
+        overflows = bad and micro == 0 and engine.global_rank == engine.world_size - 1
+        engine.backward(loss * torch.inf if overflows else loss)
+        engine.step()
+
+
+def everything(engine: Engine) -> dict[str, Any]:
+    """All but what counts steps, and the loss scale."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    return {name: value for name, value in state_of(engine).items() if name != "counters"} | {"groups": groups}
+
+
+def skip(rank: int, stage: int, tier: str, precision: str) -> list[str]:
+    """Return what a skipped step changed, and what a run that had one holds that one without it does not."""
+    keys = {"bf16": {"enabled": False}} | PRECISIONS[precision]
+    keys["scheduler"] = {"type": "OneCycle", "params": CYCLE}
+    differences: list[str] = []
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as two,
+        start(make_config(stage, tier, one, **keys)) as engine,
+        start(make_config(stage, tier, two, **keys)) as other,
+    ):
+        for number in range(2):
+            train(engine, number)
+            train(other, number)
+        before, scale = everything(engine), engine.loss_scale
+        train(engine, 2, bad=True)
+        after = everything(engine)
+        differences += [f"skipped: {name}" for name in before if before[name] != after[name]]
+        assert (engine.global_steps, engine.skipped_steps) == (3, 1)
+        assert not engine.was_step_applied()
+        assert engine.loss_scale == (scale / 2 if "dynamic" in precision else scale)
+        if "dynamic" not in precision:
+            train(engine, 2)
+            train(other, 2)
+            mine, plain = everything(engine), everything(other)
+            differences += [f"after: {name}" for name in plain if plain[name] != mine[name]]
+            assert engine.was_step_applied()
+    return differences
+
+
+def _skips(rank: int, cases: list[tuple[int, str, str]]) -> list[tuple[Any, list[str]]]:
+    return [(case, found) for case in cases if (found := skip(rank, *case))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_skipped_step_leaves_every_bit(world_size: int) -> None:
+    places = [(0, "none"), (1, "cpu"), (2, "nvme"), (2, "none"), (3, "cpu"), (3, "nvme"), (1, "nvme"), (2, "cpu")]
+    cases = [(*place, list(PRECISIONS)[number % 3]) for number, place in enumerate(places)]
+    for failed in run_ranks(_skips, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+def test_bf16_without_the_check_ends_with_an_error_that_changes_nothing() -> None:
+    with start(make_config(gradient_accumulation_steps=1)) as engine:
+        train(engine, 0)
+        before = state_of(engine)
+        with pytest.raises(NonFiniteError, match="no parameter and no optimizer state was changed"):
+            train(engine, 1, bad=True)
+        assert {k: v for k, v in state_of(engine).items() if k != "counters"} == {
+            k: v for k, v in before.items() if k != "counters"
+        }
+
+
+def test_an_overflow_at_the_least_scale_is_an_error_or_skipped() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+    keys: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1}
+    with start(make_config(fp16=fp16, **keys)) as engine:
+        train(engine, 0, bad=True)
+        with pytest.raises(NonFiniteError, match=r"minimum of 1\.0"):
+            train(engine, 1, bad=True)
+    with start(make_config(fp16=fp16 | {"raise_error_at_min_scale": False}, **keys)) as engine:
+        before = engine_digests(engine)
+        for number in range(3):
+            train(engine, number, bad=True)
+        assert (engine.loss_scale, engine.skipped_steps) == (1.0, 3)
+        assert engine_digests(engine) == before
+
+
+def test_the_scale_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 2, "loss_scale_window": 3}
+    config = make_config(bf16={"enabled": False}, gradient_accumulation_steps=1, fp16=fp16)
+    with start(config) as engine:
+        for number in range(3):
+            train(engine, number, bad=number == 1)
+        engine.save_checkpoint(str(tmp_path))
+        seen = []
+        for number in range(3, 9):
+            train(engine, number, bad=number == 4)
+            seen.append(engine.loss_scale)
+        whole = state_of(engine)
+    assert seen == [16, 8, 8, 8, 8, 16]
+    with start(config) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        for number, scale in zip(range(3, 9), seen, strict=True):
+            train(engine, number, bad=number == 4)
+            assert engine.loss_scale == scale
+        assert state_of(engine) == whole
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - any namedtuple is a tuple of its own
+
+
+class Reader(nn.Module):
+    """Says what types it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        self.seen = [x.dtype, rest, named]
+        return self.linear(x).sum()
+
+
+def reader(**keys: Any) -> Engine:
+    config = make_config(gradient_accumulation_steps=1, **({"bf16": {"enabled": False}} | keys))
+    return zstore.initialize(model=Reader(), config=config)[0]
+
+
+def test_auto_cast_makes_floating_inputs_fp16() -> None:
+    with reader(fp16={"enabled": True, "auto_cast": True, "loss_scale": 8}) as engine:
+        x, ids, double = torch.ones(2, 4), torch.ones(2, dtype=torch.long), torch.ones(1, dtype=torch.double)
+        loss = engine(x, [ids, x], Pair(double, "text"), more={"mask": ids > 0, "x": (x,)}, flag=True)
+        _, (listed, pair), named = engine.module.seen
+        assert engine.module.seen[0] == torch.float16
+        assert [t.dtype for t in listed] == [torch.int64, torch.float16]
+        assert (type(pair), pair.left.dtype, pair.right) == (Pair, torch.float16, "text")
+        assert (named["more"]["mask"].dtype, named["more"]["x"][0].dtype) == (torch.bool, torch.float16)
+        assert named["flag"] is True
+        assert x.dtype == torch.float32
+        engine.backward(loss)
+        engine.step()
+        assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"fp16": {"enabled": False, "auto_cast": True}}, {"bf16": {"enabled": True}, "fp16": {"auto_cast": True}}],
+)
+def test_inputs_are_left_alone_otherwise(keys: dict[str, Any]) -> None:
+    with reader(**keys) as engine:
+        x = torch.ones(2, 4, dtype=next(engine.parameters()).dtype)
+        double = torch.ones(1, dtype=torch.double)
+        engine(x, double)
+        assert engine.module.seen[1][0] is double
+
+
+def test_without_auto_cast_a_float_input_is_the_models_error() -> None:
+    with reader(fp16={"enabled": True}) as engine, pytest.raises(RuntimeError, match="dtype"):
+        engine(torch.ones(2, 4))

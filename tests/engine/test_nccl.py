@@ -1,0 +1,158 @@
+"""Ranks that talk over NCCL, each with a device of its own; the same over gloo shows, without a device, that the tests work."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+import zstore
+from tests.engine.bits import digest, engine_digests
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start
+from zstore.ranks.world import World
+from zstore.testing.ranks import run_ranks
+
+NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def over_nccl(num_ranks: int) -> Any:
+    """NCCL refuses two ranks on one device."""
+    found = pytest.mark.skipif(num_ranks > NUM_DEVICES, reason=f"{num_ranks} ranks over NCCL need as many CUDA devices")
+    return pytest.param("nccl", marks=[pytest.mark.cuda, found])
+
+
+@contextmanager
+def group(backend: str, rank: int, world_size: int, folder: str) -> Iterator[World]:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch_dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
+    try:
+        yield World.current()
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def config(stage: int, nvme: str, **keys: Any) -> dict[str, Any]:
+    made = make_config(stage, "nvme", nvme, gradient_clipping=0.25, **keys)
+    made["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if stage < 3:
+        del made["zero_optimization"]["offload_param"]
+    return made
+
+
+def trained(made: dict[str, Any], rank: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, str]]:
+    """Return the losses and the hash of everything of this rank."""
+    losses = []
+    with start(made, model) as engine:
+        for _ in range(2):
+            for micro in range(engine.gradient_accumulation_steps()):
+                (ids,) = batch(engine.global_steps, micro, rank)
+                loss = engine(ids.to(engine.device))
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        return losses, engine_digests(engine)
+
+
+@pytest.mark.parametrize("backend", ["gloo", over_nccl(1)])
+def test_one_rank_trains_as_a_process_alone(backend: str, nvme: Path, tmp_path: Path) -> None:
+    with group(backend, 0, 1, str(tmp_path)) as world:
+        assert world.backend == backend
+        assert world.device.type == ("cuda" if backend == "nccl" else "cpu")
+        found = [trained(config(stage, str(nvme)), 0) for stage in (1, 3)]
+    if backend == "gloo" and NUM_DEVICES:
+        return  # alone it computes on the device
+    assert found == [trained(config(stage, str(nvme)), 0) for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", over_nccl(1)])
+def test_collectives_of_one_rank(backend: str, tmp_path: Path) -> None:
+    with group(backend, 0, 1, str(tmp_path)) as world:
+        assert world.all_gather_object({"a": [1, "b"]}) == [{"a": [1, "b"]}]
+        world.all_gather_object(None)
+        if backend == "nccl":
+            send = torch.arange(8, dtype=torch.bfloat16, device=world.device).view(1, 8)
+            mean = torch.empty_like(send[0])
+            world.reduce_scatter_mean(mean, send, kind="reduce_scatter").wait()
+            assert torch.equal(mean, send[0])
+
+
+def _exchange(rank: int, backend: str, folder: str) -> dict[str, Any]:
+    torch_dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    with group(backend, rank, 2, folder) as world:
+        values = world.all_gather_object({"rank": rank, "text": "x" * (5 + rank)})
+        sent = torch.full((5,), float(rank + 1))
+        world.broadcast(sent, source=1)  # of the host, wherever the backend's collectives are
+        out = torch.empty(4, dtype=torch.bfloat16, device=world.device)
+        world.all_gather(out, torch.full((2,), rank, dtype=torch.bfloat16, device=world.device))
+        moved = torch.full((3,), rank, device=world.device)
+        world.transfer(moved, 0, 1)
+        try:
+            world.raise_together(ValueError("mine") if rank == 1 else None)
+            error = ""
+        except Exception as raised:
+            error = str(raised)
+        return {
+            "values": values,
+            "sent": sent.tolist(),
+            "out": out.tolist(),
+            "moved": moved.tolist(),
+            "error": error.partition(";")[0],
+        }
+
+
+@pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
+def test_two_ranks_exchange(backend: str, tmp_path: Path) -> None:
+    found = run_ranks(_exchange, 2, backend, str(tmp_path), timeout_s=120)
+    everyone = [{"rank": 0, "text": "xxxxx"}, {"rank": 1, "text": "xxxxxx"}]
+    for rank, one in enumerate(found):
+        assert one["values"] == everyone
+        assert one["sent"] == [2.0] * 5
+        assert one["out"] == [0.0, 0.0, 1.0, 1.0]
+        assert one["moved"] == [0, 0, 0]
+        assert one["error"] == ("mine" if rank else "rank 1 of 2 failed")
+
+
+def _train(rank: int, backend: str, folder: str, nvme: str) -> list[Any]:
+    torch_dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    with group(backend, rank, 2, folder):
+        plain = make_config(0, gradient_clipping=0.25)
+        found = [trained(plain, rank)[0], *(trained(config(stage, nvme), rank)[0] for stage in (1, 2, 3))]
+        with zstore.Init(config=config(3, nvme)):
+            net = make_net()
+        with zstore.gather(net.embed.weight, modifier_rank=0), torch.no_grad():
+            net.embed.weight.mul_(1.0 if rank == 0 else 7.0)  # rank 0's values count
+        found.append(trained(config(3, nvme), rank, net)[0])
+        whole = []
+        with start(config(3, nvme)) as engine:
+            engine.save_checkpoint(f"{folder}/ckpt")
+            values = engine.get_full_parameter("blocks.0.up.weight")
+            assert values is not None
+            whole.append(digest(values))
+        with start(config(3, nvme), make_net(1)) as engine:
+            engine.load_checkpoint(f"{folder}/ckpt")
+            values = engine.get_full_parameter("blocks.0.up.weight")
+            assert values is not None
+            whole.append(digest(values))
+        return [found, whole]
+
+
+@pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
+def test_two_ranks_train_save_and_load(backend: str, nvme: Path, tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    for losses, (saved, loaded) in run_ranks(_train, 2, backend, folder, str(nvme), timeout_s=240):
+        plain, *others = losses
+        for other in others:
+            assert other == pytest.approx(plain, rel=2e-2)
+        assert loaded == saved

@@ -1,0 +1,422 @@
+"""Parameters that rest in host memory or on disk: the bits of the plain loop, and no memory of the model's size."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zstore
+import zstore.store.store
+from tests.engine.bits import Case, compare
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start, state_of, step
+from zstore.engine import Engine
+from zstore.engine.params.record import Residency
+from zstore.engine.zero import fetch
+from zstore.engine.zero.unshard import UnitStatistics
+from zstore.errors import RankError, RunFolderError, StorageError
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.ranks import run_ranks
+
+# (optimizer's tier, parameters' tier, precision, accumulation, clip, bucket, threshold, step mode)
+CASES = [
+    ("none", "cpu", "bf16", 3, 0.0, 500_000_000, 100, "backward"),
+    ("nvme", "nvme", "bf16", 1, 0.25, 500_000_000, 0, "forward"),
+    ("cpu", "nvme", "fp32", 1, 0.25, 40_000, 100, "backward"),
+    ("nvme", "cpu", "fp16", 3, 0.0, 500_000_000, 1000, "forward"),
+    ("nvme", "nvme", "bf16", 3, 0.0, 500_000_000, 100, "backward"),
+    ("nvme", "nvme", "fp32", 1, 0.0, 500_000_000, 100, "backward"),
+    ("cpu", "cpu", "bf16", 3, 0.25, 40_000, 100, "forward"),
+    ("none", "nvme", "fp32", 1, 0.0, 500_000_000, 0, "none"),
+]
+
+KEYS: list[dict[str, Any]] = [
+    {"stage3_prefetch_bucket_size": 0},
+    {"stage3_max_live_parameters": 20_000},
+    {"stage3_max_reuse_distance": 10**9},
+    {"stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 50_000, "stage3_prefetch_bucket_size": 10_000},
+    {"stage3_model_persistence_threshold": 300},
+    {"offload_param": {"buffer_count": 1, "buffer_size": 1}},
+]
+
+
+def _compare(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bits_equal_the_plain_loop(world_size: int) -> None:
+    cases = [
+        asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
+        for optimizer, parameters, *rest, overlap in CASES
+    ]
+    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_key_changes_a_bit(world_size: int) -> None:
+    cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
+    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+        assert failed == []
+
+
+def _compare_direct(rank: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    fetch._DIRECT_NUMEL = 1
+    return _compare(rank, 3, cases)
+
+
+def test_large_parameters_are_gathered_in_place() -> None:
+    cases = [asdict(Case(3, "cpu", "bf16", 1, 0.25, threshold=0, parameters=tier)) for tier in ("cpu", "none")]
+    # More than a bucket holds goes the other way.
+    cases.append(asdict(Case(3, "cpu", "fp32", 1, 0.0, 2000, parameters="nvme")))
+    for failed in run_ranks(_compare_direct, 3, cases, timeout_s=120):
+        assert failed == []
+
+
+# -- what each key moves ----------------------------------------------------------------------------------------------
+
+BLOCK_NUMEL = 6 * 192 * 192 + 3 * 192 + 2 * 192 + 1
+"""Elements of a block of the wide net; its matrices are large enough to rest on disk."""
+
+
+def wide_net() -> torch.nn.Module:
+    return make_net(vocab=300, width=192, layers=4)
+
+
+def offloaded(nvme: str | Path, tier: str = "nvme", **zero: Any) -> dict[str, Any]:
+    """Return a config with parameters and optimizer state on `tier`."""
+    config = make_config(3, tier, nvme)
+    section = {"device": tier} | ({"nvme_path": str(nvme)} if tier == "nvme" else {})
+    config["zero_optimization"] |= {"offload_param": section | zero.pop("offload_param", {})} | zero
+    return config
+
+
+def train(engine: Engine, steps: int = 2) -> None:
+    for _ in range(steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*batch(engine.global_steps, micro, engine.global_rank, vocab=300)))
+            engine.step()
+
+
+def statistics_of(nvme: Path, steps: int = 2, **zero: Any) -> Any:
+    with start(offloaded(nvme, **zero), wide_net()) as engine:
+        train(engine, steps)
+        return engine.statistics()
+
+
+def test_the_bucket_says_how_much_is_gathered_ahead(nvme: Path) -> None:
+    off = statistics_of(nvme, stage3_prefetch_bucket_size=0).units
+    assert off.gathered_ahead == 0
+    assert off.on_demand + off.kept == off.taken
+    on = statistics_of(nvme).units
+    assert on.taken == off.taken
+    # The first of four micro-batches records the order.
+    assert on.on_demand == on.taken // 4
+    assert on.gathered_ahead + on.kept == on.taken * 3 // 4
+    assert on.dropped == 0
+    one = statistics_of(nvme, stage3_prefetch_bucket_size=1).units
+    assert one.gathered_ahead > 0
+    assert off.live_peak_numel <= one.live_peak_numel < on.live_peak_numel
+
+
+def test_live_elements_stay_within_their_limit(nvme: Path) -> None:
+    limit = 300_000
+    assert BLOCK_NUMEL < limit < 2 * BLOCK_NUMEL
+    assert statistics_of(nvme).units.live_peak_numel > limit
+    assert statistics_of(nvme, stage3_max_live_parameters=limit).units.live_peak_numel <= limit
+
+
+def test_a_block_over_the_limit_is_gathered_part_by_part(nvme: Path) -> None:
+    whole = statistics_of(nvme, stage3_prefetch_bucket_size=0)
+    parts = statistics_of(nvme, stage3_prefetch_bucket_size=0, stage3_max_live_parameters=BLOCK_NUMEL - 1)
+    assert parts.units.taken > whole.units.taken
+    # An up projection is half of its block.
+    assert parts.units.live_peak_numel < 0.6 * whole.units.live_peak_numel
+
+
+def test_reuse_saves_reads_for_memory(nvme: Path) -> None:
+    near = statistics_of(nvme, stage3_prefetch_bucket_size=1)
+    far = statistics_of(nvme, stage3_prefetch_bucket_size=1, stage3_max_reuse_distance=10**9)
+    assert near.units.kept == 3  # the head, between forward and backward, in all but the first micro-batch
+    assert far.units.kept > near.units.kept
+    assert far.units.read_bytes < 0.7 * near.units.read_bytes
+    assert far.links["parameter_read"].bytes < 0.7 * near.links["parameter_read"].bytes
+    assert far.units.live_peak_numel > near.units.live_peak_numel
+
+
+def test_persistence_is_limited_in_sum(nvme: Path) -> None:
+    def resident(**zero: Any) -> int:
+        with start(offloaded(nvme, stage3_param_persistence_threshold=1000, **zero), wide_net()) as engine:
+            records = engine.training_state.state.records
+            return sum(record.numel for record in records if record.residency is Residency.RESIDENT)
+
+    every = resident()
+    assert every > 1500
+    assert 1000 < resident(stage3_model_persistence_threshold=1500) <= 1500
+    assert resident(stage3_model_persistence_threshold=0) == 0
+
+
+def test_buffers_are_as_many_and_as_large_as_asked(nvme: Path) -> None:
+    def pool_bytes(**keys: Any) -> tuple[int, int]:
+        with start(offloaded(nvme, offload_param=keys), wide_net()) as engine:
+            train(engine, 1)
+            found = engine.statistics()
+            requests = found.store.queue.operations
+            return found.store.pool_bytes, requests["read"] + requests["prefetch"]
+
+    default, few = pool_bytes()
+    # Two buffers of 64 KiB in 16 bits: each matrix comes in pieces.
+    small, many = pool_bytes(buffer_count=2, buffer_size=32 * 1024)
+    smaller, _ = pool_bytes(buffer_count=1, buffer_size=32 * 1024)
+    assert small - smaller == 64 * 1024
+    assert default > small
+    assert many > few
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_disk_is_not_in_memory(nvme: Path) -> None:
+    with start(offloaded(nvme), wide_net()) as engine:
+        records = engine.training_state.state.records
+        small = sum(2 * record.numel for record in records if record.residency is Residency.RESIDENT)
+        numel = sum(record.numel for record in records)
+        train(engine, 2)
+        found = engine.statistics()
+        assert found.held.parameters == small < 0.01 * 2 * numel
+        assert found.held.resting == 2 * numel - small
+        assert sum(record.full.untyped_storage().nbytes() for record in records if record.rest is not None) == 0
+        # Shards under 64 KiB are in memory whatever is asked.
+        assert found.store.host_bytes < 0.1 * found.store.disk_bytes
+        # A block in use, and what the bucket of one block gathers ahead of it.
+        assert found.units.live_peak_numel < numel
+    bucket = statistics_of(nvme, stage3_prefetch_bucket_size=BLOCK_NUMEL).units
+    # The model's own two parameters are in use as long as it is.
+    assert bucket.live_peak_numel <= 2 * BLOCK_NUMEL + 7 * 192
+
+
+def _peak(rank: int, folder: str) -> tuple[int, int, int]:
+    """Return the bytes of a model in fp32, and the peak of memory before and after it was laid out and trained on."""
+    start(offloaded(folder), wide_net()).close()  # what is imported and started the first time
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(48)])
+    nbytes = sum(p.nbytes for p in model.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    config = offloaded(folder, stage3_prefetch_bucket_size=1) | {"zstore": {"host_budget_bytes": 24 << 20}}
+    engine, *_ = zstore.initialize(model=model, config=config)
+    with engine, torch.no_grad():
+        for _ in range(2):
+            engine(torch.ones(1, 1024, dtype=torch.bfloat16))
+    return nbytes, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
+    ((nbytes, before, after),) = run_ranks(_peak, 1, str(nvme))
+    assert nbytes == 192 << 20
+    # Buffers, a parameter or two, and what was freed and not given back yet.
+    assert after - before < 0.1 * nbytes
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tuple[str, bool]:
+    """Return what was raised, and whether the run then went on as one that saw no error."""
+    files = FaultyFiles()
+    zstore.store.store.Files = lambda: files  # type: ignore[misc,assignment]
+    message = "no error"
+    with start(offloaded(folder), wide_net()) as engine:
+        train(engine, steps_before)
+        if rank == bad_rank:
+            files.inject(Fault(kind="read", pattern="*parameter%2Fblocks.2.up*", times=None, error_number=errno.EIO))
+        try:
+            train(engine, 1)
+        except StorageError as error:
+            message = "\n".join([str(error), *error.__notes__])
+        except RankError as error:
+            message = str(error)
+        files.heal()
+        train(engine, 1)
+        found = state_of(engine)
+    with start(make_config(3), wide_net()) as engine:
+        train(engine, steps_before + 1)
+        return message, found == state_of(engine)
+
+
+@pytest.mark.parametrize(("world_size", "steps_before"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, steps_before: int) -> None:
+    bad = world_size - 1
+    messages, went_on = zip(*run_ranks(_read_error, world_size, str(nvme), bad, steps_before), strict=True)
+    assert went_on == (True,) * world_size
+    assert "Input/output error" in messages[bad] or "EIO" in messages[bad]
+    assert "unit 'blocks.2'" in messages[bad]
+    if world_size == 2:
+        assert "rank 1 of 2 failed to read the parameters of unit 'blocks.2'" in messages[0]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [("nvme", "none"), ("none", "cpu"), ("cpu", "nvme")])
+def test_a_run_goes_on_with_its_parameters_elsewhere(nvme: Path, tmp_path: Path, before: str, after: str) -> None:
+    def config(tier: str) -> dict[str, Any]:
+        return make_config(3) if tier == "none" else offloaded(nvme, tier)
+
+    with start(config(before)) as engine:
+        step(engine)
+        engine.save_checkpoint(str(tmp_path))
+        saved = state_of(engine)
+        step(engine)
+        expected = state_of(engine)
+    assert not [path for path in tmp_path.rglob("*") if "parameter" in path.name]
+    with start(config(after)) as engine:
+        step(engine)  # so that something is there to be replaced
+        engine.load_checkpoint(str(tmp_path))
+        assert state_of(engine) == saved
+        step(engine)
+        assert state_of(engine) == expected
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+class Fickle(torch.nn.Module):
+    """Runs its layers in the order that it is told; on `skips` it leaves the last one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = x + torch.tanh(self.layers[number](x))
+        return x.float().square().mean()
+
+
+ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [3, 1, 0, 2], [0, 1], [0, 1, 2, 3, 2], [0, 1, 2, 3, 2]]
+
+
+def _fickle(rank: int, tier: str, folder: str) -> tuple[list[float], dict[str, int]]:
+    torch.manual_seed(0)
+    model = Fickle()
+    config = make_config(3) if tier == "none" else offloaded(folder, tier)
+    config |= {"gradient_accumulation_steps": 1}
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    losses = []
+    with start(config, model) as engine:
+        for order in ORDERS:
+            model.order = order
+            loss = engine(torch.ones(2, 16, dtype=torch.bfloat16))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        units = engine.statistics().units or UnitStatistics()
+        return losses, {"orders": units.orders, "dropped": units.dropped, "ahead": units.gathered_ahead}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_order_that_changes_is_recorded_anew(nvme: Path, world_size: int) -> None:
+    expected, _ = run_ranks(_fickle, 1, "none", str(nvme))[0]
+    for losses, units in run_ranks(_fickle, world_size, "cpu", str(nvme)):
+        assert losses == expected
+        assert units["orders"] == 4
+        assert units["dropped"] > 0
+        assert units["ahead"] > 0
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_forward_without_a_backward_leaves_nothing_old(nvme: Path, tier: str) -> None:
+    def losses(tier: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Fickle()
+        model.order = [0]
+        config = make_config(3) if tier == "none" else offloaded(nvme, tier)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        found = []
+        with start(config | {"gradient_accumulation_steps": 1}, model) as engine:
+            for _ in range(4):
+                loss = engine(torch.ones(2, 16, dtype=torch.bfloat16))
+                engine.backward(loss)
+                # The unit would be kept for the backward of this one.
+                engine(torch.ones(2, 16, dtype=torch.bfloat16))
+                engine.step()
+                found.append(float(loss.detach()))
+        return found
+
+    assert losses(tier) == losses("none")
+    assert len(set(losses(tier))) > 1
+
+
+def _torn(rank: int, steps_before: int, order: list[int]) -> str:
+    torch.manual_seed(0)
+    model = Fickle()
+    with tempfile.TemporaryDirectory() as folder:
+        config = offloaded(folder, "cpu") | {"gradient_accumulation_steps": 1}
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        with start(config, model) as engine:
+            for number in range(steps_before + 1):
+                model.order = order if rank == 1 and number == steps_before else [0, 1, 2, 3]
+                try:
+                    engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)))
+                except zstore.errors.UsageError as error:
+                    return str(error)
+                engine.step()
+    return "no error"
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_ranks_that_run_other_modules_are_told(steps_before: int) -> None:
+    for message in run_ranks(_torn, 2, steps_before, [0, 2, 1, 3]):
+        assert "every rank must run the same modules in the same order" in message
+        assert "layers." in message
+
+
+# -- drives -----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_spread_over_the_drives(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("a", "b", "c")]
+    for drive in drives:
+        drive.mkdir()
+    config = offloaded(drives[0], offload_param={"nvme_path": str(drives[2])})
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(drives[0]), str(drives[1])]
+    with start(config, wide_net()) as engine:
+        train(engine, 1)
+        held = [sum(path.stat().st_size for path in drive.rglob("*.shard")) for drive in drives]
+        # State on two drives, as evenly as whole shards allow; parameters on theirs.
+        largest = max(path.stat().st_size for path in tmp_path.rglob("*.shard"))
+        assert abs(held[0] - held[1]) <= largest
+        assert not list(drives[0].rglob("parameter*"))
+        assert not list(drives[1].rglob("parameter*"))
+        assert {path.name.split("%2F")[0] for path in drives[2].rglob("*.shard")} == {"parameter"}
+        spread = {
+            name: folder.parent.parent.name for name, folder in engine.training_state.state.store.disk_folders().items()
+        }
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        state = state_of(engine)
+    with start(config, wide_net()) as engine:
+        again = engine.training_state.state.store.disk_folders()
+        assert {name: folder.parent.parent.name for name, folder in again.items()} == spread
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert state_of(engine) == state
+    with start(make_config(3), wide_net()) as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert state_of(engine) == state
+
+
+def test_an_error_names_the_drive(tmp_path: Path) -> None:
+    (tmp_path / "good").mkdir()
+    config = offloaded(tmp_path / "good")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(tmp_path / "good"), str(tmp_path / "missing")]
+    with pytest.raises(RunFolderError, match="missing"):
+        start(config, wide_net())
+    # The folder on the other drive is free again.
+    start(offloaded(tmp_path / "good"), wide_net()).close()

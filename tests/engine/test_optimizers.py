@@ -1,0 +1,303 @@
+"""Optimizers of the client's: each element-wise one does on disk what torch does, others are refused by name; groups."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import digest, engine_digests, reference_digests
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config
+from tests.reference import Reference
+from zstore.engine import Engine
+from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+ELEMENT_WISE: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD with Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adam with amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW with amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def model() -> nn.Module:
+    """Its two weights are too large to stay in memory where state is on disk."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 301), nn.Tanh(), nn.Linear(301, 70))
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+
+
+def on_disk(folder: Path | str, stage: int = 1, **keys: Any) -> dict[str, Any]:
+    plain = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": None}
+    return make_config(stage, "nvme", folder, **(plain | keys))
+
+
+def started(make: Make, folder: Path) -> Engine:
+    net = model()
+    return zstore.initialize(model=net, optimizer=make(net.parameters()), config=on_disk(folder))[0]
+
+
+def train(engine: Engine, step: int) -> None:
+    engine.backward(engine(inputs(step)).square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str, tmp_path: Path) -> None:
+    make, run, saves = ELEMENT_WISE[name], tmp_path / "run", tmp_path / "saves"
+    run.mkdir()
+    plain = model()
+    reference = make(plain.parameters())
+    with started(make, run) as engine:
+        for step in range(3):
+            train(engine, step)
+            reference.zero_grad()
+            plain(inputs(step)).square().mean().backward()
+            reference.step()
+            assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), plain.parameters(), strict=True))
+            if step == 0:
+                engine.save_checkpoint(str(saves))
+        state = engine.training_state.state
+        large = [r.name for r in state.records if r.numel * 4 > 64 << 10]
+        assert large == ["0.weight", "2.weight"]
+        for record, parameter in zip(state.records, plain.parameters(), strict=True):
+            for array in state.arrays_of(record)[1:]:
+                slot = reference.state[parameter][array.split("/")[1]].reshape(-1)
+                assert torch.equal(torch.from_numpy(state.store.read(array).wait()), slot), array
+        assert list(run.rglob("*.shard")) != []
+        whole = engine_digests(engine)
+    with started(make, run) as engine:
+        engine.load_checkpoint(str(saves))
+        for step in (1, 2):
+            train(engine, step)
+        assert engine_digests(engine) == whole
+
+
+# -- on several ranks -------------------------------------------------------------------------------------------------
+
+# (precision, step mode, clip, accumulation, tier of the parameters)
+SETTINGS = [
+    ("bf16", "forward", 0.25, 2, "nvme"),
+    ("fp32", "backward", 0.0, 1, "none"),
+    ("bf16", "backward", 0.0, 1, "nvme"),
+    ("fp32", "forward", 0.25, 2, "none"),
+]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def expected_of(reference: Reference, rows: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Return hashes of a rank's rows: parameters, masters, and whatever the optimizer keeps of those that it updated."""
+    parameters = {name: p.detach() for name, p in reference.model.named_parameters()}
+    found = {name: digest(value.reshape(-1)[slice(*rows[name])]) for name, value in parameters.items()}
+    for name, master in reference.masters.items():
+        arrays = {f"model/{name}": master.detach()}
+        if master.grad is not None:
+            slots = {slot: v for slot, v in reference.optimizer.state[master].items() if isinstance(v, torch.Tensor)}
+            arrays |= {f"optimizer/{slot}/{name}": v for slot, v in slots.items() if slot not in SCALARS}
+        found |= {array: digest(value.reshape(-1)[slice(*rows[name])]) for array, value in arrays.items()}
+    return found
+
+
+SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+def scalars_that_differ(engine: Engine, reference: Reference) -> list[str]:
+    """Return the scalars that are not torch's, also of parameters of which this rank has no rows."""
+    found = {record.name: scalars for record, scalars in engine.training_state.state.scalars.items()}
+    return [
+        f"{scalar} of {name}: {found[name].get(scalar)}"
+        for name, master in reference.masters.items()
+        for scalar, value in reference.optimizer.state[master].items()
+        if master.grad is not None and scalar in SCALARS and found[name].get(scalar) != float(value)
+    ]
+
+
+def stepped(rank: int, name: str, precision: str, mode: str, clip: float, accumulation: int, tier: str) -> list[str]:
+    """Return what differs between engine and plain loop, on two ranks at stage 3, over three steps."""
+    differences: list[str] = []
+    make = ELEMENT_WISE[name]
+    with tempfile.TemporaryDirectory() as folder:
+        config = on_disk(folder, 3, bf16={"enabled": precision == "bf16"}, gradient_clipping=clip)
+        config |= {"gradient_accumulation_steps": accumulation, "zstore": {"step_overlap": mode}}
+        if tier != "none":
+            config["zero_optimization"]["offload_param"] = {"device": tier, "nvme_path": folder}
+        net = make_net()
+        reference = Reference(
+            make_net(), 2, stage=3, precision=precision, accumulation=accumulation, clip=clip, adam={"lr": 0.0}
+        )
+        reference.optimizer = make(reference.masters.values())
+        with zstore.initialize(model=net, optimizer=make(trained(net)), config=config)[0] as engine:
+            state = engine.training_state.state
+            rows = {record.name: record.owned_range for record in state.records}
+            # The scalar is the first rank's: the other takes its step without any rows.
+            assert (rows["blocks.0.gain"] == (0, 1)) == (rank == 0)
+            assert any(state.store.tier_of(array) == "disk" for array in state.store.names())
+            for number in range(3):
+                batches = [[batch(number, micro, r) for r in range(2)] for micro in range(accumulation)]
+                reference.step(batches)
+                for micro in batches:
+                    engine.backward(engine(*micro[rank]))
+                    engine.step()
+                if clip:
+                    assert reference.norm > clip
+                assert engine.get_global_grad_norm() == reference.norm
+                differences += [f"step {number}: {scalar}" for scalar in scalars_that_differ(engine, reference)]
+                if number == 1:
+                    continue  # reading the state would wait for the update: let it run into the next forward
+                expected, found = expected_of(reference, rows), engine_digests(engine)
+                differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
+            slots = {array.split("/")[1] for record in state.records for array in state.arrays_of(record)[1:]}
+            assert slots == {key.split("/")[1] for key in expected if key.startswith("optimizer/")}
+    return differences
+
+
+def _stepped(rank: int, everything: bool) -> list[tuple[str, Any, list[str]]]:
+    found = [
+        (name, settings, stepped(rank, name, *settings))
+        for number, name in enumerate(ELEMENT_WISE)
+        for settings in (SETTINGS if everything else SETTINGS[number % 4 :][:1])
+    ]
+    return [one for one in found if one[2]]
+
+
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_on_two_ranks_each_does_what_torch_does_bit_for_bit(everything: bool) -> None:
+    for failed in run_ranks(_stepped, 2, everything, timeout_s=240):
+        assert failed == []
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+class RowMuon(torch.optim.Optimizer):
+    """Steps by the direction of each row: an element's step depends on its neighbours."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * nn.functional.normalize(parameter.grad, dim=-1)
+
+
+class TrustedAdam(torch.optim.Adam):
+    """As LAMB: Adam's step, as long as the whole weight. A class that derives from an element-wise one is none."""
+
+
+NOT_ELEMENT_WISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters()),
+    "Muon": lambda net: torch.optim.Muon([p for p in net.parameters() if p.ndim == 2]),
+    "LBFGS": lambda net: torch.optim.LBFGS(net.parameters()),
+    "RowMuon": lambda net: RowMuon(net.parameters()),
+    "TrustedAdam": lambda net: TrustedAdam(net.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENT_WISE)
+@pytest.mark.parametrize(("stage", "tier"), [(1, "none"), (1, "nvme"), (3, "cpu")])
+def test_others_are_refused_by_name(name: str, stage: int, tier: str, tmp_path: Path) -> None:
+    net = model()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    config = make_config(stage, tier, tmp_path, scheduler=None, optimizer=None)
+    message = rf"optimizer {name} is not known to update each element by itself, .* use one of SGD, Adagrad"
+    with pytest.raises(UsageError, match=message):
+        zstore.initialize(model=net, optimizer=NOT_ELEMENT_WISE[name](net), config=config)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def no_decay(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Matrices with decay; vectors without, and with settings of their own."""
+    named = [(name, p) for name, p in parameters if p.requires_grad]
+    return [
+        {"params": [p for _, p in named if p.dim() > 1]},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.9)},
+    ]
+
+
+def grouped(rank: int, world_size: int, stage: int, client: bool) -> list[str]:
+    """Return what differs between engine and plain loop, with two groups, over three steps and a resume."""
+    differences: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        section = {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}}  # type: ignore[call-overload]
+        config = on_disk(folder, stage, optimizer=section, bf16={"enabled": True})
+
+        def started() -> Engine:
+            net = make_net()
+            groups = no_decay(net.named_parameters())
+            given = {"optimizer": torch.optim.AdamW(groups, **ADAM)} if client else {"model_parameters": groups}
+            return zstore.initialize(model=net, config=config, **given)[0]
+
+        reference = Reference(make_net(), world_size, stage=stage, precision="bf16", adam=ADAM)
+        masters = {name: reference.masters[name] for name in reference.trained}
+        reference.optimizer = torch.optim.AdamW(no_decay(masters.items()), fused=True, **ADAM)
+
+        def step(engine: Engine, number: int) -> None:
+            engine.backward(engine(*batch(number, 0, rank)))
+            engine.step()
+
+        def compare(engine: Engine, number: int) -> None:
+            reference.step([[batch(number, 0, r) for r in range(world_size)]])
+            rows = {record.name: record.owned_range for record in engine.training_state.state.records}
+            expected, found = reference_digests(reference, rows), engine_digests(engine)
+            differences.extend(f"step {number}: {name}" for name in expected if found.get(name) != expected[name])
+
+        with tempfile.TemporaryDirectory() as own, started() as engine:
+            saves = engine.world.broadcast_object(own)
+            for number in range(2):
+                step(engine, number)
+                compare(engine, number)
+            engine.save_checkpoint(saves)
+            engine.close()
+            with started() as other:
+                other.optimizer.param_groups[1]["weight_decay"] = 0.9
+                other.load_checkpoint(saves)
+                settings = [(g["lr"], tuple(g["betas"]), g["weight_decay"]) for g in other.optimizer.param_groups]
+                assert settings == [(1e-2, (0.9, 0.95), 0.1), (3e-3, (0.8, 0.9), 0.0)]
+                step(other, 2)
+                compare(other, 2)
+    return differences
+
+
+def _grouped(rank: int, world_size: int) -> list[tuple[int, list[str]]]:
+    found = [(stage, grouped(rank, world_size, stage, client=stage == 2)) for stage in (1, 2, 3)]
+    return [one for one in found if one[1]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_keep_their_settings_on_disk(world_size: int) -> None:
+    for failed in run_ranks(_grouped, world_size, world_size, timeout_s=120):
+        assert failed == []

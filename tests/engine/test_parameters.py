@@ -1,0 +1,295 @@
+"""Parameters stay those that the engine trains: what would part them from its state is refused. One process, and two."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.models import Net, batch, make_net
+from zstore.engine import Engine
+from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
+
+STAGES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 2, host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 3, host": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+}
+
+
+def start(place: str = "stage 0", model: nn.Module | None = None, **changes: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True},
+        "zero_optimization": STAGES[place],
+        "steps_per_print": 0,
+    }
+    engine, *_ = zstore.initialize(model=model or make_net(), config=config | changes)
+    return engine
+
+
+def step(engine: Engine, number: int = 0) -> None:
+    engine.backward(engine(*batch(number, 0, 0)))
+    engine.step()
+
+
+def trains(engine: Engine) -> bool:
+    """Return whether a step changes the model that the caller holds."""
+    before = engine.get_full_parameter("blocks.0.up.weight")
+    seen = shown(engine)
+    step(engine, 7)
+    after = engine.get_full_parameter("blocks.0.up.weight")
+    assert before is not None
+    assert after is not None
+    return not torch.equal(before, after) and not torch.equal(seen, shown(engine))
+
+
+def shown(engine: Engine) -> torch.Tensor:
+    with zstore.gather(engine.module.blocks[0].up.weight):
+        return engine.module.blocks[0].up.weight.detach().clone()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "half": lambda module: module.half(),
+    "float": lambda module: module.float(),
+    "double": lambda module: module.double(),
+    "to type": lambda module: module.to(torch.float16),
+    "to device": lambda module: module.to("meta"),
+    "type": lambda module: module.type(torch.float64),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "share_memory": lambda module: module.share_memory(),
+}
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_conversion_after_initialize_is_refused_and_training_goes_on(place: str) -> None:
+    with start(place) as engine:
+        step(engine)
+        before = engine_digests(engine)
+        for name, change in CHANGES.items():
+            for module in (engine, engine.module, engine.module.blocks[1].up):
+                with pytest.raises(UsageError, match=r"converted after initialize\(\).*in the config") as caught:
+                    change(module)
+                assert "parameter '" in str(caught.value), name
+        assert all(p.dtype == torch.bfloat16 for p in engine.parameters())
+        assert all(b.dtype == torch.bfloat16 for b in engine.buffers())
+        assert engine_digests(engine) == before
+        assert trains(engine)
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_conversion_that_changes_nothing_passes(place: str) -> None:
+    with start(place) as engine, start(place) as other:
+        for module in (engine, engine.module, engine.module.head):
+            assert module.to(engine.device) is module
+            assert module.bfloat16().cpu().to(torch.bfloat16).to(torch.zeros(1, dtype=torch.bfloat16)) is module
+        step(engine)
+        step(other)
+        assert engine_digests(engine) == engine_digests(other)
+
+
+def test_memory_format_of_images_is_a_change_of_memory() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    with start(model=net) as engine:
+        with pytest.raises(UsageError, match="move to other memory"):
+            engine.to(memory_format=torch.channels_last)
+        engine.to(memory_format=torch.contiguous_format)
+
+
+def test_after_close_the_model_may_be_converted() -> None:
+    engine = start()
+    model = engine.module
+    engine.close()
+    assert "_apply" not in vars(model)
+    assert model.float().head.weight.dtype == torch.float32
+    model.load_state_dict(make_net(3).state_dict())
+    assert torch.isfinite(engine(*batch(0, 0, 0)))
+
+
+def test_copies_and_pickles_of_the_model_are_free() -> None:
+    with start() as engine:
+        step(engine)
+        file = io.BytesIO()
+        torch.save(engine.module, file)
+        file.seek(0)
+        for copied in (copy.deepcopy(engine.module), torch.load(file, weights_only=False)):
+            assert isinstance(copied, Net)
+            assert torch.equal(copied.head.weight, engine.module.head.weight)
+            copied.float().load_state_dict(make_net(3).state_dict())
+            assert copied.head.weight.dtype == torch.float32
+        assert trains(engine)
+
+
+def replace_data(model: Any) -> None:
+    model.blocks[0].up.weight.data = torch.zeros(168, 56, dtype=torch.bfloat16)
+
+
+def replace_with_another_type(model: Any) -> None:
+    model.blocks[0].up.weight.data = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize("change", [replace_data, replace_with_another_type])
+@pytest.mark.parametrize("place", STAGES)
+def test_replaced_data_is_named_at_the_next_forward_and_put_back(place: str, change: Callable[[Any], None]) -> None:
+    with start(place) as engine:
+        step(engine)
+        before, seen = engine_digests(engine), shown(engine)
+        change(engine.module)
+        with pytest.raises(UsageError, match=r"'blocks\.0\.up\.weight' got other memory.*set_full_parameter"):
+            engine(*batch(0, 0, 0))
+        assert engine_digests(engine) == before
+        assert torch.equal(shown(engine), seen)
+        assert trains(engine)
+
+
+def test_replaced_data_is_named_at_the_step_of_a_loop_that_calls_the_model_itself() -> None:
+    with start() as engine:
+        loss = engine.module(*batch(0, 0, 0))
+        engine.backward(loss)
+        replace_data(engine.module)
+        with pytest.raises(UsageError, match="got other memory"):
+            engine.step()
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_a_parameter_that_comes_later_is_named() -> None:
+    with start() as engine:
+        with pytest.raises(UsageError, match=r"engine\.late = Parameter"):
+            engine.late = nn.Parameter(torch.ones(1))
+        for late in (nn.Parameter(torch.ones(1)), nn.Linear(3, 3)):
+            engine.module.late = late
+            with pytest.raises(UsageError, match=r"'late(.weight)?' was added .* after initialize"):
+                step(engine)
+            del engine.module.late
+        up = engine.module.blocks[0].up
+        up.weight, weight = nn.Parameter(up.weight.detach().clone()), up.weight
+        with pytest.raises(UsageError, match=r"'blocks\.0\.up\.weight' was added"):
+            step(engine)
+        up.weight = weight
+        assert trains(engine)
+
+
+def test_what_is_not_trained_may_come_later(caplog: pytest.LogCaptureFixture) -> None:
+    with start() as engine:
+        engine.module.extra = nn.Identity()
+        engine.module.reference = nn.Linear(3, 3).requires_grad_(False)
+        step(engine)
+        step(engine)
+        assert len([r for r in caplog.records if "'reference.weight' and 1 more: added" in r.message]) == 1
+        engine.module.reference.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"'reference\.weight' was added"):
+            step(engine)
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_frozen_parameters_cannot_be_thawed_and_trained_ones_can_be_frozen(place: str) -> None:
+    with start(place) as engine:
+        engine.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"'frozen\.weight' was frozen at initialize\(\)"):
+            engine(*batch(0, 0, 0))
+        with torch.no_grad():
+            engine(*batch(0, 0, 0))
+        engine.module.frozen.requires_grad_(False)
+        up, down = engine.get_full_parameter("blocks.0.up.weight"), engine.get_full_parameter("blocks.1.up.weight")
+        engine.module.blocks[0].requires_grad_(False)
+        step(engine)
+        assert torch.equal(up, engine.get_full_parameter("blocks.0.up.weight"))
+        assert not torch.equal(down, engine.get_full_parameter("blocks.1.up.weight"))
+        engine.requires_grad_(True).module.frozen.requires_grad_(False)
+        assert trains(engine)
+
+
+# -- state dicts ----------------------------------------------------------------------------------------------------
+
+
+def loads_state_dicts(rank: int, place: str) -> list[str]:
+    """Load a state dict in several ways and return what the engine has then."""
+    found = []
+    for way in ("load_module_state_dict", "load_state_dict", "custom"):
+        with start(place) as engine:
+            step(engine)
+            state = {name: value.float() * 1.001 for name, value in make_net(3).state_dict().items()}
+            given: dict[str, Any] = state if rank == 0 else {}
+            if way == "custom":
+                engine.load_module_state_dict(given, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+                state = {name: value.bfloat16() for name, value in state.items()}
+            elif way == "load_state_dict":
+                given = {f"module.{name}": value for name, value in given.items()}
+                assert engine.load_state_dict(given) == ([], [])
+            else:
+                engine.load_module_state_dict(given)
+            with zstore.gather(engine.module):
+                for name, value in engine.module.state_dict().items():
+                    if not torch.equal(value, state[name].bfloat16()):
+                        found.append(f"{way}: {name} of the model")
+            for name, _ in engine.module.named_parameters():
+                master = engine.get_full_parameter(name)
+                wanted = state[name].bfloat16() if name.startswith("frozen") else state[name]
+                if master is None or not torch.equal(master.float(), wanted.float()):
+                    found.append(f"{way}: {name}")
+            if not trains(engine):
+                found.append(f"{way}: does not train")
+    return found
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_state_dict_goes_into_parameters_masters_and_buffers(place: str) -> None:
+    assert loads_state_dicts(0, place) == []
+
+
+def loads_on_every_rank(rank: int) -> list[str]:
+    zstore.init_distributed()
+    return [fault for place in ("stage 2, host", "stage 3, host") for fault in loads_state_dicts(rank, place)]
+
+
+def test_rank_0s_state_dict_counts_on_every_rank() -> None:
+    assert run_ranks(loads_on_every_rank, 2, timeout_s=120) == [[], []]
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_state_dict_that_does_not_fit_changes_nothing(place: str) -> None:
+    with start(place) as engine:
+        before = engine_digests(engine)
+        state = make_net(3).state_dict()
+        wrong = {**state, "odd": torch.ones(1), "shift": torch.ones(3)}
+        del wrong["start"]
+        with pytest.raises(UsageError) as caught:
+            engine.load_module_state_dict(wrong)
+        for part in ("missing: start", "not in the model: odd", "shift: expected a tensor of shape (56,), got (3,)"):
+            assert part in str(caught.value)
+        with pytest.raises(UsageError, match="assign=True"):
+            engine.load_state_dict(state, assign=True)
+        with pytest.raises(
+            UsageError, match=r"load_state_dict\(\) of a model in training.*engine.load_module_state_dict"
+        ):
+            engine.module.load_state_dict(state)
+        with pytest.raises(UsageError, match="model in training"):
+            engine.module.blocks[0].up.load_state_dict(nn.Linear(56, 168).state_dict())
+        assert engine_digests(engine) == before
+        wrong["shift"] = state["shift"]
+        assert engine.load_state_dict(wrong, strict=False) == (["start"], ["odd"])
+
+
+def test_a_model_that_is_its_own_master_loads_as_without_an_engine(tmp_path: Path) -> None:
+    with start(bf16={"enabled": False}) as engine:
+        state = make_net(3).state_dict()
+        engine.module.load_state_dict(state)
+        assert torch.equal(engine.get_full_parameter("start"), state["start"])
+        assert trains(engine)
+
+
+def test_state_dicts_leave_frozen_parameters_out_where_asked() -> None:
+    with start() as engine:
+        names = set(engine.module_state_dict())
+        assert names - set(engine.module_state_dict(exclude_frozen_parameters=True)) == {"frozen.weight", "frozen.bias"}

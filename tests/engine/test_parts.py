@@ -1,0 +1,392 @@
+"""The engine's small parts by themselves: loader, random states, norm, buckets, units, records."""
+
+from __future__ import annotations
+
+import errno
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zstore
+from tests.engine.models import make_net
+from tests.reference import sum_of_squares_by_halves
+from zstore.engine.checkpoint.client_state import join, split
+from zstore.engine.checkpoint.record import plain, restored
+from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
+from zstore.engine.config.resolve import BatchSizes
+from zstore.engine.loader import TrainingLoader
+from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
+from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name
+from zstore.engine.params.units import find_units
+from zstore.engine.zero import norm
+from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
+from zstore.engine.zero.hooks import tensors_in
+from zstore.engine.zero.norm import norm_of_sums, scale_factor, sum_of_squares, sums_by_halves
+from zstore.errors import UsageError
+from zstore.io.files import Files
+from zstore.ranks.world import World
+
+# -- loader -----------------------------------------------------------------------------------------------------------
+
+
+def loaders(world_size: int, count: int = 21, micro: int = 2, batch: int = 8, **rest: Any) -> list[TrainingLoader]:
+    sizes = BatchSizes(
+        train_batch_size=batch, micro_batch_size=micro, accumulation_steps=max(1, batch // (micro * world_size))
+    )
+    data: Any = list(range(count))
+    return [
+        TrainingLoader(data, batch=sizes, rank=rank, world_size=world_size, seed=5, **rest)
+        for rank in range(world_size)
+    ]
+
+
+def rounds(loader_of_rank: list[TrainingLoader]) -> list[list[int]]:
+    """Return what all ranks together get in each round of an epoch."""
+    return [[int(x) for batch in round_ for x in batch] for round_ in zip(*loader_of_rank, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_once_an_epoch_in_an_order_that_does_not_depend_on_the_world_size(world_size: int) -> None:
+    alone = loaders(1)
+    ranks = loaders(world_size)
+    for _ in range(2):
+        order = [x for round_ in rounds(alone) for x in round_]
+        found = [x for round_ in rounds(ranks) for x in round_]
+        assert sorted(order) == list(range(21))
+        assert found[:20] == order[:20]
+        assert set(found) == set(order)
+    assert len(ranks[0]) == math.ceil(21 / (2 * world_size))
+    assert order != list(range(21))
+
+
+def test_two_epochs_differ_and_a_position_goes_on() -> None:
+    (loader,) = loaders(1, count=8)
+    first, second = rounds([loader]), rounds([loader])
+    assert first != second
+    (again,) = loaders(1, count=8)
+    again.position = 10
+    assert rounds([again]) == second[1:]
+    assert again.position == 16
+    resumed = loaders(2, count=8)
+    for one in resumed:
+        one.position = 8
+    assert [x for round_ in rounds(resumed) for x in round_] == [x for round_ in second for x in round_]
+
+
+def test_the_last_short_round_can_be_left_out() -> None:
+    assert [len(r) for r in rounds(loaders(2))] == [4, 4, 4, 4, 4, 2]
+    dropped = loaders(2, drop_last=True)
+    assert [len(r) for r in rounds(dropped)] == [4, 4, 4, 4]
+    assert (dropped[0].position, len(dropped[0])) == (16, 4)
+
+
+def test_data_that_cannot_be_dealt() -> None:
+    with pytest.raises(UsageError, match="has 3 samples, fewer than one batch"):
+        loaders(1, count=3, drop_last=True)
+    with pytest.raises(UsageError, match="has 0 samples"):
+        loaders(1, count=0)
+    sizes = BatchSizes(train_batch_size=1, micro_batch_size=1, accumulation_steps=1)
+    stream: Any = iter([1])
+    with pytest.raises(UsageError, match="a length and an index"):
+        TrainingLoader(stream, batch=sizes, rank=0, world_size=1, seed=0)
+
+
+def test_it_draws_from_no_generator_of_the_loops() -> None:
+    state = torch.get_rng_state()
+    for batches in loaders(2):
+        list(batches)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- random states ----------------------------------------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
+
+
+def test_random_states_come_back() -> None:
+    np.random.randn()  # leaves a second value behind
+    state = rng_state()
+    first = draw()
+    assert draw() != first
+    load_rng_state(state)
+    assert draw() == first
+
+
+def test_derived_random_states_differ_by_step_and_rank() -> None:
+    seen = set()
+    for step, rank in [(0, 0), (0, 1), (1, 0), (0, 0)]:
+        derive_rng_state(3, step, rank)
+        seen.add(tuple(draw()))
+    assert len(seen) == 3
+
+
+def test_buckets_are_small_on_gloo_alone() -> None:
+    assert bucket_limit(World(world_size=2, backend="gloo"), 500_000_000) == 4 * 2**20
+    assert bucket_limit(World(world_size=2, backend="gloo"), 1000) == 1000
+    assert bucket_limit(World(world_size=2, backend="nccl"), 500_000_000) == 500_000_000
+
+
+# -- norm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 300_001])
+def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = values.clone()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = sum_of_squares(values)
+        torch.set_num_threads(2)
+        assert sum_of_squares(values) == one
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(values, before)
+    assert one == pytest.approx(float(values.double().square().sum()), rel=4e-6)
+    rows = [float(torch.linalg.vector_norm(row)) for row in values.float().split(4096)]
+    assert one == sum((norm * norm for norm in rows), 0.0)  # how many rows one call takes changes nothing
+
+
+def test_the_norm_shows_what_is_not_finite() -> None:
+    assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
+    assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
+    assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
+
+
+def test_sums_by_halves_are_the_same_bits_beside_whatever_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device that is not the host takes them; each shard alone is the truth."""
+    monkeypatch.setattr(norm, "_DEVICE_TILE_ROWS", 4)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, 4096, 0, 4097, 9 * 4096 + 5, 2 * 4096, 1]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float32]
+    shards = [torch.randn(n, generator=generator).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    expected = [sum_of_squares_by_halves(values) for values in shards]
+    assert sums_by_halves(shards) == expected
+    assert [sums_by_halves([values])[0] for values in shards] == expected
+    assert expected == pytest.approx([sum_of_squares(values) for values in shards], rel=1e-6)
+    assert sums_by_halves([]) == []
+    assert math.isnan(sums_by_halves([torch.tensor([1.0, math.nan])])[0])
+    assert math.isinf(sums_by_halves([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
+
+
+def test_the_scale_factor() -> None:
+    assert scale_factor(0.5, 1.0, 4.0) == 0.25
+    assert scale_factor(2.0, 0.0, 4.0) == 0.25
+    assert scale_factor(2.0, 1.0, 4.0) == 1.0 / (2.0 + 1e-6) / 4.0
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def records_of(shapes: list[tuple[int, ...]], world_size: int, rank: int = 0, stage: int = 1) -> list[ParameterRecord]:
+    sharding = Sharding.of_stage(stage, world_size)
+    return [
+        make_record(f"p{i}", (), nn.Parameter(torch.randn(shape)), group=0, sharding=sharding, rank=rank)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+shapes = st.lists(
+    st.one_of(
+        st.just(()),
+        st.tuples(st.integers(0, 200)),
+        st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3)),
+    ),
+    max_size=5,
+)
+
+
+@given(shapes, st.integers(1, 5), st.integers(1, 2000))
+@settings(deadline=None, max_examples=150)
+def test_buckets_hold_everything_once_within_their_limit(
+    shapes: list[tuple[int, ...]], world_size: int, limit: int
+) -> None:
+    records = records_of(shapes, world_size)
+    buckets = plan_buckets(records, world_size, limit)
+    assert all(bucket.cols * world_size <= max(limit, 16 * world_size) for bucket in buckets)
+    back = {record: torch.full((record.numel,), math.nan) for record in records}
+    for bucket in buckets:
+        matrix = pack(bucket, world_size, lambda record: record.full)
+        assert matrix.shape == (world_size, bucket.cols)
+        unpack(bucket, matrix, lambda record: back[record])
+        padding = sum(record.grid.shard_numel for record in {s.record: 0 for s in bucket.segments}) * world_size
+        assert bucket.cols * world_size <= padding
+        nothing = pack(bucket, world_size, lambda record: None)
+        assert not nothing.any()
+    assert all(torch.equal(values, record.full) for record, values in back.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_is_summed_in_order_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    total = rows[0].float() + rows[1].float()
+    expected = ((total + rows[2].float()) * (1 / 3)).to(dtype)
+    assert torch.equal(mean_of_rows(rows.clone()), expected)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_units_of_a_model() -> None:
+    model = make_net()
+    sharding = Sharding.of_stage(3, 2)
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    units = find_units(model, records)
+    assert [unit.name for unit in units] == ["", "embed", "unused", "frozen", "blocks.0", "blocks.1", "norm", "head"]
+    owned = [record for unit in units for record in unit.owned]
+    assert len(owned) == len(records)
+    assert set(owned) == set(records.values())
+    tied = records[model.embed.weight]
+    assert tied.aliases == ("head.weight",)
+    by_name = {unit.name: unit for unit in units}
+    assert by_name["head"].parameters == (tied,)
+    assert by_name["head"].owned == ()
+    assert [record.name for record in by_name[""].parameters] == ["start", "mix"]
+
+
+def test_units_of_a_model_whose_lists_hold_half_of_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    sharding = Sharding.of_stage(3, 2)
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    blocks = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(2)]
+    names = [unit.name for unit in find_units(model, records)]
+    norms = ["encoder.final_layer_norm", "decoder.final_layer_norm"]
+    embeddings = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
+    assert sorted(names) == sorted([*embeddings, *norms, *blocks])
+    # A block over the limit falls into its parts, and these into theirs; each parameter belongs to one.
+    most = sum(p.numel() for p in model.decoder.block[1].parameters()) - 1
+    units = find_units(model, records, most)
+    split = {unit.name for unit in units} - set(names)
+    assert split == {f"decoder.block.{block}.layer.{part}" for block in range(2) for part in range(3)}
+    owned = [record for unit in find_units(model, records, 1) for record in unit.owned]
+    assert len(owned) == len(set(owned)) == len(records)
+    assert all(unit.modules for unit in find_units(model, records, 1))
+
+
+def test_parameters_that_no_module_reads_make_a_last_unit() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(2, 2)
+
+    model = Holder()
+    records = {
+        p: make_record(name, aliases, p, group=0, sharding=Sharding.of_stage(3, 2), rank=0)
+        for name, aliases, p in named_parameters(model)
+    }
+    units = find_units(model, records)
+    assert [(unit.name, len(unit.modules), len(unit.owned)) for unit in units] == [
+        ("inner", 1, 2),
+        ("(in no module that is called)", 0, 1),
+    ]
+
+
+def test_tensors_are_found_in_what_modules_return() -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(1)
+            self.me = self
+
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert len(list(tensors_in((a, [b, {"x": c, "y": None, "z": "text"}], Odd(), 3)))) == 4
+    assert list(tensors_in(None)) == []
+
+
+def test_a_released_parameter_reads_nan_and_cannot_be_written() -> None:
+    (record,) = records_of([(40, 3)], 2, rank=1, stage=3)
+    whole = record.full.clone()
+    record.shard_memory()
+    assert record.parameter.shape == (40, 3)
+    assert bool(record.parameter.isnan().all())
+    assert bool(record.parameter.norm().isnan())
+    with pytest.raises(RuntimeError), torch.no_grad():
+        record.parameter.add_(1)
+    assert record.full.untyped_storage().nbytes() == 0
+    assert torch.equal(record.owned(), whole[slice(*record.owned_range)])
+    version = record.parameter._version
+    record.make_room()
+    record.full.copy_(whole)
+    record.point_at_full()
+    assert torch.equal(record.parameter.data.view(-1), whole)
+    assert record.parameter._version == version
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_client_state_is_split_and_joined() -> None:
+    state = {"a": 1, "b": [torch.arange(3), {"c": torch.tensor(2.5)}], "d": (1, None)}
+    marked, tensors = split(state)
+    assert sorted(tensors) == ["client/b.0", "client/b.1.c"]
+    back = join(marked, lambda name: as_numpy(tensors[name]))
+    assert (back["a"], back["d"]) == (1, [1, None])
+    assert torch.equal(back["b"][0], torch.arange(3))
+    assert back["b"][1]["c"].item() == 2.5
+    with pytest.raises(UsageError, match=r"tensor at 'x\.y'"):
+        split({"x": {"y": torch.zeros(1, dtype=torch.complex64)}})
+    with pytest.raises(UsageError, match="rename it"):
+        split({"$tensor": 1})
+
+
+def test_scheduler_states_with_keys_that_are_no_text() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    one = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    state = plain(one.state_dict())
+    assert state["milestones"] == {"$items": [[2, 1], [5, 1]]}
+    other = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    other.load_state_dict(restored(state))
+    for _ in range(2):
+        optimizer.step()
+        other.step()
+    assert other.get_last_lr() == [pytest.approx(0.1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_tensors_and_arrays_share_memory(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1], dtype=dtype)
+    array = as_numpy(tensor)
+    assert str(array.dtype) == dtype_name(dtype)
+    assert torch.equal(as_torch(array), tensor)
+    tensor[0] = 1
+    assert torch.equal(as_torch(array), tensor)
+
+
+def test_the_world_alone_needs_no_process_group() -> None:
+    assert Sharding.of_stage(3, World.current().world_size) == Sharding.of_stage(0, 1)
+
+
+class _Refusing(Files):
+    """Files of a file system without direct I/O."""
+
+    def _make_direct(self, fd: int) -> None:
+        raise OSError(errno.EINVAL, "refused")
+
+
+def test_a_refused_o_direct_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}
+    engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config, _files=_Refusing())
+    engine.close()
+    assert "refuses O_DIRECT; transfers are buffered" in caplog.text

@@ -1,0 +1,260 @@
+"""The engine saves to URLs and loads from them: behind training, on several ranks, at another stage and world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.object_store import ObjectFileSystem, RequestFault
+from tests.engine.runs import ADAM, make_config, start, state_of, step
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
+from zstore.remote.folder import open_folder
+from zstore.testing.ranks import run_ranks
+from zstore.tools.train.command import train_command
+from zstore.tools.train.config import TrainOptions
+
+URL = "objects://bucket/run"
+
+
+def remote_config(tmp_path: Path, stage: int = 1, tier: str = "none", **own: Any) -> dict[str, Any]:
+    own = {"storage_options": {"folder": str(tmp_path / "objects")}, "upload_folder": str(tmp_path / "local"), **own}
+    nvme = tmp_path / "nvme"
+    nvme.mkdir(exist_ok=True)
+    return make_config(stage, tier, nvme, zstore=own)
+
+
+@pytest.fixture
+def fs(tmp_path: Path) -> Iterator[ObjectFileSystem]:
+    yield open_folder(URL, {"folder": str(tmp_path / "objects")}).fs
+    ObjectFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(("tier", "stage"), [("none", 3), ("nvme", 1)])
+def test_a_run_goes_on_from_a_url_with_the_same_bits(
+    tier: str, stage: int, tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(remote_config(tmp_path, 2, tier)) as engine:
+        step(engine)
+        summary = engine.save_checkpoint(URL, client_state={"note": "here"}).wait()
+        assert summary.url == f"{URL}/step-00000001"
+        step(engine)
+        expected = state_of(engine)
+    with start(remote_config(tmp_path, stage, tier)) as engine:
+        path, state = engine.load_checkpoint(URL)
+        assert (path, state) == (f"{URL}/step-00000001", {"note": "here"})
+        step(engine)
+        assert state_of(engine) == expected
+    assert "% more than needed, since chunks are read whole" in caplog.text
+    assert not list((tmp_path / "local").glob("*/step-*"))
+
+
+def test_what_a_load_under_other_names_read_is_told(
+    tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(remote_config(tmp_path)) as engine:
+        step(engine)
+        engine.save_checkpoint(URL)
+        engine.load_checkpoint(URL, names=lambda name: name)
+    assert "% more than needed, since chunks are read whole" in caplog.text
+
+
+def test_state_on_disk_is_linked_beside_its_drive_and_not_written_again(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    with start(remote_config(tmp_path, 2, "nvme", upload_folder=None)) as engine:
+        step(engine)
+        ticket = engine.save_checkpoint(URL, wait=False)
+        summary = ticket.wait()
+    assert summary.path.is_relative_to(tmp_path / "nvme" / "zstore-uploads")
+    assert summary.num_linked > 0
+    assert not summary.path.exists()
+
+
+def test_training_goes_on_while_the_upload_waits(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    gate = threading.Event()
+    fs.faults.append(RequestFault(kind="write", pattern="*/c.*", times=None, gate=gate))
+    with start(remote_config(tmp_path)) as engine:
+        step(engine)
+        saved = state_of(engine)
+        ticket = engine.save_checkpoint(URL, wait=False)
+        step(engine)
+        step(engine)
+        assert not ticket.done()
+        gate.set()
+        engine.wait_for_checkpoint()
+        assert ticket.done()
+        engine.load_checkpoint(URL)
+        assert state_of(engine) == saved
+
+
+def test_closing_the_engine_completes_the_upload(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    with start(remote_config(tmp_path)) as engine:
+        step(engine)
+        engine.save_checkpoint(URL, wait=False)
+    assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("how", ["wait", "handle", "next save"])
+def test_an_upload_that_fails_surfaces_and_the_next_save_goes_on(
+    how: str, tmp_path: Path, fs: ObjectFileSystem
+) -> None:
+    fs.faults.append(RequestFault(kind="write", pattern="*/c.*", times=None, error=lambda: PermissionError("no key")))
+    with start(remote_config(tmp_path)) as engine:
+        step(engine)
+        ticket = engine.save_checkpoint(URL, wait=False)
+        calls = {
+            "handle": ticket.wait,
+            "wait": engine.wait_for_checkpoint,
+            "next save": lambda: engine.save_checkpoint(URL),
+        }
+        with pytest.raises(CheckpointError, match=r"was not uploaded to .* no key.* It is committed in"):
+            calls[how]()
+        fs.faults.clear()
+        if how == "handle":
+            with pytest.raises(CheckpointError):
+                engine.wait_for_checkpoint()
+        step(engine)
+        engine.save_checkpoint(URL)
+        with open_checkpoint(next((tmp_path / "local").iterdir())) as left:
+            assert left.record.step == 1
+
+
+def test_a_url_that_nothing_opens_is_refused_before_anything_is_pinned(tmp_path: Path) -> None:
+    with start(remote_config(tmp_path)) as engine:
+        step(engine)
+        with pytest.raises(UsageError, match="nosuch://bucket"):
+            engine.save_checkpoint("nosuch://bucket")
+        step(engine)
+
+
+def _train(rank: int, tmp_path: Path, steps: int, load: bool) -> dict[str, Any]:
+    import tests.checkpoint.object_store  # noqa: F401 - makes the protocol known
+
+    with start(remote_config(tmp_path, 3)) as engine:
+        if load:
+            engine.load_checkpoint(URL)
+        for _ in range(steps):
+            step(engine)
+        if not load:
+            engine.save_checkpoint(URL)
+        return {"parameters": state_of(engine)["counters"], "steps": engine.global_steps}
+
+
+def _fail_on_rank_1(rank: int, tmp_path: Path) -> str:
+    import tests.checkpoint.object_store  # noqa: F401
+
+    config = remote_config(tmp_path)
+    config["zstore"]["storage_options"]["deny_writes"] = "*/c.1*"
+    with start(config) as engine:
+        step(engine)
+        ticket = engine.save_checkpoint(URL, wait=False)
+        try:
+            ticket.wait()
+        except CheckpointError as error:
+            message = str(error)
+        try:
+            engine.wait_for_checkpoint()
+        except (CheckpointError, RankError):
+            return message
+        return "no error"
+
+
+def _die_while_uploading(rank: int, tmp_path: Path) -> str:
+    import tests.checkpoint.object_store  # noqa: F401
+
+    config = remote_config(tmp_path)
+    if rank == 0:
+
+        def die() -> Exception:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        store = open_folder(URL, config["zstore"]["storage_options"]).fs
+        store.faults.append(RequestFault(kind="write", pattern="*/zarr.json", first=1, error=die))
+    engine = start(config)
+    step(engine)
+    try:
+        engine.save_checkpoint(URL, wait=False).wait()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_killed_while_it_uploads_is_told_to_the_others(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    message = run_ranks(_die_while_uploading, 2, tmp_path, may_die=[0])[1]
+    assert "was not uploaded" in message
+    assert "It is committed in" in message
+    assert any(name.startswith("bucket/run/step-00000001/") for name in fs.objects())
+    with start(remote_config(tmp_path)) as engine:
+        assert engine.load_checkpoint(URL) == (None, {})
+        step(engine)
+        engine.save_checkpoint(URL, tag="after")
+    assert {name.split("/")[2] for name in fs.objects()} == {"after", "latest"}
+
+
+def test_two_ranks_save_to_a_url_and_one_goes_on(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    run_ranks(_train, 2, tmp_path, 2, False)
+    with start(remote_config(tmp_path)) as engine:
+        engine.load_checkpoint(URL)
+        assert engine.global_steps == 2
+        engine.save_checkpoint(URL, tag="again")
+    assert run_ranks(_train, 2, tmp_path, 1, True)[1]["steps"] == 3
+
+
+def test_an_upload_that_fails_on_one_rank_surfaces_on_every_rank(tmp_path: Path) -> None:
+    for message in run_ranks(_fail_on_rank_1, 2, tmp_path):
+        assert "was not uploaded" in message
+        assert str(tmp_path / "local") in message
+
+
+def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    text, config = tmp_path / "text.txt", tmp_path / "ds.json"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    own = {"keep": 1, "upload_folder": str(tmp_path / "local")}
+    config.write_text(json.dumps({"train_batch_size": 4, "optimizer": ADAM, "zstore": own}))
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 300}))
+
+    def train(steps: int, resume: str | None, seq_len: int | None) -> list[float]:
+        metrics = tmp_path / f"{steps}-{resume}.jsonl".replace("/", "_")
+        train_command(
+            TrainOptions(
+                config=config,
+                model=str(model),
+                steps=steps,
+                data=text,
+                save=URL,
+                resume=resume,
+                metrics=metrics,
+                seq_len=seq_len,
+                seed=3 if resume is None else None,
+                storage_option=(f"folder={tmp_path / 'objects'}",),
+            )
+        )
+        return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+    whole = train(3, None, 16)
+    for name in [name for name in fs.objects() if name.startswith("bucket/run/")]:
+        fs.rm_file(name)
+    first = train(2, None, 16)
+    assert first == whole[:2]
+    assert fs.object_path("bucket/run/config.json").read_bytes() == model.read_bytes()
+    assert train(3, f"{URL}:step-00000002", None) == whole[2:]
+    assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000003"]
+    assert train(4, "auto", None)
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint with the tag 'nowhere'"):
+        train(5, f"{URL}:nowhere", None)
+
+
+def test_storage_options_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(zstore={"storage_options": {"secret": "opensesame"}}, dump_state=True)
+    with start(config):
+        pass
+    assert "storage_options" in caplog.text
+    assert "opensesame" not in caplog.text

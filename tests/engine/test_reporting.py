@@ -1,0 +1,310 @@
+"""Lines in the log: what they say, when, and that a plain script sees each of them once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import warm
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start, step
+from zstore.engine.report.memory import MemoryStatistics
+from zstore.engine.runtime.garbage import CollectorPause
+from zstore.engine.runtime.messages import show_messages
+from zstore.testing.ranks import run_ranks
+
+LOGGER = logging.getLogger("zstore")
+
+
+@contextlib.contextmanager
+def bare_logging() -> Iterator[None]:
+    """Logging as a plain script has it: nothing configured. Not a fixture: pytest adds handlers after those."""
+    root = logging.getLogger()
+    before = root.handlers, root.level, LOGGER.handlers, LOGGER.level
+    root.handlers, LOGGER.handlers = [], []
+    root.setLevel(logging.WARNING)
+    LOGGER.setLevel(logging.NOTSET)
+    try:
+        yield
+    finally:
+        root.handlers, level, LOGGER.handlers, own_level = before
+        root.setLevel(level)
+        LOGGER.setLevel(own_level)
+
+
+def test_messages_are_seen_once_whoever_configures_logging_and_when(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare_logging():
+        show_messages()
+        show_messages()
+        LOGGER.info("one")
+        LOGGER.debug("not this")
+        assert re.fullmatch(r"\d\d:\d\d:\d\d zstore INFO: one\n", capsys.readouterr().err)
+        logging.basicConfig(format="root: %(message)s")
+        LOGGER.info("two")
+        assert capsys.readouterr().err == "root: two\n"
+        logging.getLogger().handlers.clear()
+        own = logging.StreamHandler(sys.stderr)
+        LOGGER.addHandler(own)
+        LOGGER.info("three")
+        assert capsys.readouterr().err == "three\n"
+        LOGGER.removeHandler(own)
+        LOGGER.setLevel(logging.WARNING)
+        LOGGER.info("not this")
+        LOGGER.warning("four")
+        assert capsys.readouterr().err.endswith("zstore WARNING: four\n")
+
+
+def test_logging_that_was_configured_before_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare_logging():
+        logging.basicConfig(format="root: %(message)s", level=logging.WARNING)
+        show_messages()
+        LOGGER.info("not this")
+        LOGGER.warning("one")
+        assert capsys.readouterr().err == "root: one\n"
+        assert (LOGGER.handlers, LOGGER.level) == ([], logging.NOTSET)
+
+
+def test_a_level_that_was_set_before_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare_logging():
+        LOGGER.setLevel(logging.WARNING)
+        show_messages()
+        LOGGER.info("not this")
+        LOGGER.warning("one")
+        assert capsys.readouterr().err.endswith("zstore WARNING: one\n")
+
+
+SCRIPT = """
+import sys
+from tests.engine.runs import make_config, start, step
+with start(make_config(steps_per_print=2, wall_clock_breakdown=True)) as engine:
+    for _ in range(4):
+        step(engine)
+print("tensorboard" in sys.modules, "wandb" in sys.modules)
+"""
+
+
+def test_a_plain_script_sees_its_progress() -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    command = [sys.executable, "-c", SCRIPT]
+    done = warm.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    lines = [line.split(": ")[1] for line in done.stderr.splitlines() if " zstore INFO: step" in line]
+    assert lines == ["step 2", "step 2", "step 4", "step 4"]
+    assert done.stdout.split() == ["False", "False"]  # no monitor was asked for
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_progress(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with start(make_config(steps_per_print=2)) as engine:
+        for _ in range(4):
+            losses = []
+            for micro in range(2):
+                loss = engine(*batch(engine.global_steps, micro, 0))
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        lr, norm = engine.get_lr()[0], engine.get_global_grad_norm()
+    first, last = lines_of(caplog)
+    assert first.startswith("step 2: loss ")
+    # The loss is the mean over the micro-batches of the step.
+    assert last == f"step 4: loss {sum(losses) / 2:.4f}, lr {lr:.3g}, gradient norm {norm:.4g}, skipped 0"
+
+
+def test_the_loss_of_an_accumulation_that_failed_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with start(make_config(steps_per_print=1)) as engine:
+        loss = engine(*batch(0, 0, 0))
+        loss.register_hook(_fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.backward(loss)
+        losses = []
+        for micro in range(2):
+            loss = engine(*batch(0, micro, 0))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    assert lines_of(caplog)[0].startswith(f"step 1: loss {sum(losses) / 2:.4f},")
+
+
+def test_the_loss_of_a_step_is_that_of_its_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    means = []
+    with start(make_config(steps_per_print=1)) as engine:
+        for count in (2, 1, 3):
+            losses = []
+            for micro in range(count):
+                engine.set_gradient_accumulation_boundary(micro == count - 1)
+                loss = engine(*batch(engine.global_steps, micro, 0))
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+            means.append(sum(losses) / count)
+    lines = lines_of(caplog)
+    for number, mean in enumerate(means):
+        assert lines[number].startswith(f"step {number + 1}: loss {mean:.4f},")
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with start(make_config(steps_per_print=2, wall_clock_breakdown=True)) as engine:
+        for _ in range(4):
+            step(engine)
+        done = engine.statistics()
+    lines = [line for line in lines_of(caplog) if "forward" in line]
+    pattern = r"step (\d): forward ([\d.]+) ms, backward ([\d.]+) ms, step ([\d.]+) ms, mean of 2 steps"
+    rows = [[float(text) for text in re.fullmatch(pattern, line).groups()] for line in lines]
+    assert [row[0] for row in rows] == [2, 4]
+    for column, seconds in enumerate((done.forward_s, done.backward_s, done.optimizer_s), start=1):
+        # Each line has the mean of its own steps; rounded to 0.1 ms.
+        assert sum(row[column] for row in rows) * 2 == pytest.approx(1e3 * seconds, abs=0.5)
+
+
+def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() -> None:
+    calls: list[str] = []
+    with start(make_config(gradient_accumulation_steps=1)) as engine:
+        engine._wait_for_device = lambda: calls.append("wait")
+        engine.module.register_forward_pre_hook(lambda *_: calls.append("forward"))
+        loss = engine(*batch(0, 0, 0))
+        assert calls == ["wait", "forward", "wait"]
+        assert engine.times.forward_s > 0
+        assert engine.times.backward_s == engine.times.optimizer_s == 0
+        calls.clear()
+        engine.backward(loss)
+        engine.step()
+        assert calls == ["wait"] * 4
+        assert engine.times.backward_s > 0
+        assert engine.times.optimizer_s > 0
+
+
+def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with start(make_config(3, "nvme", tmp_path, steps_per_print=2, memory_breakdown=True)) as engine:
+        step(engine)
+        step(engine)
+        memory = engine.statistics().memory
+    (line,) = [line for line in lines_of(caplog) if line.startswith("step 2: state on device")]
+    found = re.fullmatch(
+        r"step 2: state on device ([\d.]+ \w+), host ([\d.]+ \w+), disk ([\d.]+ \w+); buffers 67.11 MB, "
+        r"at most ([\d.]+ \w+) in use; peak of the process ([\d.]+ \w+)",
+        line,
+    )
+    assert found is not None
+    assert memory.disk_bytes > memory.host_bytes > 0
+    assert line.removeprefix("step 2: ") == memory.line()
+
+
+def test_sizes_are_short() -> None:
+    sizes = dict.fromkeys(MemoryStatistics.__dataclass_fields__, 0) | {"host_bytes": 999, "disk_bytes": 1_234_567}
+    assert (
+        MemoryStatistics(**sizes)
+        .line()
+        .startswith("state on device 0 bytes, host 999 bytes, disk 1.23 MB; buffers 0 bytes,")
+    )
+    assert "of CUDA 2.00 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
+
+
+def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = make_config(
+        3, "nvme", tmp_path, dump_state=True, train_micro_batch_size_per_gpu="auto", train_batch_size=4
+    )
+    with start(config) as engine:
+        tiers = {
+            name: engine.training_state.state.store.tier_of(name) for name in engine.training_state.state.store.names()
+        }
+        step(engine)
+    (text,) = [line for line in lines_of(caplog) if line.startswith("state at the start:\n")]
+    text = text.removeprefix("state at the start:\n")
+    printed, end = json.JSONDecoder().raw_decode(text)
+    # As resolved, and the keys that act alone.
+    assert printed["train_micro_batch_size_per_gpu"] == 2
+    assert printed["optimizer"]["params"]["betas"] == [0.9, 0.999]
+    assert printed["zero_optimization"]["offload_optimizer"]["nvme_path"] == [str(tmp_path)]
+    assert "amp" not in printed
+    *lines, last = text[end:].strip().splitlines()
+    assert len(lines) == len(engine.training_state.state.records)
+    assert re.match(rf"{len(lines)} parameters on rank 0; state on device ", last)
+    assert tiers["model/embed.weight"] == "disk"
+    assert "embed.weight [1203, 56] bfloat16, resident; disk: model, optimizer/exp_avg, optimizer/exp_avg_sq" in lines
+    assert "frozen.weight [56, 56] bfloat16, frozen, resident; device: model" in lines
+    assert "start [56] bfloat16, resident; host: model, optimizer/exp_avg, optimizer/exp_avg_sq" in lines
+
+
+def _lines(rank: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage().split("\n")[0])  # type: ignore[method-assign]
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    keys = {"dump_state": True, "wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 1}
+    with start(make_config(3, **keys)) as engine:
+        step(engine)
+    return [line.split(" ")[2] for line in lines if line.startswith(("step", "state"))]
+
+
+def test_rank_0_alone_speaks() -> None:
+    assert run_ranks(_lines, 2) == [["the", "loss", "forward", "state"], []]
+
+
+# -- disable_python_gc ----------------------------------------------------------------------------------------------
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_the_collector_stands_still_until_the_end_and_steps_need_none() -> None:
+    assert gc.isenabled()
+    with start(make_config(disable_python_gc=True)) as engine:
+        assert not gc.isenabled()
+        step(engine)
+        before = live_tensors()
+        for _ in range(3):
+            step(engine)
+        assert live_tensors() <= before
+        with start(make_config(disable_python_gc=True), make_net()):
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with start(make_config()):
+        assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        pause = CollectorPause()
+        pause.end()
+        pause.end()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_forked_child_has_its_collector(tmp_path: Path) -> None:
+    code = (
+        "import gc, os; from zstore.engine.runtime.garbage import CollectorPause; pause = CollectorPause(); child = os.fork()\n"
+        "if child == 0: os._exit(0 if gc.isenabled() else 1)\n"
+        "code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); print(code, gc.isenabled())"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    command = [sys.executable, "-c", code]
+    done = warm.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "False"]

@@ -1,0 +1,332 @@
+"""Schedules that a config names: DeepSpeed's values, and what a config may say of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.engine.schedule_cases import KNOWN, OWN_LR, adam, made
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.lr_schedules import NamedSchedule, named_schedule
+from zstore.errors import ConfigError
+
+
+def setting_at_each_step(schedule: NamedSchedule, steps: int, name: str = "lr") -> list[list[Any]]:
+    """What each group has at each step."""
+    found = []
+    for _ in range(steps):
+        found.append([group[name] for group in schedule.optimizer.param_groups])
+        schedule.advance()
+    return found
+
+
+def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
+    return [lrs[0] for lrs in setting_at_each_step(made(name, params), steps)]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"), KNOWN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_rates_are_deepspeeds(name: str, params: dict[str, Any], expected: list[float]) -> None:
+    assert rates(name, params, len(expected)) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.integers(1, 9), st.integers(1, 30), st.floats(0, 1), st.floats(0, 1), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_warm_up_and_decay_are_lines_between_points(
+    warm: int, more: int, low: float, high: float, decays: bool
+) -> None:
+    params = {"warmup_min_lr": low, "warmup_max_lr": high, "warmup_num_steps": warm, "warmup_type": "linear"}
+    corners = max(2, warm)
+    total = corners + more
+    found = rates(
+        "WarmupDecayLR" if decays else "WarmupLR", params | ({"total_num_steps": total} if decays else {}), 45
+    )
+    heights = [low, high, low if decays else high]
+    expected = [low, *np.interp(np.arange(44), [0, corners, total], heights)]
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.floats(0, 2))
+@settings(deadline=None, max_examples=50)
+def test_a_cycle_is_two_lines_and_then_a_decay(
+    up: int, down: int, low: float, high: float, every: int, rate: float
+) -> None:
+    params = {"cycle_min_lr": low, "cycle_max_lr": high, "cycle_first_step_size": up, "cycle_second_step_size": down}
+    found = rates("OneCycle", params | {"decay_step_size": every, "decay_lr_rate": rate}, 25)
+    end = up + down
+    cycle = list(np.interp(np.arange(end + 1), [0, up, end], [low, high, low]))
+    after = [low / (1 + rate * step / every) if every else low for step in range(1, 26)]
+    assert found == pytest.approx((cycle + after)[:25], abs=1e-9)
+
+
+@pytest.mark.parametrize("stairs", [1, 3, 4])
+def test_stairs_are_flat_and_as_many_as_asked(stairs: int) -> None:
+    params = {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 12, "cycle_second_step_size": 24}
+    found = rates("OneCycle", params | {"cycle_first_stair_count": stairs}, 37)
+    assert sorted(set(np.round(found, 9))) == pytest.approx([n / stairs for n in range(stairs + 1)])
+    assert found[12] == 1.0
+    assert found[:13] == sorted(found[:13])
+    assert found[12:] == sorted(found[12:], reverse=True)
+
+
+def test_the_cosine_ends_at_its_least_and_stays() -> None:
+    found = rates("WarmupCosineLR", {"total_num_steps": 50, "warmup_num_steps": 10, "cos_min_ratio": 0.2}, 80)
+    assert found[11] == pytest.approx(OWN_LR * (0.2 + 0.8 * (1 + math.cos(math.pi / 40)) / 2))
+    assert found[50:] == [OWN_LR * 0.2] * 30
+    assert found[11:51] == sorted(found[11:51], reverse=True)
+
+
+def test_momentum_goes_the_other_way() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 4, "cycle_second_step_size": 2}
+    decay = {"decay_step_size": 2, "decay_mom_rate": 0.01}
+    betas = setting_at_each_step(made("OneCycle", params | decay), 11, "betas")
+    # DeepSpeed 0.19.8: the first step has the least, the second beta is 0.99.
+    expected = [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9045, 0.909, 0.9135, 0.918]
+    assert [beta for ((beta, _),) in betas] == pytest.approx(expected)
+    assert {second for ((_, second),) in betas} == {0.99}
+    still = setting_at_each_step(made("OneCycle", params | {"cycle_momentum": False}), 5, "betas")
+    assert still == [[(0.9, 0.999)]] * 5
+
+
+def test_momentum_of_an_optimizer_without_betas(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 2}
+    moving = made("OneCycle", params, torch.optim.SGD(parameters, lr=1, momentum=0.5))
+    found = [momentum for (momentum,) in setting_at_each_step(moving, 5, "momentum")]
+    assert found == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
+    assert not caplog.records
+    plain = made("OneCycle", params, torch.optim.SGD(parameters, lr=1))
+    assert setting_at_each_step(plain, 3, "momentum") == [[0]] * 3
+    assert ["neither betas nor momentum" in record.message for record in caplog.records] == [True]
+    with pytest.raises(ConfigError, match=r"cycle_min_mom: expected more than 0"):
+        made("OneCycle", params | {"cycle_min_mom": 0}, torch.optim.SGD(parameters, lr=1, momentum=0.5))
+
+
+LISTS: list[tuple[str, dict[str, Any], str, list[list[Any]]]] = [
+    ("WarmupLR", {"warmup_min_lr": [0, 1], "warmup_max_lr": [2, 3], "warmup_num_steps": 1}, "lr", [[0, 1], [2, 3]]),
+    ("WarmupLR", {"warmup_num_steps": 1}, "lr", [[0, 0], [0.5, 1.0]]),
+    ("WarmupLR", {"warmup_max_lr": 7, "warmup_num_steps": 1}, "lr", [[0, 0], [7, 7]]),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 9, "warmup_min_lr": [0, 1], "warmup_max_lr": 4, "warmup_num_steps": 1},
+        "lr",
+        [[0, 1], [4, 4]],
+    ),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 2, "warmup_num_steps": 2, "cos_min_ratio": 0.5},
+        "lr",
+        [[0, 0], [0.25, 0.5]],
+    ),
+    ("LRRangeTest", {"lr_range_test_min_lr": [1, 2], "lr_range_test_step_size": 3}, "lr", [[1, 2], [2, 4]]),
+    (
+        "OneCycle",
+        {"cycle_min_lr": [1, 2], "cycle_max_lr": [5, 9], "cycle_first_step_size": 3},
+        "lr",
+        [[1, 2], [5, 9]],
+    ),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_min_mom": [0.1, 0.2], "cycle_first_step_size": 3},
+        "betas",
+        [[(0.1, 0.99), (0.2, 0.99)], [(0.1, 0.99), (0.2, 0.99)]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "setting", "expected"), LISTS)
+def test_a_list_has_a_value_for_each_group(
+    name: str, params: dict[str, Any], setting: str, expected: list[list[Any]]
+) -> None:
+    found = setting_at_each_step(made(name, params, adam(2)), 4, setting)
+    for step, values in zip((0, 3), expected, strict=True):
+        assert np.array(found[step]) == pytest.approx(np.array(values))
+
+
+def test_a_list_for_another_number_of_groups() -> None:
+    with pytest.raises(ConfigError, match=r"warmup_max_lr: .* a list of 2, one for each parameter group .* got 3"):
+        made("WarmupLR", {"warmup_max_lr": [1, 2, 3]}, adam(2))
+
+
+def test_a_warm_up_longer_than_the_training_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("WarmupDecayLR", "WarmupCosineLR"):
+        made(name, {"total_num_steps": 5, "warmup_num_steps": 6})
+    assert [r.message.startswith("scheduler.params: total_num_steps 5 is less") for r in caplog.records] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"), KNOWN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_resumed_schedule_goes_on_as_the_first_would_have(
+    name: str, params: dict[str, Any], expected: list[float]
+) -> None:
+    for at in (0, 1, 3, len(expected)):
+        one = made(name, params)
+        before = setting_at_each_step(one, at)
+        other = made(name, params)
+        other.load_state_dict(one.state_dict())
+        for setting in ("lr", "betas"):
+            assert other.optimizer.param_groups[0][setting] == one.optimizer.param_groups[0][setting]
+        after = setting_at_each_step(other, 6)
+        assert before + after == setting_at_each_step(made(name, params), at + 6)
+
+
+def test_a_loops_own_step_of_our_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = made("WarmupLR", {"warmup_num_steps": 4})
+    schedule.advance()
+    before = schedule.state_dict(), schedule.get_last_lr()
+    schedule.step()
+    schedule.step(7)
+    assert (schedule.state_dict(), schedule.get_last_lr()) == before
+    assert [record.message for record in caplog.records if "remove scheduler.step()" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+# -- the config -------------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "WarmupLR", "params": {"total_num_steps": 5}},
+        r"params\.total_num_steps: unknown key here \(.*have it\); the keys there are .*warmup_min_lr, warmup_max_lr",
+    ),
+    (
+        {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_min_lr": 0}},
+        r"warmup_min_lr: unknown key here \(.*have it\); did you mean scheduler\.params\.warmup_min_ratio\?",
+    ),
+    (
+        {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1}},
+        r"cycle_first_step: unknown key; did you mean scheduler\.params\.cycle_first_step_size\?",
+    ),
+    ({"type": "LRRangeTest", "params": {"staircase": True}}, r"unknown key; .*lr_range_test_staircase"),
+    ({"type": "WarmupLR", "params": {"lr": 1}}, r"params\.lr: unknown key; it belongs in optimizer\.params"),
+    (
+        {"type": "OneCycle", "params": {"cycle_min_lr": 0, "last_batch_iteratio": 1, "cycle_max_lr": 1}},
+        r"last_batch_iteratio: unknown key; did you mean scheduler\.params\.last_batch_iteration",
+    ),
+    ({"type": "WarmupDecayLR"}, r"scheduler\.params\.total_num_steps: the key is missing; expected a whole number"),
+    ({"type": "OneCycle", "params": {"cycle_max_lr": 1}}, r"scheduler\.params\.cycle_min_lr: the key is missing"),
+    ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": []}}, r"or a list with one for each .*got \[\]"),
+    ({"type": "WarmupLR", "params": {"warmup_min_lr": [0, "auto"]}}, r"warmup_min_lr: expected a number of at least 0"),
+    (
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        r"warmup_num_steps: expected a whole number of at least 1",
+    ),
+    ({"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}, r'cycle_min_lr: .*got "auto"'),
+    ({"type": "WarmupLR", "params": 3}, r"scheduler\.params: expected an object .*got 3"),
+    (
+        {"type": "Cosine", "params": {"anything": 3}},
+        r'choose one of "WarmupLR", "WarmupDecayLR", .*"LRRangeTest"; got "Cosine"; or pass',
+    ),
+    ({"params": {"anything": 3}}, r"scheduler\.type: the key is missing"),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_a_wrong_key_is_named_with_what_is_near(scheduler: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config({"scheduler": scheduler})
+    assert "problems" not in str(caught.value)
+
+
+def test_several_wrong_keys_are_told_at_once() -> None:
+    params: dict[str, Any] = {"warmup_type": "cubic", "warmup_num_step": 3, "cycle_min_lr": 1}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"scheduler": {"type": "WarmupDecayLR", "params": params}, "train_batch_size": 0})
+    for part in (
+        "5 problems",
+        "warmup_type",
+        "warmup_num_step:",
+        "(OneCycle has it)",
+        "total_num_steps",
+        "train_batch",
+    ):
+        assert part in str(caught.value), part
+
+
+def test_the_defaults_are_deepspeeds() -> None:
+    def params(name: str, **required: Any) -> dict[str, Any]:
+        config = {"train_batch_size": 1, "scheduler": {"type": name, "params": required}}
+        section = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
+        assert section is not None
+        assert section.type == name
+        assert section.params.last_batch_iteration == -1
+        return {key: value for key, value in dict(section.params).items() if key != "last_batch_iteration"} | required
+
+    warm = {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"}
+    assert params("WarmupLR") == warm | {"warmup_max_lr": None}
+    assert params("WarmupDecayLR", total_num_steps=5) == warm | {"warmup_max_lr": 0.001, "total_num_steps": 5}
+    cosine = {"warmup_min_ratio": 0, "warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
+    assert params("WarmupCosineLR", total_num_steps=5) == cosine | {"total_num_steps": 5}
+    assert params("OneCycle", cycle_min_lr=1, cycle_max_lr=2) == {
+        "cycle_min_lr": 1,
+        "cycle_max_lr": 2,
+        "decay_lr_rate": 0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0,
+    }
+    assert params("LRRangeTest") == {
+        "lr_range_test_min_lr": 0.001,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1,
+        "lr_range_test_staircase": False,
+    }
+
+
+def test_auto_as_hugging_face_users_write_it() -> None:
+    keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25}},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(keys, "auto")},
+    }
+    known = ResolveContext(
+        world_size=1, answers={"scheduler.params.warmup_num_steps": 3, "scheduler.params.total_num_steps": 9}
+    )
+    section = load_config(config).resolve(known).scheduler
+    assert section is not None
+    assert [getattr(section.params, key) for key in keys] == [0, 0.25, 3, 9]
+    with pytest.raises(ConfigError) as caught:
+        load_config(config).resolve(ResolveContext(world_size=1))
+    assert str(caught.value).startswith(
+        'config: scheduler.params.total_num_steps: "auto" has no default; write a number'
+    )
+    assert "warmup" not in str(caught.value)
+    answers = {"scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 9}
+    own = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True, answers=answers))
+    assert own.scheduler is not None
+    schedule = named_schedule(own.scheduler, adam(2))
+    assert setting_at_each_step(schedule, 4)[3] == [0.5, 1.0]
+
+
+def test_a_schedule_goes_on_from_the_position_that_is_asked_for() -> None:
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 10, "warmup_type": "linear"}
+
+    def schedule(**more: Any) -> NamedSchedule:
+        section = {"type": "WarmupLR", "params": params | more}
+        config = load_config({"train_batch_size": 1, "scheduler": section})
+        assert config.notices() == []
+        resolved = config.resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
+        assert resolved is not None
+        return named_schedule(resolved, adam(1))
+
+    whole = setting_at_each_step(schedule(), 9)
+    assert setting_at_each_step(schedule(last_batch_iteration=3), 4) == whole[4:8]

@@ -1,0 +1,207 @@
+"""Training scripts as people have them: only the import differs, and calls that no longer belong in the loop are still there.
+
+Each runs as a process of its own, alone or as two ranks under torch's launcher, and is judged by what it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests import warm
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+LAUNCHER = (
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+    "--local-addr=127.0.0.1",
+)
+
+DS_JSON = """\
+{
+  // left over from the documentation
+  "train_batch_size": 8,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.003, "betas": [0.9, 0.95]}},
+  "scheduler": {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.003, "warmup_num_steps": 4} # short
+  },
+  "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16},
+  "gradient_clipping": 1.0,
+  "zero_optimization": %s, /* what varies */
+}
+"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the ranks of a script printed."""
+
+    lines: dict[int, list[str]]
+    """Of each rank, in order."""
+    errors: str
+
+    def losses(self) -> list[float]:
+        """Mean over ranks of the loss of each step."""
+        found = [
+            [float(re.findall(r"loss (\S+)", line)[0]) for line in lines if " loss " in f" {line}"]
+            for lines in self.lines.values()
+        ]
+        return [mean(ranks) for ranks in zip(*found, strict=True)]
+
+    def steps(self) -> list[int]:
+        """Steps that rank 0 did."""
+        return [int(found[1]) for line in self.lines[0] if (found := re.match(r"step (\d+) ", line))]
+
+    def after(self, words: str, rank: int = 0) -> list[str]:
+        """What rank `rank` printed after `words`."""
+        return [line.removeprefix(words).strip() for line in self.lines[rank] if line.startswith(words)]
+
+
+def run(script: str, *words: str, world_size: int = 1, anew: bool = False) -> Output:
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    with tempfile.TemporaryDirectory() as logs:
+        launcher = (*LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
+        done = warm.run(
+            [sys.executable, *(launcher if world_size > 1 else ()), str(SCRIPTS / f"{script}.py"), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"},
+            anew=anew,
+        )
+        printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
+    assert done.returncode == 0, "".join(printed) + done.stderr
+    lines: dict[int, list[str]] = defaultdict(list)
+    for line in "".join(printed).splitlines():
+        found = re.fullmatch(r"rank (\d+) (.*)", line)
+        assert found is not None, line
+        lines[int(found[1])].append(found[2])
+    assert sorted(lines) == list(range(world_size))
+    return Output(dict(lines), done.stderr)
+
+
+def write_config(folder: Path, zero: Any) -> str:
+    path = folder / "ds.json"
+    path.write_text(DS_JSON % json.dumps(zero), encoding="utf-8-sig")
+    return str(path)
+
+
+def disk(folder: Path, stage: int) -> dict[str, Any]:
+    (folder / "nvme").mkdir(exist_ok=True)
+    return {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "nvme")}}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size: int, tmp_path: Path) -> None:
+    words = ["--deepspeed", "--deepspeed_config"]
+    zero: tuple[Any, Any] = (True, disk(tmp_path, stage=3)) if world_size == 1 else (disk(tmp_path, stage=2), False)
+    folder = tmp_path / "ckpt"
+    first = [*words, write_config(tmp_path, zero[0]), "--save_dir", str(folder)]
+    whole = run("getting_started", *first, world_size=world_size, anew=world_size == 2)
+    losses = whole.losses()
+    assert whole.steps() == list(range(12))
+    assert mean(losses[-3:]) < 0.8 * mean(losses[:3])
+
+    names = whole.after("saved ")
+    assert [info.tag for info in tags(folder)] == names
+    for name in names:
+        with open_checkpoint(folder, name) as saved:
+            assert verify_checkpoint(saved) == []
+            assert saved.record.world_size == world_size
+
+    again = run(
+        "getting_started",
+        *words,
+        write_config(tmp_path, zero[1]),
+        *("--load_dir", str(folder), "--ckpt_id", names[0], "--save_dir", str(tmp_path / "other")),
+        world_size=3 - world_size,
+    )
+    assert again.after("resumed at ") == ["4 after 32"]
+    assert again.steps() == list(range(4, 12))
+    assert again.losses() == pytest.approx(losses[4:], abs=0.02)
+    assert [len(ranks) for ranks in again.lines.values()] == [11] * (3 - world_size)
+
+
+def test_calls_that_do_not_belong_in_the_loop_change_nothing_and_are_answered(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"stage": 2})
+    clean = run("getting_started", "--deepspeed_config", config)
+    # The option's older name, too.
+    left = run("getting_started", "--deepscale_config", config, "--leftovers")
+    assert left.lines == clean.lines
+    assert "remove" not in clean.errors
+    assert re.findall(r"remove (\S+)", left.errors) == ["optimizer.step()", "scheduler.step()"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dtype"), [(1, 0, "fp32"), (1, 3, "bf16"), (2, 2, "fp16"), (2, 3, "bf16")]
+)
+def test_a_script_with_a_process_group_of_its_own(world_size: int, stage: int, dtype: str) -> None:
+    done = run("image_classifier", "--stage", str(stage), "--dtype", dtype, world_size=world_size)
+    full = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}[dtype]
+    assert done.after(f"of {world_size} over gloo in ") == [full]
+    assert done.errors.count("nccl") == 1
+    losses = done.losses()
+    assert len(losses) == 24
+    assert mean(losses[-4:]) < 0.7 * mean(losses[:4])
+    assert all(float(done.after("accuracy", rank)[0]) > 0.5 for rank in range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_with_an_optimizer_a_scheduler_and_a_loader(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    words = ["--stage", str(world_size + 1), "--nvme_path", str(tmp_path / "nvme")]
+    done = run("finetune", *words, "--save_dir", str(tmp_path / "ckpt"), world_size=world_size)
+    assert done.after("has ") == [f"8 batches of {16 // world_size}"]
+    losses = done.losses()
+    assert mean(losses[-8:]) < mean(losses[:8]) - 0.2
+    # A step is two micro-batches; the schedule goes on by one step, once.
+    rates = [re.findall(r"lr (\S+) after (\d+)", line)[0] for line in done.lines[0][1:]]
+    assert [int(steps) for _, steps in rates] == [(i + 1) // 2 for i in range(32)]
+    assert [float(lr) for lr, _ in rates] == pytest.approx([3e-3 * min(1, (1 + (i + 1) // 2) / 4) for i in range(32)])
+    assert "remove" not in done.errors
+
+    # The loader goes on in the middle of its second epoch, with the same batches.
+    again = run("finetune", "--stage", "1", "--load_dir", str(tmp_path / "ckpt"), world_size=3 - world_size)
+    assert again.steps() == list(range(12, 32))
+    assert again.losses() == pytest.approx(losses[12:], abs=0.02)
+
+
+def test_a_script_that_resumes_at_the_same_world_size_prints_the_same(tmp_path: Path) -> None:
+    whole = run("finetune", "--save_dir", str(tmp_path))
+    again = run("finetune", "--load_dir", str(tmp_path))
+    assert again.lines[0][1:] == whole.lines[0][13:]
+
+
+def test_a_second_step_of_ones_own_scheduler_is_answered_once_and_by_one_rank() -> None:
+    done = run("finetune", "--leftovers", "--epochs", "1", world_size=2)
+    assert re.findall(r"remove (\S+)", done.errors) == ["optimizer.step()", "scheduler.step()"]
+    assert "Traceback" not in done.errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_script_that_builds_its_model_in_shards_and_gathers_weights(world_size: int, tmp_path: Path) -> None:
+    done = run("sharded_init", "--nvme_path", str(tmp_path), world_size=world_size)
+    losses = done.losses()
+    assert done.steps() == list(range(12))
+    assert mean(losses[-3:]) < 0.7 * mean(losses[:3])
+    for rank in range(world_size):
+        assert float(done.after("off by ", rank)[0]) < 0.05  # in bf16
+    assert len({done.after("sum ", rank)[0] for rank in range(world_size)}) == 1
+    assert list(tmp_path.rglob("*.shard")) == []

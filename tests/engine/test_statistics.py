@@ -1,0 +1,173 @@
+"""engine.statistics(): bytes and times of every link, against what can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.fake_device import FakeDevice
+from tests.engine.models import batch
+from tests.engine.runs import make_config, start, step
+from zstore.engine import Engine
+from zstore.engine.device import Transfers
+from zstore.engine.report.progress import state_text
+from zstore.io.links import LinkCounters, LinkStatistics
+from zstore.testing.ranks import run_ranks
+
+
+def changes(engine: Engine, before: dict[str, LinkStatistics]) -> dict[str, LinkStatistics]:
+    return {name: link.since(before.get(name, LinkStatistics())) for name, link in engine.statistics().links.items()}
+
+
+def on_disk_bytes(engine: Engine) -> int:
+    """Bytes of one pass over the arrays that rest on disk, checksums and padding included, from the files."""
+    store = engine.training_state.state.store
+    total = 0
+    for name in store.names():
+        if store.tier_of(name) == "disk":
+            local = store.local(name)
+            payload = local.grid.chunk_numel * local.spec.itemsize
+            slot = -(-(payload + 4) // 4096) * 4096
+            total += slot * local.grid.present_chunks(local.shard)
+    return total
+
+
+def test_a_step_reads_and_writes_the_state_that_rests_on_disk(tmp_path: Path) -> None:
+    with start(make_config(3, "nvme", tmp_path)) as engine:
+        step(engine)
+        before = dict(engine.statistics().links)
+        step(engine)
+        moved = changes(engine, before)
+        one_pass = on_disk_bytes(engine)
+        # One parameter got no gradient and none of its state is touched; it is small, and rests in host memory.
+        assert one_pass > 0
+        for name in ("disk_read", "disk_write", "optimizer_read", "optimizer_write"):
+            assert (name, moved[name].bytes) == (name, one_pass)
+            assert moved[name].operations > 0
+            assert moved[name].busy_s > 0
+        assert engine.statistics().links["disk_read"].stall_s["not read yet"] > 0
+        # Of so few requests none waits for room.
+        assert "queue full" not in engine.statistics().links["disk_write"].stall_s
+        assert "all_gather" not in moved  # alone
+
+
+def test_what_a_save_copies_and_how_long_it_held_training_up(tmp_path: Path) -> None:
+    with start(make_config(1)) as engine:
+        step(engine)
+        assert "checkpoint_write" not in engine.statistics().links
+        tickets = [engine.save_checkpoint(str(tmp_path), "a")]
+        step(engine)  # else the second save would link what the first one wrote
+        tickets.append(engine.save_checkpoint(str(tmp_path), "b"))
+        found = engine.statistics().links["checkpoint_write"]
+        state = sum(
+            engine.training_state.state.store.local(name).nbytes for name in engine.training_state.state.store.names()
+        )
+    assert found.bytes > 2 * state
+    assert found.stall_s == {"save called": sum(ticket.stall_s for ticket in tickets)}
+
+
+def test_statistics_become_json(tmp_path: Path) -> None:
+    with start(make_config(3, "nvme", tmp_path)) as engine:
+        step(engine)
+        found = engine.statistics()
+        data = found.to_dict()
+        assert set(json.loads(json.dumps(data))) == set(data)
+        assert data["links"]["disk_read"]["bytes"] == found.links["disk_read"].bytes
+        assert data["memory"]["disk_bytes"] == found.memory.disk_bytes
+        assert data["memory"]["process_peak_bytes"] > 10**7
+        assert data["forward_s"] == found.forward_s
+        step(engine)
+        assert found.to_dict() == data
+
+
+def test_parameters_that_rest_on_disk_are_read_for_each_use(tmp_path: Path) -> None:
+    config = make_config(3, "nvme", tmp_path)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with start(config) as engine:
+        step(engine)
+        before = engine.statistics()
+        step(engine)
+        now = engine.statistics()
+        moved = now.links["parameter_read"].since(before.links["parameter_read"])
+        assert before.units is not None
+        assert now.units is not None
+        assert moved.bytes == now.units.read_bytes - before.units.read_bytes > 0
+        assert moved.operations > 0
+        assert moved.busy_s > 0
+        assert moved.stall_s["not read yet"] > 0
+        training = engine.training_state
+        assert "parameter" in state_text(training.config.settings, training.state, training.world)
+
+
+def _links(rank: int, stage: int) -> dict[str, Any]:
+    with start(make_config(stage)) as engine:
+        step(engine)
+        before = dict(engine.statistics().links)
+        step(engine)
+        return {
+            name: [link.bytes, link.operations, link.busy_s, link.stall_s]
+            for name, link in changes(engine, before).items()
+        }
+
+
+def test_collectives_are_counted_and_timed() -> None:
+    ranks = run_ranks(_links, 2, 3)
+    for links in ranks:
+        for name in ("all_gather", "reduce_scatter", "control"):
+            nbytes, operations, busy_s, stall_s = links[name]
+            assert nbytes > 0
+            assert operations > 0
+            assert busy_s >= sum(stall_s.values()) > 0
+            assert stall_s["begun earlier"] > 0
+    assert [links["all_gather"][0] for links in ranks] == [ranks[0]["all_gather"][0]] * 2
+    # Sent when the model was laid out, and not in a step.
+    assert ranks[0]["broadcast"][:2] == [0, 0]
+
+
+def test_what_others_count_with_the_worlds_counters_stands_there_too() -> None:
+    with start(make_config(1)) as engine:
+        engine.world.links.begin("somewhere", 12)
+        assert engine.statistics().links["somewhere"] == LinkStatistics(operations=1, bytes=12)
+
+
+def test_copies_are_counted_where_the_two_memories_differ() -> None:
+    device, links = FakeDevice(), LinkCounters()
+    transfers = Transfers(device, links)
+    here = device.empty_host(6, torch.float32)
+    there = torch.ones(6, dtype=torch.bfloat16)
+    assert transfers.link(here, there) == "host_to_device"
+    assert transfers.link(there, here) == "device_to_host"
+    assert transfers.link(here, here) is None
+    assert transfers.link(there, there) is None
+    transfers.copy_into(there.float(), there)
+    assert links.statistics() == {}
+    transfers.copy_into(here, there)
+    assert here.tolist() == [1.0] * 6
+    transfers.copy_into(torch.empty(6, dtype=torch.float16), here)
+    transfers.finish(transfers.begin(device.empty_host(6, torch.bfloat16), there))
+    found = links.statistics()
+    # In the type of the device's side.
+    assert (found["host_to_device"].operations, found["host_to_device"].bytes) == (1, 12)
+    assert (found["device_to_host"].operations, found["device_to_host"].bytes) == (2, 24)
+
+
+@pytest.mark.cuda
+def test_offloaded_state_crosses_to_the_device_and_back() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with start(make_config(1, "cpu")) as engine:
+        for _ in range(2):
+            before = dict(engine.statistics().links)
+            for micro in range(2):
+                (ids,) = batch(engine.global_steps, micro, 0)
+                engine.backward(engine(ids.to(engine.device)))
+                engine.step()
+        moved = changes(engine, before)
+        numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
+    # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
+    assert moved["device_to_host"].bytes == 2 * 2 * numel
+    assert moved["host_to_device"].bytes == 2 * numel

@@ -1,0 +1,403 @@
+"""The step modes `backward` and `forward`: the bits of `none`, whatever a loop does, and errors where that cannot be."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.runs import start, state_of
+from tests.engine.step_modes import (
+    WIDTH,
+    Branches,
+    config,
+    data,
+    expected,
+    held,
+    make_model,
+    opening,
+    plain,
+    say,
+    step,
+)
+from zstore.checkpoint.reader import tags
+from zstore.engine import Engine
+from zstore.engine.optim.updater import LatePin
+from zstore.errors import CheckpointError, RankError, StorageError, UsageError
+from zstore.io.files import OpenFile
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.ranks import run_ranks
+
+# -- forward: step() fixes everything ---------------------------------------------------------------------------------
+
+
+def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
+    with held("forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        files.arrived(1)
+        before = [dict(group) for group in engine.optimizer.param_groups]
+        for group in engine.optimizer.param_groups:
+            group |= {"lr": 7.0, "betas": (0.1, 0.2), "weight_decay": 3.0, "eps": 1.0}
+        for record, scalars in engine.training_state.state.scalars.items():
+            assert scalars == {"step": 0.0 if "unused" in record.name else 2.0}
+        files.open_gate()
+        engine.training_state.pending.complete()
+        for group, values in zip(engine.optimizer.param_groups, before, strict=True):
+            group.update(values)
+        assert state_of(engine) == expected(2)
+
+
+WAYS: dict[str, Callable[[Engine], Any]] = {
+    "forward": lambda engine: engine(*data(5)),
+    "no_grad": lambda engine: torch.no_grad()(engine)(*data(5)),
+    "eval": lambda engine: engine.eval()(*data(5)),
+    "the model": lambda engine: engine.module(*data(5)),
+    "a part": lambda engine: engine.module.blocks[0](torch.ones(2, WIDTH, dtype=torch.bfloat16)),
+}
+
+
+def test_any_forward_applies_the_update(nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
+        step(other)
+        residence = engine.training_state.hooks.units
+        for way in WAYS.values():
+            files.close_gate()
+            step(engine)
+            # The gate opens when somebody waits for an update: what does not, reads old values.
+            residence.on_ready(opening(files, engine.training_state.pending.updater.wait_for))
+            step(other)
+            assert torch.equal(way(engine), way(other))
+            engine.train()
+            other.train()
+        files.open_gate()
+        assert state_of(engine) == state_of(other)
+
+
+def test_residents_are_updated_in_step(nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme, threshold=1000) as (engine, files):
+        step(other)
+        files.close_gate()
+        step(engine)
+        step(other)
+        for name in ("start", "mix", "blocks.0.gain", "blocks.1.norm.weight"):
+            assert torch.equal(engine.module.get_parameter(name), other.module.get_parameter(name))
+
+
+def _branches(given: dict[str, Any], orders: list[list[int]], reentrant: bool | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Branches()
+    model.reentrant = reentrant
+    with start(given, model) as engine:
+        for order in orders:
+            model.order = order
+            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
+            engine.step()
+        return engine_digests(engine)
+
+
+ORDERS = [[0, 1, 2, 3], [0, 2], [3, 1], [1, 1, 0], [0, 1, 2, 3]]
+"""Layers that go unused keep every bit, though weight decay would change them."""
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_layers_that_come_and_go_have_the_bits_of_none(mode: str, reentrant: bool | None, nvme: Path) -> None:
+    orders = ORDERS if reentrant is not True else [[1, 1, 0, 2], [1, 1, 0], [1, 2, 0]]
+    wanted = _branches(plain(), orders, reentrant)
+    assert _branches(config(mode, nvme), orders, reentrant) == wanted
+    if mode == "backward":
+        assert _branches(plain(zstore={"step_overlap": mode}), orders, reentrant) == wanted
+
+
+# -- forward: who waits -----------------------------------------------------------------------------------------------
+
+
+def _gathered(engine: Engine) -> torch.Tensor:
+    with zstore.gather(engine.module.blocks[0].up.weight):
+        return engine.module.blocks[0].up.weight.clone()
+
+
+def _exported(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(engine.save_16bit_model(folder)[0])
+
+
+READERS: dict[str, Callable[[Engine, Path], Any]] = {
+    "parameter": lambda engine, _: engine.get_full_parameter("blocks.0.up.weight"),
+    "slot": lambda engine, _: engine.get_optimizer_state("blocks.0.up.weight", "exp_avg"),
+    "gather": lambda engine, _: _gathered(engine),
+    "weights": lambda engine, folder: _exported(engine, folder)["blocks.1.up.weight"],
+    "state dict": lambda engine, _: engine.module_state_dict()["blocks.0.up.weight"],
+}
+
+
+def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
+    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
+        step(other)
+        updater = engine.training_state.pending.updater
+        updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
+        for name, read in READERS.items():
+            engine.training_state.pending.complete()
+            files.close_gate()
+            step(engine)
+            step(other)
+            assert torch.equal(read(engine, tmp_path / name), read(other, tmp_path / f"{name} of none")), name
+
+
+def test_statistics_do_not_wait(nvme: Path) -> None:
+    with held("forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        files.arrived(1)
+        assert engine.statistics().held.optimizer_state > 0
+        with pytest.raises(UsageError, match="whose parameters are sharded"):
+            engine.module.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
+    with held(mode, nvme) as (engine, files):
+        updater = engine.training_state.pending.updater
+        original, interrupter = updater.wait, threading.Thread(target=_thread.interrupt_main)
+
+        def interrupted() -> Any:
+            if interrupter.ident is None:
+                interrupter.start()
+            else:
+                files.open_gate()
+            return original()
+
+        files.close_gate()
+        if mode == "forward":
+            step(engine)
+        else:
+            engine.backward(engine(*data(1)))
+        updater.wait = interrupted  # type: ignore[method-assign]
+        # The backward of a loss that gathers nothing, or step(), waits for the update.
+        waits = engine.step if mode == "backward" else lambda: engine.backward(torch.zeros((), requires_grad=True))
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+        if mode == "backward":  # what was changed cannot be taken back
+            with pytest.raises(UsageError, match="a mixture of two"):
+                engine.save_checkpoint(str(nvme / "ckpt"))
+        else:
+            files.open_gate()
+            step(engine)
+            assert state_of(engine) == expected(3)
+
+
+# -- forward: saves ---------------------------------------------------------------------------------------------------
+
+
+def _pins(engine: Engine) -> int:
+    """Return the pins that are left on this run's arrays."""
+    store = engine.training_state.state.store
+    disk = sum(shard.current.pins for shard in store._disk._shards.values())  # type: ignore[union-attr]
+    return disk + sum(store._host._pins.values()) + sum(store._device._pins.values())
+
+
+def test_a_save_takes_what_the_update_finishes(nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    with held("forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        ticket = engine.save_checkpoint(folder, "behind", wait=False)
+        files.arrived(1)
+        assert not ticket.done()
+        assert list(tags(folder)) == []
+        files.open_gate()
+        # A further step, and the save is what the step before left.
+        step(engine)
+        ticket.wait()
+        assert state_of(engine) == expected(3)
+        assert _pins(engine) == 0
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(2)
+
+
+def test_steps_go_on_while_a_save_is_linked(nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    files = GatedFiles("link")
+    with start(config("forward", nvme), make_model(), _files=files) as engine, files.holding():
+        step(engine)
+        ticket = engine.save_checkpoint(folder, wait=False)
+        step(engine)
+        step(engine)
+        files.arrived(1)
+        assert not ticket.done()
+        files.open_gate()
+        ticket.wait()
+        assert state_of(engine) == expected(3)
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(1)
+
+
+class HeldFaults(FaultyFiles):
+    """Faulty files whose writes of optimizer state wait while `gate` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _pwritev(self, file: OpenFile, data: Any, offset: int) -> int:
+        if "optimizer" in file.path:
+            self.gate.wait()
+        return super()._pwritev(file, data, offset)
+
+
+def test_a_failed_update_fails_the_save_and_a_load_mends(nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    files = HeldFaults()
+    with start(config("forward", nvme), make_model(), _files=files) as engine:
+        step(engine)
+        engine.save_checkpoint(folder, "good")
+        files.gate.clear()
+        # Of the run's own files: a save writes metadata below a folder of that name as well.
+        files.inject(Fault(kind="write", pattern=f"{nvme}/*optimizer*", error_number=errno.EIO, times=None))
+        step(engine)
+        ticket = engine.save_checkpoint(folder, "bad", wait=False)
+        files.gate.set()
+        with pytest.raises(UsageError, match=r"its update failed, so there is nothing to save: .*Input/output"):
+            ticket.wait()
+        files.heal()
+        assert [info.tag for info in tags(folder)] == ["good"]
+        assert _pins(engine) == 0
+        with pytest.raises(StorageError):
+            step(engine)
+        # The failed save, of which the engine's caller has not heard, keeps it from no load.
+        with pytest.raises(UsageError, match="load a whole checkpoint"):
+            engine.load_checkpoint(folder, load_module_only=True)
+        with pytest.raises(UsageError, match="a mixture of two"):
+            engine.save_checkpoint(folder, "torn")
+        engine.load_checkpoint(folder)
+        assert state_of(engine) == expected(1)
+        step(engine)
+        assert state_of(engine) == expected(2)
+
+
+def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    with held("forward", nvme) as (engine, files):
+        files.close_gate()
+        step(engine)
+        ticket = engine.save_checkpoint(folder, wait=False)
+        ticket.cancel()
+        files.open_gate()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            engine.wait_for_checkpoint()
+        engine.training_state.pending.complete()
+        assert _pins(engine) == 0
+        store = engine.training_state.state.store
+        name = "model/blocks.0.up.weight"
+        for error in (None, OSError("no")):
+            late = LatePin(store, name)
+            late.release()
+            late.resolve(store, error)
+            late.release()
+            assert _pins(engine) == 0
+        early = LatePin(store, name)
+        early.resolve(store, None)
+        assert _pins(engine) == 1
+        early.release()
+        early.release()
+        assert _pins(engine) == 0
+
+
+def _save_behind(rank: int, folder: str) -> list[dict[str, str]]:
+    digests = []
+    with start(config("forward", f"{folder}/nvme"), make_model()) as engine:
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt", wait=False)
+        step(engine)
+        digests.append(engine_digests(engine))
+        engine.load_checkpoint(f"{folder}/ckpt")
+        step(engine)
+        digests.append(engine_digests(engine))
+    return digests
+
+
+def test_two_ranks_save_behind(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    good = run_ranks(_without_error, 2, str(tmp_path / "nvme"))
+    assert run_ranks(_save_behind, 2, str(tmp_path)) == [[digests, digests] for digests in good]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_skipped_step_leaves_every_bit(mode: str, nvme: Path) -> None:
+    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+    with start(plain(**fp16), make_model()) as other, start(config(mode, nvme, **fp16), make_model()) as engine:
+        for number in range(32):
+            for each in (other, engine):
+                each.backward(each(*data(number)))
+                each.step()
+            if number in (0, 31):
+                assert state_of(engine) == state_of(other)
+        assert 0 < engine.skipped_steps < 32
+
+
+# -- errors in the update's thread ------------------------------------------------------------------------------------
+
+
+def _disk_error(rank: int, mode: str, folder: str, world_size: int) -> dict[str, Any]:
+    """A write of rank 0's fails in the update of step 2; a load mends that, and step 2 is taken again."""
+    files = FaultyFiles()
+    found: dict[str, Any] = {}
+    with start(config(mode, f"{folder}/nvme"), make_model(), _files=files) as engine:
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt")
+        if rank == 0:
+            files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO, times=None))
+        try:
+            step(engine)
+            step(engine)
+        except (StorageError, RankError) as error:
+            found["error"] = type(error).__name__, say(error)
+        files.heal()
+        for name, refused in {
+            "train": lambda: step(engine),
+            "save": lambda: engine.save_checkpoint(f"{folder}/torn"),
+            "read": lambda: engine.get_full_parameter("blocks.0.up.weight"),
+        }.items():
+            try:
+                refused()
+            except Exception as error:
+                found[name] = say(error)
+        engine.load_checkpoint(f"{folder}/ckpt")
+        step(engine)
+        found["digests"] = engine_digests(engine)
+        return found
+
+
+def _without_error(rank: int, folder: str) -> dict[str, str]:
+    with start(config("none", folder), make_model()) as engine:
+        step(engine)
+        step(engine)
+        return engine_digests(engine)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_error_is_raised_on_every_rank_and_a_load_mends(world_size: int, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    good = run_ranks(_without_error, world_size, str(tmp_path / "nvme"))
+    for rank, found in enumerate(run_ranks(_disk_error, world_size, mode, str(tmp_path), world_size)):
+        kind, text = found["error"]
+        assert kind == ("StorageError" if rank == 0 else "RankError")
+        assert "in the update of step 2, which was applied in part" in text
+        assert "Input/output error" in text
+        assert "a mixture of two" in found["save"] or "rank 0 of 2 failed" in found["save"]
+        assert found["train"]
+        assert found["read"]
+        assert found["digests"] == good[rank]
+    assert not (tmp_path / "torn").exists()

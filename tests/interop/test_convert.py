@@ -1,0 +1,405 @@
+"""`zstore convert`: every kind into every other, each read by the software that it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import zstore.dcp
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.split import LOW, TIE
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CorruptionError,
+    UsageError,
+    ZstoreError,
+)
+from zstore.io.shards import open_resources
+from zstore.open.sources import open_source
+from zstore.tools.cli import app
+from zstore.tools.convert import ConvertOptions, convert_command
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+def convert(src: Path, out: Path, to: str = "zstore", **options: Any) -> None:
+    assert convert_command(src, out, ConvertOptions(to=to, **options)) == 0
+
+
+def values() -> dict[str, Any]:
+    return {
+        "lr": 0.1,
+        "betas": (0.9, 0.95),
+        "name": "run",
+        "raw": b"\x00\x01",
+        "many": [1, 2, None],
+        "inf": float("inf"),
+    }
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    weight = torch.randn(300, 70)
+    return {
+        "model": {
+            "a.weight": weight,
+            "a.bias": torch.randn(70).bfloat16(),
+            "t.weight": torch.randn(40, 30).t(),
+            "scalar": torch.tensor(3, dtype=torch.int64),
+            "none": torch.empty(0, 5),
+            "flags": torch.rand(17) < 0.5,
+            "deep": torch.randn(3, 4, 5, dtype=torch.float64),
+        },
+        "optim": {"state": {"a.weight": {"exp_avg": torch.randn(300, 70), "step": torch.tensor(4.0)}}},
+        "extra": {"count": torch.arange(5), "values": values()},
+    }
+
+
+def blank(like: Any) -> Any:
+    if isinstance(like, dict):
+        return {key: blank(value) for key, value in like.items()}
+    return torch.zeros_like(like) if isinstance(like, torch.Tensor) else None
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of torch.distributed.checkpoint, as it writes one."""
+    path = tmp_path_factory.mktemp("dcp") / "step-30"
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.save(state(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+def load_dcp(path: Path, **options: Any) -> Any:
+    found = blank(state())
+    dcp.load(found, no_dist=True, **options)
+    return found
+
+
+# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+@alone
+def test_a_dcp_folder_becomes_ours_and_loads_through_dcp(theirs: Path, tmp_path: Path) -> None:
+    convert(theirs, tmp_path / "ours", world_size=2)
+    with open_checkpoint(tmp_path / "ours") as reader:
+        assert verify_checkpoint(reader) == []
+        assert (reader.tag, reader.record.step, reader.record.world_size) == ("step-30", 30, 2)
+        assert np.array_equal(reader.read_array("model/a.weight"), state()["model"]["a.weight"].numpy())
+        assert np.array_equal(reader.read_array("model/t.weight"), state()["model"]["t.weight"].numpy())
+        assert reader.read_array("client/extra.count").tolist() == [0, 1, 2, 3, 4]
+    assert same(load_dcp(tmp_path, storage_reader=zstore.dcp.Reader(tmp_path / "ours")), state())
+
+
+@alone
+def test_dcp_loads_what_is_converted_back(theirs: Path, tmp_path: Path) -> None:
+    convert(theirs, tmp_path / "ours", world_size=2)
+    convert(tmp_path / "ours", tmp_path / "back", "dcp")
+    assert sorted(entry.name for entry in (tmp_path / "back").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert same(load_dcp(tmp_path, checkpoint_id=tmp_path / "back"), state())
+    # Straight from one to the other, and once more through our own eyes.
+    convert(theirs, tmp_path / "copy", "dcp")
+    with open_source(tmp_path / "copy") as source, open_source(theirs) as original:
+        assert source.record.state == original.record.state
+        assert source.arrays.keys() == original.arrays.keys()
+        for name in source.arrays:
+            assert source.read_array(name).tobytes() == original.read_array(name).tobytes()
+
+
+@alone
+def test_tensors_are_cut_into_blocks_that_dcp_loads(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zstore.tools.export_dcp._BLOCK_BYTES", 10_000)
+    convert(theirs, tmp_path / "blocks", "dcp")
+    assert same(load_dcp(tmp_path, checkpoint_id=tmp_path / "blocks"), state())
+    metadata = dcp.FileSystemReader(tmp_path / "blocks").read_metadata()
+    assert len(metadata.state_dict_metadata["model.a.weight"].chunks) == 9
+    convert(tmp_path / "blocks", tmp_path / "ours")
+    with open_checkpoint(tmp_path / "ours") as reader:
+        assert np.array_equal(reader.read_array("model/a.weight"), state()["model"]["a.weight"].numpy())
+
+
+class Trap:
+    """What a pickle would call."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch trapped",)
+
+
+@alone
+def test_objects_are_kept_as_bytes_and_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"odd": Trap(), "w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "ours")
+    with open_checkpoint(tmp_path / "ours") as reader:
+        assert reader.record.state["dcp"]["opaque"] == {"client/odd": "pickle"}
+        kept = reader.read_array("client/odd").tobytes()
+    with pytest.raises(BaseException, match=r"'odd' .* is a pickle"):
+        dcp.load({"odd": None, "w": torch.zeros(3)}, storage_reader=zstore.dcp.Reader(tmp_path / "ours"), no_dist=True)
+    convert(tmp_path / "ours", tmp_path / "back", "dcp")
+    with open_source(tmp_path / "back") as source:
+        assert source.read_array("client/odd").tobytes() == kept
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_hostile_metadata_is_refused(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a"
+
+    def broken(change: Any) -> Path:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(theirs, folder)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        changed = change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata if changed is None else changed))
+        return folder
+
+    def elsewhere(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../a/__0_0.distcp"
+
+    def smaller(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.a.weight"].chunks[0].sizes = torch.Size([299, 70])
+
+    def outside(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.a.weight"].chunks[0].offsets = torch.Size([1, 0])
+
+    def other(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.a.weight"].properties.dtype = torch.int32
+
+    for change, error, words in (
+        (lambda _: Trap(), CheckpointMismatchError, "system"),
+        (lambda _: {}, CorruptionError, "expected a Metadata"),
+        (elsewhere, CorruptionError, "not a file of the folder"),
+        (smaller, CorruptionError, "do not cover its 21000 elements"),
+        (outside, CorruptionError, "is not in a tensor of shape"),
+        (other, CorruptionError, "expected int32"),
+    ):
+        with pytest.raises(error, match=words), open_source(broken(change)) as source:
+            source.read_array("model/a.weight")
+    (folder / ".metadata").write_bytes(b"garbage")
+    with pytest.raises(CorruptionError, match=r"\.metadata"):
+        open_source(folder)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_cut_off_file_is_said_and_nothing_is_left(theirs: Path, tmp_path: Path) -> None:
+    shutil.copytree(theirs, tmp_path / "a")
+    data = tmp_path / "a/__0_0.distcp"
+    os.truncate(data, 5000)
+    for to in ("zstore", "dcp", "torch", "safetensors"):
+        with pytest.raises(CorruptionError, match=r"__0_0\.distcp"):
+            convert(tmp_path / "a", tmp_path / f"out-{to}", to)
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != tmp_path / "a"]
+    assert left == []
+
+
+# -- a plain state dict -----------------------------------------------------------------------------------------------
+
+
+def test_torch_loads_the_weights_with_weights_only(theirs: Path, tmp_path: Path) -> None:
+    convert(theirs, tmp_path / "model.pt", "torch")
+    assert same(torch.load(tmp_path / "model.pt", weights_only=True), state()["model"])
+    assert same(torch.load(tmp_path / "model.pt", weights_only=True, mmap=True), state()["model"])
+    convert(theirs, tmp_path / "half.pt", "torch", dtype="fp16")
+    half = torch.load(tmp_path / "half.pt", weights_only=True)
+    assert torch.equal(half["a.weight"], state()["model"]["a.weight"].half())
+    assert half["flags"].dtype == torch.bool
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["half.pt", "model.pt"]
+
+
+def test_split_masters_are_joined_and_tied_weights_stay_tied(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    master = rng.standard_normal(5000).astype(np.float32)
+    weight = master.astype(ml_dtypes.bfloat16)
+    rest = master.view(np.int32) - (weight.view(np.int16).astype(np.int32) << 16)
+    arrays = {
+        "model/w": weight,
+        f"{LOW}/w": (rest & 0xFFFF).astype(np.uint16),
+        f"{TIE}/w": np.packbits((rest == 0x8000), bitorder="little"),
+        "model/tied": np.ones((3, 3), np.float32),
+    }
+    path = save_arrays(tmp_path / "ckpt", arrays)
+    convert(path, tmp_path / "model.pt", "torch")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert found["w"].numpy().tobytes() == master.tobytes()
+    convert(path, tmp_path / "st", "safetensors")
+    assert load_file(tmp_path / "st/model.safetensors")["w"].numpy().tobytes() == master.tobytes()
+    target = {"model": {"w": torch.zeros(5000), "tied": torch.zeros(3, 3)}}
+    convert(path, tmp_path / "dcp", "dcp")
+    for options in ({"checkpoint_id": tmp_path / "dcp"}, {"storage_reader": zstore.dcp.Reader(path)}):
+        target["model"]["w"].zero_()
+        with pytest.warns(UserWarning, match="torch.distributed is"):
+            dcp.load(target, no_dist=True, **options)  # type: ignore[arg-type]
+        assert target["model"]["w"].numpy().tobytes() == master.tobytes()
+
+
+# -- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+@alone
+@pytest.mark.parametrize("kind", ["stage1-bf16-3", "stage2-fp16-1", "stage3-fp32-3", "universal-stage3-2"])
+def test_a_deepspeed_folder_becomes_all_others(kind: str, tmp_path: Path) -> None:
+    theirs = Path(__file__).parents[1] / "data/deepspeed" / kind
+    convert(theirs, tmp_path / "ours", world_size=2)
+    convert(theirs, tmp_path / "model.pt", "torch")
+    convert(tmp_path / "ours", tmp_path / "dcp", "dcp")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    with open_source(theirs) as source, open_checkpoint(tmp_path / "ours") as reader:
+        assert verify_checkpoint(reader) == []
+        assert source.arrays.keys() == reader.arrays.keys()
+        assert dict(reader.record.state) == dict(source.record.state)
+        names = {name.partition("/")[2]: name for name in source.arrays if name.startswith(("model/", "buffer/"))}
+        assert weights.keys() >= names.keys()
+        target = {"model": {name: torch.zeros_like(weights[name]) for name in names}}
+        dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        for name, array in names.items():
+            expected = source.read_array(array)
+            for found in (weights[name], target["model"][name]):
+                assert found.reshape(-1).view(torch.uint8).numpy().tobytes() == expected.tobytes()
+        for name in source.arrays:
+            assert reader.read_array(name).tobytes() == source.read_array(name).tobytes()
+
+
+# -- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hugging_face_folder_there_and_back(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    convert(tmp_path / "hf", tmp_path / "ours", world_size=2)
+    with open_checkpoint(tmp_path / "ours") as reader:
+        assert (reader.tag, verify_checkpoint(reader)) == ("hf", [])
+    (tmp_path / "tokenizer.json").write_text("another model's")
+    (tmp_path / "ours/generation_config.json").write_text('{"max_length": 7}')
+    convert(tmp_path / "hf", tmp_path / "ours2")
+    assert not (tmp_path / "ours2/tokenizer.json").exists(), "what lies beside the source is not the model's"
+    assert (tmp_path / "ours2/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
+    convert(tmp_path / "ours", tmp_path / "back", "safetensors")
+    assert "7" in (tmp_path / "back/generation_config.json").read_text()
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    convert(tmp_path / "hf", tmp_path / "model.pt", "torch")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    fresh = transformers.GPT2LMHeadModel(config)
+    missing, unexpected = fresh.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    assert torch.equal(fresh.lm_head.weight, model.lm_head.weight)
+
+
+def test_values_that_a_type_cannot_hold_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.tensor([1e6, 1.0])}, tmp_path / "hf/model.safetensors")
+    for to in ("torch", "safetensors"):
+        with pytest.raises(CheckpointError, match=r"(?s)1 tensor.*w: 1 value"):
+            convert(tmp_path / "hf", tmp_path / "out", to, dtype="fp16")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_is_never_replaced(theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    for to in ("dcp", "torch", "safetensors"):
+        with pytest.raises(CheckpointExistsError, match="out exists"):
+            convert(theirs, tmp_path / "out", to)
+    convert(theirs, tmp_path / "ours")
+    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-30' already"):
+        convert(theirs, tmp_path / "ours")
+    assert (tmp_path / "out").read_text() == "mine"
+    assert [info.tag for info in tags(tmp_path / "ours")] == ["step-30"]
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for options in (
+        {"to": "onnx"},
+        {"dtype": "fp16"},
+        {"to": "dcp", "dtype": "fp16"},
+        {"to": "torch", "world_size": 2},
+    ):
+        with pytest.raises(UsageError, match="--"):
+            ConvertOptions(**options)  # type: ignore[arg-type]
+
+
+def test_the_command_prints_its_plan_and_json(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["convert", str(theirs), str(tmp_path / "w.pt"), "--to", "torch", "--memory", "128MiB", "--json"])
+    assert ended.value.code in (0, None)
+    printed = capsys.readouterr()
+    assert "plan: 7 tensors, 89.44 kB" in printed.err
+    assert "from torch DCP to" in printed.err
+    report = json.loads(printed.out)
+    assert (report["to"], report["path"]) == ("torch", str(tmp_path / "w.pt"))
+    assert report["bytes"] > 0
+
+
+@settings(max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data())
+def test_damaged_metadata_is_an_error_or_gives_tensors_that_were_saved(
+    data: st.DataObject, theirs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with open_source(theirs) as whole:
+        saved = {(array.spec.shape, whole.read_array(name).tobytes()) for name, array in whole.arrays.items()}
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not folder.exists():
+        shutil.copytree(theirs, folder)
+    good = (theirs / ".metadata").read_bytes()
+    broken = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        broken[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    (folder / ".metadata").write_bytes(broken[: data.draw(st.integers(1, 2 * len(good)))])
+    with open_resources(num_threads=1, pool_bytes=4096) as resources, contextlib.suppress(ZstoreError):
+        source = open_source(folder, resources=resources)
+        opaque = source.record.state["dcp"]["opaque"]  # whose bytes nothing describes
+        for name, array in source.arrays.items():
+            if array.spec.nbytes < 2**20:
+                with contextlib.suppress(ZstoreError):
+                    values = source.read_array(name).tobytes()
+                    assert name in opaque or (array.spec.shape, values) in saved
+
+
+def test_no_torch_is_imported_but_for_the_metadata_of_dcp(theirs: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from zstore.tools.convert import ConvertOptions, convert_command\n"
+        f"src, out = {str(theirs)!r}, Path({str(tmp_path)!r})\n"
+        "for to in ('zstore', 'torch', 'safetensors'):\n"
+        "    convert_command(src, out / to, ConvertOptions(to=to))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["safetensors", "torch", "zstore"]

@@ -1,0 +1,315 @@
+"""Checkpoints of other software from elsewhere: an error of ours or what is in them, soon, with little memory, nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from tests.checkpoint.forging import tree_of
+from tests.interop import deepspeed_data
+from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
+from zstore.errors import CorruptionError, ZstoreError
+from zstore.io.shards import IoResources, open_resources
+from zstore.open.sources import open_source
+from zstore.tools.convert import ConvertOptions, convert_command
+
+LISTS = b"\x80\x04(" + b"]" * 2**22 + b"."
+"""A list for each byte."""
+_PUTS = np.zeros(2**19, np.dtype([("code", "S1"), ("place", "<u4")]))
+_PUTS["code"], _PUTS["place"] = b"r", np.arange(2**19)
+PLACES = b"\x80\x02N" + _PUTS.tobytes() + b"."
+"""A place in the memo for every five bytes."""
+
+
+def save_dcp(path: Path) -> Path:
+    weight = torch.arange(60.0).reshape(12, 5)
+    state = {
+        "model": {"w": weight, "b": weight[0].bfloat16(), "deep": torch.arange(24).reshape(2, 3, 4)},
+        "optim": {"state": {"w": {"exp_avg": weight * 2}}},
+        "progress": {"step": 3, "betas": (0.9, 0.95), "raw": bytes(range(256)), "odd": {1, 2}},
+    }
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def save_hugging_face(path: Path) -> Path:
+    path.mkdir(parents=True)
+    weight = np.arange(60, dtype=np.float32).reshape(12, 5)
+    save_file({"w": weight, "b": weight[0]}, path / "model-00001-of-00002.safetensors")
+    save_file({"v": weight * 2}, path / "model-00002-of-00002.safetensors")
+    files = {"w": 1, "b": 1, "v": 2}
+    index = {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for name, number in files.items()}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text("{}")
+    return path
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def hostile_dcp(folder: Path) -> Iterator[Path]:
+    good = save_dcp(folder / "good")
+    original = pickle.loads((good / ".metadata").read_bytes())
+
+    def variant(name: str, metadata: Any) -> Path:
+        path = folder / name
+        shutil.copytree(good, path)
+        content = metadata if isinstance(metadata, bytes) else pickle.dumps(metadata)
+        (path / ".metadata").write_bytes(content)
+        return path
+
+    def forged() -> Any:
+        return pickle.loads(pickle.dumps(original))
+
+    yield variant("lists", LISTS)
+    yield variant("places", PLACES)
+    path = variant("no end", b"")
+    sparse(path / ".metadata", 2**40)
+    yield path
+    metadata = forged()
+    weight = metadata.state_dict_metadata["model.w"]
+    place = metadata.storage_data[MetadataIndex("model.w", torch.Size([0, 0]))]
+    weight.size = weight.chunks[0].sizes = torch.Size([2**44, 5])
+    yield variant("a large tensor", metadata)
+    weight.size = torch.Size([2**44, 2])
+    weight.chunks[:] = [ChunkStorageMetadata(torch.Size([0, n]), torch.Size([2**44, 1])) for n in range(2)]
+    metadata.storage_data |= {MetadataIndex("model.w", chunk.offsets): place for chunk in weight.chunks}
+    yield variant("tall columns", metadata)
+    metadata = forged()
+    raw = metadata.storage_data[MetadataIndex("progress.raw")]
+    for number in range(2000):
+        metadata.state_dict_metadata[f"x{number}"] = metadata.state_dict_metadata["progress.raw"]
+        metadata.storage_data[MetadataIndex(f"x{number}")] = raw
+    path = variant("one range many times", metadata)
+    with (path / "__0_0.distcp").open("r+b") as file:
+        torch.save(os.urandom(2**24), file)
+        raw.relative_path, raw.offset, raw.length = "__0_0.distcp", 0, file.tell()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    yield path
+
+
+def write_archive(path: Path, content: bytes) -> None:
+    """A file of torch.save with another pickle in it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+
+
+def hostile_deepspeed(folder: Path) -> Iterator[Path]:
+    deepspeed_data.write(folder / "good")
+
+    def variant(name: str, **model: Any) -> Path:
+        return deepspeed_data.write(folder / name, model=model)
+
+    for file in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        path = variant(f"lists-{file}")
+        write_archive(path / file, LISTS)
+        yield path
+    path = variant("no end")
+    sparse(path / "mp_rank_00_model_states.pt", 2**40)
+    yield path
+    yield variant("a large tensor", param_shapes=[{"w": torch.Size([2**46]), "b": torch.Size([3])}])
+    yield variant("no end of extents", param_shapes=[{"w": (2**60,) * 20_000, "b": torch.Size([3])}])
+    endless: list[Any] = [0]
+    for _ in range(100):
+        endless = [endless] * 50
+    yield variant("endless", client=endless)
+
+
+def hostile_hugging_face(folder: Path) -> Iterator[Path]:
+    save_hugging_face(folder / "good")
+    values = b'{"w":[' + b"[]," * 2**23 + b"[]]}"
+    for file in ("model-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        path = save_hugging_face(folder / f"values-{file}")
+        head = len(values).to_bytes(8, "little") if file.endswith(".safetensors") else b""
+        (path / file).write_bytes(head + values)
+        yield path
+        path = save_hugging_face(folder / f"no end-{file}")
+        sparse(path / file, 2**40)
+        yield path
+    path = save_hugging_face(folder / "a large tensor")
+    header = json.dumps({"v": {"dtype": "F32", "shape": [2**42], "data_offsets": [0, 2**44]}}).encode()
+    file = path / "model-00002-of-00002.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with contextlib.suppress(OSError):  # a file system may not have files so large
+        os.truncate(file, 8 + len(header) + 2**44)
+    yield path
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("hostile", [hostile_dcp, hostile_deepspeed, hostile_hugging_face])
+def test_hostile_files_take_little_memory(hostile: Any, everything: bool, tmp_path: Path) -> None:
+    paths = list(hostile(tmp_path / "in"))
+    # Pickles of millions of instructions, which take seconds until they are refused, as they are opened.
+    slow = ("lists", "places", "endless")
+    opened = [path for path in paths if path.relative_to(tmp_path / "in").parts[0].startswith(slow) and not everything]
+    assert bool(opened) == (hostile is not hostile_hugging_face and not everything)
+    growth = grown("tests.interop.watching", tmp_path / "in/good", tmp_path / "out", paths, opened=opened)
+    assert len(growth) == len(paths)
+    assert max(growth.values()) < MOST_GROWN_BYTES, growth
+
+
+def test_numbers_that_are_none_are_left_at_their_defaults(tmp_path: Path) -> None:
+    scaler = {"cur_scale": 10**400, "cur_hysteresis": float("inf"), "cur_iter": float("nan"), "last_overflow_iter": 3}
+    states = [deepspeed_data.states(rank) | {"loss_scaler": scaler} for rank in range(2)]
+    deepspeed_data.write(tmp_path, ranks=states)
+    with open_source(tmp_path) as source:
+        found = source.record.state["engine"]["loss_scale"]
+    assert found == {"scale": 1.0, "hysteresis_left": 2, "iteration": 9, "last_overflow": 3}
+
+
+def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
+    save_file({"": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptionError, match="expected `group/name`"):
+        open_source(tmp_path)
+
+
+# -- any damage -------------------------------------------------------------------------------------------------------
+
+LIMIT_S = 10.0
+"""No example may take longer; one takes some milliseconds."""
+FUZZ = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+KINDS = ["dcp", "hugging-face", "stage2-fp32-3", "stage3-fp16-2", "universal-stage1-2"]
+
+
+class Patient:
+    """A small checkpoint that is damaged and brought back."""
+
+    def __init__(self, kind: str, root: Path, resources: IoResources) -> None:
+        self.root = root
+        self.folder = root / "ckpt"
+        self.resources = resources
+        if kind == "dcp":
+            save_dcp(self.folder)
+        elif kind == "hugging-face":
+            save_hugging_face(self.folder)
+        else:
+            source = deepspeed_data.root_of(kind)
+            shutil.copytree(source, self.folder, ignore=shutil.ignore_patterns("expected.*", "*.py"))
+        self.files = {str(p.relative_to(self.folder)): p.read_bytes() for p in self.folder.rglob("*") if p.is_file()}
+        self.right = self.read_all()
+        assert len(self.right) >= 3
+
+    def read_all(self) -> dict[str, bytes]:
+        """Read what can be read; errors of ours are left out, any other fails."""
+        found: dict[str, bytes] = {}
+        with (
+            contextlib.suppress(ZstoreError),
+            open_source(self.folder, resources=self.resources) as source,
+        ):
+            for name, array in source.arrays.items():
+                if array.spec.nbytes <= 2**20:
+                    with contextlib.suppress(ZstoreError):
+                        found[name] = source.read_array(name).tobytes()
+        return found
+
+    def restore(self) -> None:
+        for path in list(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if path.is_file() and name not in self.files:
+                path.unlink()
+            elif path.is_dir() and name in self.files:
+                path.rmdir()
+        for name, content in self.files.items():
+            path = self.folder / name
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def resources() -> Iterator[IoResources]:
+    with open_resources(pool_bytes=2**20, num_threads=2) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def patient(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, resources: IoResources
+) -> Patient:
+    return Patient(request.param, tmp_path_factory.mktemp(request.param), resources)
+
+
+@contextlib.contextmanager
+def treated(patient: Patient) -> Iterator[None]:
+    """The block damages the checkpoint and uses it, within the limit; nothing else is there then."""
+    started = time.monotonic()
+    try:
+        yield
+        assert time.monotonic() - started < LIMIT_S
+        assert {path.name for path in patient.root.iterdir()} <= {"ckpt", "out"}
+    finally:
+        patient.restore()
+        shutil.rmtree(patient.root / "out", ignore_errors=True)
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_bytes_give_an_error_or_values(patient: Patient, data: st.DataObject) -> None:
+    """These formats have no checksums: what is in the files is what is read."""
+    with treated(patient):
+        for _ in range(data.draw(st.integers(1, 3))):
+            file = data.draw(st.sampled_from(sorted(patient.files)))
+            content = bytearray(patient.files[file])
+            at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, min(400, len(content) - 1)))
+            kind = data.draw(st.sampled_from(["flip", "insert", "swap", "replace"]))
+            if kind == "flip":
+                content[at] = data.draw(st.integers(0, 255))
+            elif kind == "insert":
+                content[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+            elif kind == "swap":
+                content = bytearray(patient.files[data.draw(st.sampled_from(sorted(patient.files)))])
+            else:
+                content = bytearray(data.draw(st.binary(max_size=200)))
+            (patient.folder / file).write_bytes(content)
+        before = tree_of(patient.folder)
+        patient.read_all()
+        if data.draw(st.integers(0, 3)) == 0:
+            with contextlib.suppress(ZstoreError):
+                convert_command(patient.folder, patient.root / "out", ConvertOptions())
+        assert tree_of(patient.folder) == before
+
+
+@FUZZ
+@given(data=st.data())
+def test_cut_and_lost_files_give_an_error_or_the_right_values(patient: Patient, data: st.DataObject) -> None:
+    with treated(patient):
+        name = data.draw(st.sampled_from(sorted(patient.files)))
+        file = patient.folder / name
+        kind = data.draw(st.sampled_from(["cut", "grow", "remove", "rename", "folder"]))
+        if kind == "cut":
+            os.truncate(file, data.draw(st.integers(0, len(patient.files[name]) - 1)))
+        elif kind == "grow":
+            file.write_bytes(patient.files[name] + data.draw(st.binary(min_size=1, max_size=20)))
+        elif kind == "rename":
+            file.rename(file.with_name(data.draw(st.sampled_from(["x", f"{file.name}.bak"]))))
+        else:
+            file.unlink()
+            if kind == "folder":
+                file.mkdir()
+        found = patient.read_all()
+        assert all(content == patient.right.get(array) for array, content in found.items()), name
+
+
+def test_a_patient_is_brought_back(patient: Patient) -> None:
+    """Else the two tests above would try one damage alone."""
+    patient.restore()
+    assert patient.read_all() == patient.right

@@ -1,0 +1,23 @@
+"""Fixtures of tests of the store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.faults import FaultyFiles
+
+
+@pytest.fixture
+def files() -> FaultyFiles:
+    """File operations that a test may let fail."""
+    return FaultyFiles()
+
+
+@pytest.fixture
+def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
+    """A store with a disk tier, whose files may fail until the test is over."""
+    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
+        yield store
+        files.heal()

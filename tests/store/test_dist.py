@@ -1,0 +1,166 @@
+"""Ranks, what they tell each other, and how one rank's error reaches all."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zstore.errors import DiskFullError, RankError
+from zstore.ranks.world import World
+from zstore.testing.ranks import run_ranks
+
+
+def _exchange(rank: int) -> dict[str, Any]:
+    world = World.current()
+    values = world.all_gather_object({"rank": rank, "text": "é" * rank})
+    first = world.broadcast_object(["from", rank], source=1)
+    world.all_gather_object(None)
+    second = world.second()
+    send = torch.arange(world.world_size * 3, dtype=torch.bfloat16).view(world.world_size, 3) + 10 * rank
+    out = torch.empty_like(send)
+    second.all_to_all(out, send, kind="reduce_scatter").wait()
+    gathered = torch.empty(world.world_size * 2, dtype=torch.float16)
+    world.all_gather(gathered, torch.full((2,), rank, dtype=torch.float16))
+    world.broadcast(torch.zeros(5, dtype=torch.float16))
+    links = world.links.statistics()
+    return {
+        "values": values,
+        "first": first,
+        "out": out.tolist(),
+        "gathered": gathered.tolist(),
+        "sent": {kind: world.sent_bytes[kind] for kind in ("reduce_scatter", "all_gather", "broadcast")},
+        "operations": {kind: link.operations for kind, link in links.items()},
+        "stalls": {kind: list(link.stall_s) for kind, link in links.items()},
+        "times": [(link.busy_s, sum(link.stall_s.values())) for link in links.values()],
+        "alone": world.second() is world,
+    }
+
+
+def _threads_of_a_second_group(rank: int) -> list[int]:
+    world = World.current()
+    counts = [_count_threads()]
+    second = world.second()
+    for _ in range(3):
+        second.all_to_all(torch.empty(2, 4), torch.ones(2, 4), kind="reduce_scatter").wait()
+    counts.append(_count_threads())
+    second.release()
+    second.release()
+    counts.append(_count_threads())
+    world.all_gather_object(None)
+    return counts
+
+
+def _count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_released_group_leaves_no_threads_to_the_end_of_the_process() -> None:
+    for before, during, after in run_ranks(_threads_of_a_second_group, 2):
+        assert before == after < during
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_exchange_objects_and_tensors(world_size: int) -> None:
+    results = run_ranks(_exchange, world_size)
+    for rank, result in enumerate(results):
+        assert result["values"] == [{"rank": r, "text": "é" * r} for r in range(world_size)]
+        assert result["first"] == ["from", 1]
+        assert result["out"] == [[10 * r + 3 * rank + i for i in range(3)] for r in range(world_size)]
+        assert result["gathered"] == [r for r in range(world_size) for _ in range(2)]
+        # Each rank sends 3 bf16 values, and 2 fp16 values, to each other rank; rank 0 alone 5 fp16 values.
+        assert result["sent"] == {
+            "reduce_scatter": (world_size - 1) * 6,
+            "all_gather": (world_size - 1) * 4,
+            "broadcast": (world_size - 1) * 10 * (rank == 0),
+        }
+        # An object travels in two: its size and itself.
+        assert result["operations"] == {"control": 6, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+        assert result["stalls"] == {
+            "control": ["blocking call"],
+            "reduce_scatter": ["begun earlier"],
+            "all_gather": ["blocking call"],
+            "broadcast": ["blocking call"],
+        }
+        assert all(busy_s >= stalled_s > 0 for busy_s, stalled_s in result["times"])
+        assert not result["alone"]
+
+
+@pytest.mark.parametrize("named", [None, "cpu:gloo", "gloo"])
+def test_the_backend_is_that_of_the_device_that_computes(named: str | None, tmp_path: Path) -> None:
+    """A group that was started without naming one has a backend for each kind of device."""
+    where = {"init_method": f"file://{tmp_path}/ranks", "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group(named, **where)
+    try:
+        world = World.current()
+    finally:
+        torch.distributed.destroy_process_group()
+    if named is not None or not torch.cuda.is_available():
+        assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
+    else:
+        assert (world.backend, world.device) == ("nccl", torch.device("cuda", 0))
+
+
+def _one_fails(rank: int) -> list[str]:
+    world = World.current()
+    world.raise_together(None)
+    try:
+        world.raise_together(DiskFullError("no room", path="/x") if rank == 1 else None)
+    except DiskFullError as error:
+        return ["own", str(error)]
+    except RankError as error:
+        return ["other", str(error), *map(str, error.failures)]
+    return ["nothing"]
+
+
+def test_an_error_reaches_every_rank() -> None:
+    first, second, third = run_ranks(_one_fails, 3)
+    assert second == ["own", "no room (path=/x)"]
+    for other in (first, third):
+        assert other[0] == "other"
+        assert other[2:] == ["1"]
+        assert "rank 1 of 3 failed" in other[1]
+        assert "DiskFullError: no room (path=/x)" in other[1]
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    world = World.current()
+    assert (world.rank, world.world_size, world.backend) == (0, 1, None)
+    assert world.second() is world
+    assert world.all_gather_object({"a": 1}) == [{"a": 1}]
+    assert world.broadcast_object(3) == 3
+    out = torch.zeros(2)
+    world.all_gather(out, torch.ones(2))
+    assert out.tolist() == [1, 1]
+    assert not world.sent_bytes
+    world.all_gather_object(None)
+    world.raise_together(None)
+    with pytest.raises(KeyError):
+        world.raise_together(KeyError("mine"))
+
+
+def _dies(rank: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    World.current().all_gather_object(None)
+
+
+def _raises(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("rank 0's own reason")
+
+
+def _hangs(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def test_run_ranks_shows_what_went_wrong() -> None:
+    with pytest.raises(RankError, match="exit code 7"):
+        run_ranks(_dies, 2)
+    with pytest.raises(RankError, match="rank 0's own reason"):
+        run_ranks(_raises, 2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed.*timed out.*_hangs"):
+        run_ranks(_hangs, 2, timeout_s=3)

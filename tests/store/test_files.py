@@ -1,0 +1,442 @@
+"""The seam to the operating system: counts are checked, transfers resumed, and every error says where."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zstore.errors import DiskFullError, StorageError
+from zstore.format.arrays import Bytes
+from zstore.io.buffers import make_slab
+from zstore.io.files import Files, OpenFile, UnsyncedFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
+
+SHM = Path("/dev/shm")
+SIZE = 64 * 1024
+
+
+def pages(nbytes: int, seed: int = 0) -> Bytes:
+    """Random bytes in memory that direct I/O takes."""
+    data = make_slab(nbytes)
+    data[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    return data
+
+
+def write_new(files: Files, path: Path, data: Bytes) -> None:
+    with files.opened(path, write=True, create=True) as file:
+        files.allocate(file, data.size)
+        files.write_from(file, data, 0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.shard"
+
+
+# -- transfers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_read(path: Path, direct: bool) -> None:
+    files, data = Files(direct=direct), pages(SIZE)
+    write_new(files, path, data)
+    out = make_slab(SIZE - 8192)
+    with files.opened(path) as file:
+        files.read_into(file, out, 4096)
+    assert out.tobytes() == data[4096:-4096].tobytes()
+    assert files.size(path) == SIZE
+    assert path.read_bytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("most_bytes", [512, 4096, 12288])
+def test_short_transfers_are_resumed(path: Path, most_bytes: int) -> None:
+    files, data = short_files(most_bytes), pages(SIZE)
+    write_new(files, path, data)
+    assert path.read_bytes() == data.tobytes()
+    out = make_slab(SIZE)
+    with files.opened(path) as file:
+        files.read_into(file, out, 0)
+    assert out.tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("most_bytes", [1, 511, 700, 5000])
+def test_short_transfers_of_any_length_are_resumed_in_the_page_cache(path: Path, most_bytes: int) -> None:
+    data = pages(8192)
+    files = FaultyFiles(direct=False)
+    files.inject(Fault(kind="write", times=3, most_bytes=most_bytes))
+    files.inject(Fault(kind="read", times=3, most_bytes=most_bytes))
+    write_new(files, path, data)
+    out = make_slab(8192)
+    with files.opened(path) as file:
+        files.read_into(file, out, 0)
+    assert out.tobytes() == data.tobytes() == path.read_bytes()
+    assert files.operations.count("read") == files.operations.count("write") >= 2
+
+
+@pytest.mark.parametrize("most_bytes", [700, 5000])
+def test_a_direct_transfer_resumes_at_an_aligned_place(path: Path, most_bytes: int) -> None:
+    data = pages(SIZE)
+    write_new(Files(), path, data)
+    seen: list[int] = []
+
+    class Watched(Files):
+        def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+            seen.append(offset)
+            count = super()._preadv(file, out, offset)
+            return min(count, most_bytes) if len(seen) < 4 else count
+
+    files, out = Watched(), make_slab(SIZE)
+    with files.opened(path) as file:
+        if not file.direct:
+            pytest.skip("the file system of the test refuses O_DIRECT")
+        files.read_into(file, out, 0)
+    assert out.tobytes() == data.tobytes()
+    assert all(offset % 512 == 0 for offset in seen)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("length", [0, 100, 1000, 4096, 5000])
+def test_a_file_that_ends_early_is_an_error_that_says_where(path: Path, length: int, direct: bool) -> None:
+    files = Files(direct=direct)
+    path.write_bytes(b"x" * length)
+    out = make_slab(8192)
+    with files.opened(path) as file, pytest.raises(StorageError, match=rf"the file ends after {length} bytes") as info:
+        files.read_into(file, out, 0)
+    assert (info.value.path, info.value.offset, info.value.nbytes) == (str(path), 0, 8192)
+
+
+def test_a_write_that_does_not_move_is_an_error_not_a_loop(path: Path) -> None:
+    class Stuck(Files):
+        def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+            return 0
+
+    with Stuck().opened(path, write=True, create=True) as file, pytest.raises(StorageError, match="EIO"):
+        Stuck().write_from(file, pages(4096), 0)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_error_carries_path_offset_size_and_errno(path: Path, kind: str) -> None:
+    files, data = FaultyFiles(), pages(SIZE)
+    write_new(files, path, data)
+    # The first part goes through, so that the offset is that of the part that failed.
+    files.inject(Fault(kind=kind, most_bytes=8192))
+    files.inject(Fault(kind=kind, first=1, error_number=errno.EIO))
+    transfer = files.read_into if kind == "read" else files.write_from
+    with files.opened(path, write=True) as file, pytest.raises(StorageError) as info:
+        transfer(file, data[:16384], 4096)
+    error = info.value
+    assert (error.path, error.offset, error.nbytes, error.errno) == (str(path), 12288, 8192, errno.EIO)
+    assert isinstance(error, OSError)
+    assert str(path) in str(error)
+    assert "EIO" in str(error)
+    assert not isinstance(error, DiskFullError)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("kind", ["allocate", "write", "fsync"])
+def test_a_full_disk_is_its_own_error(path: Path, kind: str, number: int) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, error_number=number),))
+
+    def make() -> None:
+        with files.opened(path, write=True, create=True) as file:
+            files.allocate(file, SIZE)
+            files.write_from(file, pages(SIZE), 0)
+            files.sync_data(file)
+
+    with pytest.raises(DiskFullError) as info:
+        make()
+    assert info.value.errno == number
+    assert info.value.path == str(path)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_space_that_cannot_be_reserved_is_made_by_truncation(path: Path, number: int) -> None:
+    files = FaultyFiles(faults=(Fault(kind="allocate", error_number=number),))
+    write_new(files, path, pages(SIZE))
+    assert path.stat().st_size == SIZE
+
+
+def test_reserved_space_is_there(path: Path) -> None:
+    files = Files()
+    with files.opened(path, write=True, create=True) as file:
+        files.allocate(file, 1 << 20)
+        files.allocate(file, 0)
+    assert path.stat().st_size == 1 << 20
+    assert path.stat().st_blocks * 512 >= 1 << 20
+
+
+# -- opening --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_and_an_existing_file_are_errors(path: Path) -> None:
+    files = Files()
+    with pytest.raises(StorageError, match="cannot open the file") as info, files.opened(path):
+        pass
+    assert info.value.errno == errno.ENOENT
+    write_new(files, path, pages(4096))
+    with pytest.raises(StorageError, match="EEXIST"), files.opened(path, write=True, create=True):
+        pass
+
+
+def test_no_descriptor_is_left_open(path: Path) -> None:
+    files = FaultyFiles()
+    write_new(files, path, pages(4096))
+    before = len(os.listdir("/proc/self/fd"))
+    files.inject(Fault(kind="read", error_number=errno.EIO))
+    with pytest.raises(StorageError), files.opened(path) as file:
+        files.read_into(file, make_slab(4096), 0)
+    with pytest.raises(StorageError, match="cannot open the file"), RefusingFiles(errno.EMFILE).opened(path):
+        pass
+    with RefusingFiles(errno.EINVAL).opened(path) as file:
+        Files().read_into(file, make_slab(4096), 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class RefusingFiles(Files):
+    """A file system that refuses O_DIRECT, as tmpfs did before Linux 6.6."""
+
+    def __init__(self, error_number: int = errno.EINVAL) -> None:
+        super().__init__()
+        self._error_number = error_number
+
+    def _make_direct(self, fd: int) -> None:
+        raise OSError(self._error_number, os.strerror(self._error_number))
+
+
+def test_a_file_system_that_refuses_direct_io_is_served_buffered_and_reported_once(tmp_path: Path) -> None:
+    files, data = RefusingFiles(), pages(SIZE)
+    for name in ("a", "b"):
+        with files.opened(tmp_path / name, write=True, create=True) as file:
+            assert not file.direct
+            files.write_from(file, data[1:], 3)
+        assert (tmp_path / name).read_bytes()[3:] == data[1:].tobytes()
+    assert len(files.fallbacks) == 1
+    assert str(tmp_path) in files.fallbacks[0]
+    assert "refuses O_DIRECT" in files.fallbacks[0]
+
+
+def test_threads_that_find_the_refusal_together_report_it_once(tmp_path: Path) -> None:
+    class Slow(RefusingFiles):
+        gate = threading.Barrier(4)
+
+        def _make_direct(self, fd: int) -> None:
+            self.gate.wait(30)
+            super()._make_direct(fd)
+
+    files = Slow()
+
+    def use(number: int) -> None:
+        with files.opened(tmp_path / str(number), write=True, create=True):
+            pass
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(files.fallbacks) == 1
+
+
+@pytest.fixture
+def shm(request: pytest.FixtureRequest) -> Iterator[Path]:
+    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
+        pytest.skip("no /dev/shm here")
+    path = SHM / f"zstore-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for left in path.iterdir():
+        left.unlink()
+    path.rmdir()
+
+
+def test_memory_file_systems_serve_either_way(shm: Path) -> None:
+    files, data = Files(), pages(SIZE)
+    write_new(files, shm / "a", data)
+    out = make_slab(SIZE)
+    with files.opened(shm / "a") as file:
+        direct = file.direct
+        files.read_into(file, out, 0)
+    assert out.tobytes() == data.tobytes()
+    assert len(files.fallbacks) == (0 if direct else 1)
+
+
+def test_direct_can_be_switched_off(path: Path) -> None:
+    files = Files(direct=False)
+    with files.opened(path, write=True, create=True) as file:
+        assert not file.direct
+    assert files.fallbacks == []
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_linked_renamed_and_removed(tmp_path: Path) -> None:
+    files = Files()
+    files.make_folder(tmp_path / "x" / "y")
+    files.make_folder(tmp_path / "x" / "y")
+    files.write_small(tmp_path / "x" / "a", b"one")
+    files.write_small(tmp_path / "x" / "a", b"2", sync=False)
+    files.link(tmp_path / "x" / "a", tmp_path / "x" / "b")
+    assert (tmp_path / "x" / "b").stat().st_ino == (tmp_path / "x" / "a").stat().st_ino
+    files.write_small(tmp_path / "x" / "c", b"three")
+    files.rename(tmp_path / "x" / "c", tmp_path / "x" / "a")
+    assert (tmp_path / "x" / "a").read_bytes() == b"three"
+    assert (tmp_path / "x" / "b").read_bytes() == b"2"
+    files.sync_folder(tmp_path / "x")
+    files.unlink(tmp_path / "x" / "a")
+    files.unlink(tmp_path / "x" / "a")
+    assert files.free_bytes(tmp_path) > 0
+    files.remove_tree(tmp_path / "x")
+    files.remove_tree(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_with_names_is_a_storage_error_with_the_path(tmp_path: Path) -> None:
+    files = Files()
+    missing = tmp_path / "missing"
+    (tmp_path / "file").write_bytes(b"")
+    for act in (
+        lambda: files.rename(missing, tmp_path / "b"),
+        lambda: files.sync_folder(missing),
+        lambda: files.write_small(missing / "a", b"x"),
+        lambda: files.make_folder(tmp_path / "file" / "x"),
+        lambda: files.unlink(tmp_path),
+        lambda: files.remove_tree(tmp_path / "file"),
+    ):
+        with pytest.raises(StorageError) as info:
+            act()
+        assert info.value.path is not None
+        assert info.value.path.startswith(str(tmp_path))
+        assert info.value.errno is not None
+    with pytest.raises(FileNotFoundError):
+        files.size(missing)
+    with pytest.raises(FileNotFoundError):
+        files.link(missing, tmp_path / "b")
+
+
+def test_an_error_that_is_a_storage_error_has_python_s_fields() -> None:
+    error = StorageError("cannot read", path="/x", offset=3, nbytes=4, errno=errno.EIO, rank=2)
+    assert str(error) == "cannot read: Input/output error [EIO] (path=/x, offset=3, bytes=4, rank=2)"
+    assert error.errno == errno.EIO
+
+
+# -- the doubles ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_write_says_that_it_is_done(path: Path) -> None:
+    files = FaultyFiles()
+    write_new(files, path, pages(4096, seed=1))
+    files.inject(Fault(kind="write", pattern="*.shard", lost=True))
+    with files.opened(path, write=True) as file:
+        files.write_from(file, pages(4096, seed=2), 0)
+    assert path.read_bytes() == pages(4096, seed=1).tobytes()
+
+
+def test_faults_choose_by_kind_path_and_count(tmp_path: Path) -> None:
+    files = FaultyFiles(
+        faults=(Fault(kind="write", pattern=f"{tmp_path}/b*", first=1, times=2, error_number=errno.EIO),)
+    )
+    results = []
+    for name in ("a1", "b1", "a2", "b2", "b3", "b4"):
+        try:
+            files.write_small(tmp_path / name, b"x")
+            results.append("ok")
+        except StorageError:
+            results.append("failed")
+    assert results == ["ok", "ok", "ok", "failed", "failed", "ok"]
+
+
+def test_the_nth_operation_of_all_fails(tmp_path: Path) -> None:
+    def work(files: Files) -> None:
+        files.make_folder(tmp_path / "x")
+        files.write_small(tmp_path / "x" / "a", b"1")
+        files.rename(tmp_path / "x" / "a", tmp_path / "x" / "b")
+        files.sync_folder(tmp_path / "x")
+        files.remove_tree(tmp_path / "x")
+
+    watched = FaultyFiles()
+    work(watched)
+    assert watched.operations == [
+        "make_folder",
+        "write_small",
+        "write",
+        "fsync",
+        "rename",
+        "sync_folder",
+        "remove_tree",
+    ]
+    for number, kind in enumerate(watched.operations):
+        files = FaultyFiles(number, errno.EIO)
+        with pytest.raises(StorageError):
+            work(files)
+        assert files.failed == kind
+        Files().remove_tree(tmp_path / "x")
+
+
+def test_a_gate_lets_operations_finish_in_another_order(tmp_path: Path) -> None:
+    files = GatedFiles("write")
+    finished: list[str] = []
+
+    def work(name: str) -> None:
+        files.write_small(tmp_path / name, b"x", sync=False)
+        finished.append(name)
+
+    with files.holding():
+        threads = []
+        for name in ("a", "b", "c"):
+            threads.append(threading.Thread(target=work, args=(name,)))
+            threads[-1].start()
+            files.arrived(len(threads))
+        for number in (2, 0, 1):
+            files.release(number)
+            threads[number].join(30)
+    assert finished == ["c", "a", "b"]
+
+
+def test_a_deadly_operation_kills_the_process(tmp_path: Path) -> None:
+    code = (
+        "import sys; from zstore.testing.faults import DeadlyFiles; files = DeadlyFiles(2)\n"
+        "for name in 'abc': files.write_small(sys.argv[1] + '/' + name, b'x', sync=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_unsynced_files_do_the_same_and_wait_for_nothing(tmp_path: Path) -> None:
+    inner = FaultyFiles()
+    files = UnsyncedFiles(inner)
+    files.make_folder(tmp_path / "a")
+    files.write_small(tmp_path / "a" / "small", b"x")
+    files.link(tmp_path / "a" / "small", tmp_path / "a" / "link")
+    files.rename(tmp_path / "a" / "link", tmp_path / "a" / "other")
+    for size in (8192, 1024 * 1024):
+        path = tmp_path / "a" / str(size)
+        with files.opened(path, write=True, create=True) as file:
+            files.allocate(file, size)
+            assert not file.direct
+        data = pages(size)
+        with files.opened(path, write=True) as file:
+            files.write_from(file, data, 0)
+            files.sync_data(file)
+            # What is small never waits for the drive.
+            assert file.direct == (size > 8192 and inner.direct and not files.fallbacks)
+        with files.opened(path) as file:
+            found = make_slab(size)
+            files.read_into(file, found, 0)
+        assert np.array_equal(found, data)
+    files.sync_folder(tmp_path / "a")
+    files.unlink(tmp_path / "a" / "other")
+    files.remove_tree(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    kinds = {kind for kind, _ in inner.paths}
+    assert kinds == {"make_folder", "open", "write", "read", "allocate", "link", "rename", "unlink", "remove_tree"}
+    inner.inject(Fault(kind="write", error_number=errno.ENOSPC))
+    with pytest.raises(DiskFullError):
+        files.write_small(tmp_path / "full", b"x")

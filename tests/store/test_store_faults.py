@@ -1,0 +1,311 @@
+"""TensorStore when something is wrong: the disk, the folder, the caller; and its end."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.store.stores import create, other_than
+from zstore.errors import ConfigError, DiskFullError, RunFolderError, UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.io.files import Files
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.oracle import same_bits
+
+TIERS = ("device", "host", "disk")
+MIB = 1024 * 1024
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_create(store: TensorStore, files: FaultyFiles, tmp_path: Path) -> None:
+    files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+    with pytest.raises(DiskFullError) as info:
+        create(store, "disk")
+    assert info.value.path is not None
+    assert info.value.path.startswith(str(tmp_path))
+    assert store.names() == []
+    values = create(store, "disk")
+    store.write("model/w", values).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+
+
+def test_a_full_disk_in_the_middle_of_a_pass(store: TensorStore, files: FaultyFiles) -> None:
+    values = create(store, "disk", (4_000_000,))
+    store.write("model/w", values).wait()
+    files.inject(Fault(kind="write", first=1, times=None, error_number=errno.ENOSPC))
+
+    def update() -> None:
+        for tile in store.stream([["model/w"]]):
+            tile.views[0][:] = 0
+
+    with pytest.raises(DiskFullError):
+        update()
+    files.heal()
+    # Never a wrong number afterwards.
+    for act in (lambda: store.read("model/w").wait(), store.snapshot, update):
+        with pytest.raises(UsageError, match="failed half way"):
+            act()
+    store.write("model/w", values).wait()
+    assert same_bits(store.read("model/w").wait(), values)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "zstore-test", str(mount)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting is not allowed here; the faults above show the same")
+    try:
+        with TensorStore(StoreOptions(run_path=mount, num_threads=2)) as store:
+            values = create(store, "disk", name="model/a")
+            store.write("model/a", values).wait()
+            with pytest.raises(DiskFullError):
+                create(store, "disk", name="model/b")
+            snapshot = store.snapshot()
+            with pytest.raises(DiskFullError):
+                store.write("model/a", other_than(values)).wait()
+            assert same_bits(store.read("model/a").wait(), values)
+            snapshot.release()
+            store.write("model/a", other_than(values)).wait()
+            assert same_bits(store.read("model/a").wait(), other_than(values))
+        assert not list(mount.rglob("*.shard"))
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_consumer_that_fails_in_a_pass_gives_all_buffers_back(store: TensorStore) -> None:
+    create(store, "disk", (4_000_000,))
+    with closing(store.stream([["model/w"]])) as tiles:  # type: ignore[type-var]
+        next(tiles)
+    with store.resources.pool.acquire(store.resources.pool.nbytes):
+        pass
+
+
+# -- the run folder -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("relative/path", ConfigError), ("/nowhere/at/all", RunFolderError), (f"{__file__}/below", RunFolderError)],
+)
+def test_a_run_path_that_cannot_be_used(path: str, kind: type[Exception]) -> None:
+    before = threading.active_count()
+    with pytest.raises(kind, match="nvme_path"):
+        TensorStore(StoreOptions(run_path=Path(path)))
+    assert threading.active_count() == before
+
+
+def test_a_run_path_is_held_by_one_store(tmp_path: Path) -> None:
+    with TensorStore(StoreOptions(run_path=tmp_path)), pytest.raises(RunFolderError, match="another run holds"):
+        TensorStore(StoreOptions(run_path=tmp_path))
+    with TensorStore(StoreOptions(run_path=tmp_path)), TensorStore(StoreOptions(run_path=tmp_path), rank=1):
+        pass
+
+
+def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="at least one thread"):
+        TensorStore(StoreOptions(run_path=tmp_path, num_threads=0))
+    assert threading.active_count() == before
+    TensorStore(StoreOptions(run_path=tmp_path)).close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.store import StoreOptions, TensorStore
+store = TensorStore(StoreOptions(run_path=Path(sys.argv[1])))
+store.create(ArraySpec(name="model/w", shape=(100_000,), dtype="float32"), grid=make_grid((100_000,), 1), shard=0, tier="disk")
+store.write("model/w", np.ones(100_000, np.float32)).wait()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_run_leaves_a_folder_that_the_next_one_uses(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.rglob("*.shard"))) == 1
+    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+        assert list(tmp_path.rglob("*.shard")) == []
+        create(store, "disk", (100_000,))
+        assert not store.read("model/w").wait().any()
+    assert list(tmp_path.rglob("*.shard")) == []
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_created(store: TensorStore) -> None:
+    create(store, "host")
+    spec, grid = ArraySpec(name="model/x", shape=(10, 3), dtype="float32"), make_grid((10, 3), 2)
+    with pytest.raises(UsageError, match="'model/w' exists already"):
+        create(store, "host")
+    with pytest.raises(UsageError, match="expected one of device, host, disk as tier, got 'nvme'"):
+        store.create(spec, grid=grid, shard=0, tier="nvme")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="10 rows of 3 elements, got shard -1"):
+        store.create(spec, grid=grid, shard=-1, tier="host")
+    with pytest.raises(UsageError, match="of a grid of 30 rows of 1"):
+        store.create(spec, grid=make_grid((30,), 2), shard=0, tier="host")
+    assert store.names() == ["model/w"]
+
+
+def test_a_store_without_a_run_path_has_no_disk() -> None:
+    with TensorStore(StoreOptions()) as store:
+        with pytest.raises(UsageError, match="no disk tier; open it with a `run_path`"):
+            create(store, "disk")
+        values = create(store, "host")
+        store.write("model/w", values).wait()
+        assert same_bits(store.read("model/w").wait(), values)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros(5, np.float64),
+        np.zeros((5, 1), np.float32),
+        np.zeros(10, np.float32)[::2],
+        torch.zeros(5, dtype=torch.bfloat16),
+        torch.zeros(5, 1),
+        torch.zeros(10)[::2],
+        torch.zeros(5, device="meta"),
+    ],
+    ids=["dtype", "shape", "strides", "tensor dtype", "tensor shape", "tensor strides", "device"],
+)
+def test_what_cannot_be_written(store: TensorStore, data: Any) -> None:
+    create(store, "host")
+    with pytest.raises(UsageError, match="'model/w': expected 1-D contiguous"):
+        store.write("model/w", data)
+
+
+def test_places_outside_the_shard_and_wrong_targets_are_refused(store: TensorStore) -> None:
+    create(store, "disk", (10,), world_size=2, shard=0)
+    numel = store.valid_numel("model/w")
+    for first, size in ((-1, 2), (numel, 1), (0, numel + 1)):
+        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
+            store.write("model/w", np.zeros(size, np.float32), first)
+    for first, stop in ((-1, 2), (3, 2), (0, numel + 1)):
+        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
+            store.read("model/w", first, stop)
+    locked = np.zeros(numel, np.float32)
+    locked.flags.writeable = False
+    for out in (np.zeros(numel), np.zeros(numel + 1, np.float32), np.zeros((numel, 1), np.float32), locked):
+        with pytest.raises(UsageError, match=f"expected {numel} contiguous, writable elements of float32"):
+            store.read("model/w", out=out)
+
+
+def test_an_unknown_name_is_refused_by_every_call(store: TensorStore) -> None:
+    for act in (
+        lambda: store.write("model/x", np.zeros(1, np.float32)),
+        lambda: store.read("model/x"),
+        lambda: store.stream([["model/x"]]),
+        lambda: store.spec("model/x"),
+        lambda: store.tier_of("model/x"),
+        lambda: store.valid_numel("model/x"),
+        lambda: store.snapshot(["model/x"]),
+    ):
+        with pytest.raises(UsageError, match="no array 'model/x'"):
+            act()
+
+
+def test_groups_that_make_no_pass(store: TensorStore) -> None:
+    for name, shape in (("model/a", (10,)), ("model/b", (10,)), ("model/c", (11,))):
+        create(store, "host", shape, name=name)
+    for groups in ([[]], [["model/a", "model/a"]], [["model/a"], ["model/a"]]):
+        with pytest.raises(UsageError, match="visits each array once"):
+            store.stream(groups)
+    with pytest.raises(UsageError, match="share one layout"):
+        store.stream([["model/a", "model/c"]])
+    with pytest.raises(ValueError, match="rewrite"):
+        store.stream([["model/a"]], "rewrite")  # type: ignore[arg-type]
+    assert list(store.stream([])) == []
+
+
+def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:
+    store = TensorStore(StoreOptions(run_path=tmp_path))
+    values = create(store, "disk")
+    ticket = store.write("model/w", values)
+    store.close()
+    store.close()
+    assert ticket.done()
+    ticket.wait()
+    for act in (
+        lambda: store.write("model/w", values),
+        lambda: store.read("model/w"),
+        lambda: store.stream([["model/w"]]),
+        lambda: create(store, "host", name="model/x"),
+        store.snapshot,
+        store.commit,
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            act()
+    assert list(tmp_path.rglob("*.shard")) == []
+    assert store.statistics().disk_write_bytes > 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_snapshot_that_is_never_released_does_not_hold_up_the_end(tier: str) -> None:
+    with TensorStore(StoreOptions()) as store:
+        values = create(store, tier)
+        store.snapshot()
+        ticket = store.write("model/w", values)
+    with pytest.raises(UsageError, match="closed while a change waited for a snapshot"):
+        ticket.wait()
+
+
+def test_close_gives_everything_back(tmp_path: Path) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+        values = create(store, "disk")
+        store.write("model/w", values)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# -- statistics -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics_count_the_bytes_of_each_tier(store: TensorStore) -> None:
+    for tier in TIERS:
+        values = create(store, tier, name=f"model/{tier}")
+        store.write(f"model/{tier}", values).wait()
+        store.read(f"model/{tier}").wait()
+    found = store.statistics()
+    assert found.device_bytes == found.host_bytes == found.disk_bytes == 2_400_000
+    for moved in (found.disk_read_bytes, found.disk_write_bytes):
+        assert 2_400_000 <= moved <= 2_400_000 * 1.06
+    assert 0 < found.pool_peak_bytes <= found.pool_bytes
+    assert found.fallbacks == ()
+    assert found.queue.waiting == 0
+
+
+def test_a_fallback_to_buffered_transfers_is_in_the_statistics(tmp_path: Path) -> None:
+    class Refusing(Files):
+        def _make_direct(self, fd: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with TensorStore(StoreOptions(run_path=tmp_path), files=Refusing()) as store:
+        values = create(store, "disk")
+        store.write("model/w", values).wait()
+        assert same_bits(store.read("model/w").wait(), values)
+        (line,) = store.statistics().fallbacks
+        assert "refuses O_DIRECT" in line

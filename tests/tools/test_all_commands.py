@@ -1,0 +1,138 @@
+"""What all commands on checkpoints have: `--json`, a line with bytes and GB/s at the end, a plan first, and `--memory`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.io.files import Files
+from zstore.remote.folder import RemoteFolder
+from zstore.tools import cli, listing, opening
+
+URL = "memory://bucket/run"
+ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "model/b": np.zeros(77, np.float32)}
+
+READING = {
+    "inspect": ["inspect", "{last}"],
+    "inspect --stats": ["inspect", "{last}", "--stats"],
+    "verify": ["verify", "{last}"],
+    "diff": ["diff", "{first}", "{last}", "--values"],
+    "ls": ["ls", "{run}"],
+}
+WRITING = {
+    "consolidate": ["consolidate", "{last}", "{out}", "--dtype", "fp32"],
+    "reshard": ["reshard", "{last}", "{out}", "--world-size", "3"],
+    "reshard --to": ["reshard", "{last}", "--to", URL],
+    "reshard OUT --to": ["reshard", "{last}", "{out}", "--codec", "zstd", "--to", URL],
+    "reshard N --to": ["reshard", "{last}", "--world-size", "3", "--to", URL],
+    "convert": ["convert", "{last}", "{out}", "--world-size", "3"],
+    "convert --to torch": ["convert", "{last}", "{out}", "--to", "torch"],
+    "convert --to safetensors": ["convert", "{last}", "{out}", "--to", "safetensors"],
+    "prune": ["prune", "{run}", "--keep-last", "1"],
+    "prune URL": ["prune", URL, "--keep-last", "1"],
+}
+ALL = READING | WRITING
+
+CLOSING = re.compile(r": (\d+ bytes|[\d.]+ [kMG]B) in \d+\.\d s, \d+\.\d\d GB/s")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[Any]:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def run(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one of `ALL` with more words; returns the exit code, and what it printed on stdout and stderr."""
+    first = save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
+    last = save_arrays(tmp_path / "run", ARRAYS | {"model/b": np.ones(77, np.float32)}, world_size=2, step=2)
+    places = {"run": tmp_path / "run", "first": first, "last": last, "out": tmp_path / "out"}
+
+    def run(name: str, *more: str) -> tuple[int, str, str]:
+        if name == "prune URL":
+            memory.put(str(places["run"]), "/bucket/run", recursive=True)
+        words = [word.format(**places) for word in ALL[name]]
+        monkeypatch.setattr("sys.argv", ["zstore", *words, *more])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_no_command_is_left_out() -> None:
+    assert {words[0] for words in ALL.values()} == set(cli.COMMANDS) - {"train", "plan", "doctor"}
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("name", ALL)
+def test_it_ends_with_bytes_and_the_rate(name: str, more: list[str], run: Run) -> None:
+    code, out, err = run(name, *more)
+    assert code == (1 if name == "diff" else 0), err
+    last = err.splitlines()[-1]
+    assert CLOSING.search(last), err
+    assert ": 0 bytes" not in last
+    if more:
+        told = json.loads(out)
+        assert told["bytes"] > 0
+        assert told["seconds"] > 0
+        assert told["gb_per_s"] == pytest.approx(told["bytes"] / told["seconds"] / 1e9, rel=0.01, abs=1e-5)
+    elif name in READING:
+        assert len(out.splitlines()) >= (0 if name == "verify" else 3)
+    assert ("no faults: every chunk of" in err) == (name == "verify")
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_the_plan_is_printed_before_anything_is_written_or_removed(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before: list[str] = []
+
+    def watch(owner: type, method: str, counts: Callable[..., bool] = lambda *args, **options: True) -> None:
+        original = getattr(owner, method)
+
+        def watched(self: Any, *args: Any, **options: Any) -> Any:
+            if not before and counts(*args, **options):
+                before.append(capsys.readouterr().err)
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(owner, method, watched)
+
+    watch(Files, "opened", lambda *args, **options: bool(options.get("write")))
+    watch(Files, "rename")
+    watch(RemoteFolder, "write_small")
+    code, _, after = run(name, "--json")
+    assert code == 0, after
+    assert before[0].startswith("plan: "), before
+    assert "plan: " not in after
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_memory_that_was_asked_for_holds_or_is_refused(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(name, "--memory", "63MiB")[0] == 2
+    monkeypatch.setattr(opening, "_ARRAY_BYTES", 200 * 2**20)
+    monkeypatch.setattr(listing, "_FILE_BYTES", 100 * 2**20)
+    monkeypatch.setattr(listing, "_TIMES_PARSED", 2**20)
+    # What is asked for by name does not give way, even where it is the default.
+    code, out, err = run(name, "--memory", "256MiB")
+    assert (code, out) == (1, "")
+    assert re.search(r"give `--memory \d+MiB` or more", err), err
+    code, _, err = run(name)
+    assert code == (1 if name == "diff" else 0), err

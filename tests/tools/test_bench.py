@@ -1,0 +1,248 @@
+"""The benchmarks run, tiny, and give figures; their rates are not judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import checkpoint, disk, durability, limits, offload, overhead, scale, step
+from bench.checkpoint_figures import describe, goals, medians
+from bench.children import Outcome, limited_memory, run_contender
+from bench.offload import Limits, figures_of
+from bench.process import page_cache_bytes
+from bench.scale_model import Trillion
+from tests import warm
+from tests.tools.commands import run_here
+from zstore.format.partition import grid_in_checkpoint, make_grid
+from zstore.format.shardfile import layout_of
+
+
+def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "disk.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)  # fio needs seconds to start its jobs
+    monkeypatch.setattr(
+        sys, "argv", ["disk", "--path", str(tmp_path), "--gib", "0.03", "--rounds", "1", "--json", str(out)]
+    )
+    disk.main()
+    figures = json.loads(out.read_text())
+    assert set(figures) == {"write", "read", "mixed"}
+    for row in figures.values():
+        assert row["percent"] == pytest.approx(100 * row["store"] / row["limit"])
+
+
+def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "step.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--model", "gpt-tiny", "--steps", "2", "--tokens", "16", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["step", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    step.main()
+    figures = json.loads(out.read_text())
+    # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
+    assert 20 < figures["bytes_per_parameter"] < 27
+    assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_offload_benchmark_compares_training_from_disk_with_the_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "offload.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
+    arguments += ["--budget", "none,peer", "--peer-memory", "2GB"]
+    monkeypatch.setattr(subprocess, "run", warm.run)
+    monkeypatch.setattr(offload.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(
+        sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]
+    )
+    offload.main()
+    compute, ours, within_budget = json.loads(out.read_text())["models"][0]["rows"]
+    assert compute["error"] is None
+    assert ours["error"] is None
+    assert compute["parameters"] == ours["parameters"]
+    # The same model and batches; only the update differs, and comes after the first loss.
+    assert compute["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-2)
+    assert compute["losses"][2] != ours["losses"][2]
+    assert compute["read_bytes_per_parameter"] == 0
+    # Masters and two moments, read and written; bf16 parameters read twice and written; small ones rest in memory.
+    assert 12 < ours["read_bytes_per_parameter"] < 18
+    assert 12 < ours["write_bytes_per_parameter"] < 16
+    assert ours["step_percent_of_limit"] > 0
+    assert ours["iteration_s"] == pytest.approx(ours["forward_s"] + ours["backward_s"] + ours["step_s"])
+    assert within_budget["host_budget_bytes"] == 2 * 10**9 - ours["steps_peak_bytes"]
+    assert within_budget["read_bytes_per_parameter"] == 0
+    assert within_budget["losses"] == ours["losses"]
+    assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
+
+
+def _outcome() -> Outcome:
+    """Return a run of 100 parameters whose third step takes 1, 2 and 4 s, and moves 400 bytes each way in its step."""
+    steps = [{"times": [0, 9, 9, 9], "moved": [[0, 0]] * 4, "kernel": [[0, 0]] * 2, "loss": 1.0}] * 2
+    third = {"times": [0, 1, 3, 7], "moved": [[0, 0], [200, 0], [400, 0], [800, 400]], "kernel": [[0, 0], [800, 400]]}
+    return Outcome(
+        built={"parameters": 100, "seconds": 1.0, "peak_bytes": 10, "versions": {}},
+        steps=[*steps, {**third, "loss": 1.0}],
+        end={"peak_bytes": 20, "page_cache_bytes": 0},
+        error=None,
+        memory_limit="none asked for",
+        limited_peak_bytes=None,
+    )
+
+
+def test_figures_are_counted_bytes_at_the_measured_limit_and_leave_out_the_first_steps() -> None:
+    rates = Limits(read=200.0, write=100.0, mixed=400.0)
+    compute = {"forward_s": 0.5, "backward_s": 1.6}
+    row = figures_of(_outcome(), rates, {"contender": "zstore", "overlap": "none"}, compute)
+    assert row["iteration_s"] == 7
+    assert row["read_bytes_per_parameter"] == 8
+    assert row["write_bytes_per_parameter"] == 4
+    assert row["step_percent_of_limit"] == pytest.approx(100 * 2 / 4)  # 800 bytes at 400 a second, in 4 s
+    assert row["io_s"] == pytest.approx(800 / 400 + 400 / 200)
+    reached = row["overlap_reached"]
+    assert reached["iteration"] == pytest.approx(7 / 4)
+    assert reached["forward"] == pytest.approx(1 / 1)
+    assert reached["backward_and_step"] == pytest.approx(6 / 3)
+    assert reached["iteration_by_phase"] == pytest.approx(7 / 4)
+
+
+def test_a_contender_that_fails_is_reported_with_its_words(tmp_path: Path) -> None:
+    outcome = run_contender({"contender": "nobody"})
+    assert outcome.built is None
+    assert outcome.error is not None
+    assert "KeyError: 'nobody'" in outcome.error
+    row = figures_of(outcome, Limits(read=1.0, write=1.0, mixed=1.0), {"contender": "zstore"}, None)
+    assert "FAILED" in offload.describe({**row, "contender": "deepspeed", "tier": "nvme"})
+
+
+def test_a_memory_limit_holds_or_is_said_not_to_be(tmp_path: Path) -> None:
+    outcome = run_contender({"contender": "nobody"}, memory_limit_bytes=2**32)
+    assert outcome.memory_limit in {"systemd-run --scope", "control group"} or "not limited" in outcome.memory_limit
+
+
+def test_the_page_cache_of_files_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    nbytes = page_cache_bytes(tmp_path)
+    assert nbytes in {None, 2**20}
+
+
+def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "overhead.json"
+    shape = ["--hidden", "64", "--layers", "1", "--vocab", "64", "--batch", "1", "--tokens", "8", "--pairs", "1"]
+    monkeypatch.setattr(sys, "argv", ["overhead", *shape, "--stages", "3", "--json", str(out)])
+    overhead.main()
+    figures = json.loads(out.read_text())
+    assert [(row["processes"], row["precision"], row["other"]) for row in figures["rows"]] == [
+        (1, "fp32", "plain"),
+        (1, "bf16", "plain"),
+        (2, "fp32", "FSDP2"),
+        (2, "bf16", "FSDP2"),
+    ]
+    for row in figures["rows"]:
+        ((mine_s, theirs_s),) = row["pairs_s"]
+        assert row["ratio"] == pytest.approx(mine_s / theirs_s)
+        # The same training: the losses of both are those of one model, one batch and one optimizer.
+        assert row["engine_loss"] == pytest.approx(row["other_loss"], rel=1e-5 if row["precision"] == "fp32" else 2e-2)
+
+
+def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
+    with limited_memory(64 * 2**20) as limit:
+        taken = subprocess.run(
+            [*limit.prefix, sys.executable, "-c", "print(len(bytearray(256 * 2**20)))"],
+            check=False,
+            capture_output=True,
+        )
+    if limit.how.startswith("not limited"):
+        assert taken.returncode == 0
+    else:
+        assert taken.returncode != 0  # killed
+
+
+def test_scale_benchmark_plans_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale, "run_child", run_here)
+    shape = ["--layers", "2", "--hidden", "512", "--save-ranks", "8", "--load-ranks", "6", "--manifests", "2"]
+    monkeypatch.setattr(sys, "argv", ["scale", "--path", str(tmp_path), *shape, "--out", str(tmp_path / "scale.json")])
+    scale.main()
+    figures = json.loads((tmp_path / "scale.json").read_text())
+    specs = Trillion(layers=2, hidden=512).specs()
+    assert figures["arrays"] == len(specs)
+    assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
+    grids = [
+        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8)) for spec in specs.values()
+    ]
+    assert any(grid.num_shards == 1 for grid in grids)
+    assert figures["files"] == sum(grid.num_shards for grid in grids)
+    layouts = [layout_of(grid, shard, "float32") for grid in grids for shard in range(grid.num_shards)]
+    assert figures["file_bytes"] == sum(layout.file_bytes for layout in layouts)
+    assert 1 <= figures["over_read"] < 1.2
+    found = {(row["who"], row["event"]): row for row in figures["rows"]}
+    assert found["save", "plan"]["shards"] == sum(grid.num_shards > 4 for grid in grids)
+    assert {who for who, _ in found} == {"save", "lead", "load"}
+    assert "look at 8 manifests" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
+
+
+def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "checkpoint.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    monkeypatch.setattr(checkpoint, "run_child", run_here)
+    monkeypatch.setattr(checkpoint.signal, "signal", lambda *_: None)
+    arguments = ["--models", "tiny", "--peers", "torch.save,safetensors", "--rounds", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "--path", str(tmp_path), *arguments, "--out", str(out)])
+    checkpoint.main()
+    figures = json.loads(out.read_text())
+    assert [row["error"] for row in figures["medians"]] == [None] * 14
+    rows = {(row["who"], row["what"]): row for row in figures["rows"]}
+    saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
+    state_bytes = (
+        12 * sum(math.prod(shape) for shape in checkpoint.state_shapes(checkpoint.MODELS["tiny"]).values()) // 3
+    )
+    for row in (saved, loaded):
+        assert row["bytes"] == state_bytes
+        assert row["percent_of_limit"] == pytest.approx(
+            100 * state_bytes / row["seconds"] / 1e9 / row["limit_gb_per_s"]
+        )
+    assert saved["stall_s"] < saved["seconds"]
+    assert saved["new_blocks_percent"] > 99
+    assert rows["zstore, from disk", "save"]["new_blocks_percent"] < 10  # of a tiny model, small shards are much
+    assert rows["zstore, the rows of one rank of 3, saved by 1", "load"]["over_read"] > 1
+    assert rows["zstore, engines of 2 ranks, saved by 1", "load"]["bytes"] == state_bytes
+    assert rows["zstore", "consolidate to fp16"]["bytes"] == state_bytes // 3 + state_bytes // 6
+    judged = " ".join(goal["what"] for goal in figures["goals"])
+    for goal in ("stall under 100 ms", "save at 90 %", "consolidate to fp16 at 85 %", "completes in that limit"):
+        assert goal in judged
+    assert "median  tiny torch.save: load: " in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:
+    row = {"model": "m", "who": "zstore, from memory", "what": "save", "error": None, "percent_of_limit": 91.0}
+    rows = [row | {"seconds": seconds, "stall_s": 0.01} for seconds in (1.0, 9.0, 2.0)]
+    peer = row | {"who": "DCP 4 threads", "seconds": 3.9, "stall_s": 3.9}
+    failed = {"model": "m", "who": "zero_to_fp32", "what": "consolidate to fp32", "error": "out of words"}
+    found = medians([*rows, peer, failed])
+    assert [each.get("seconds") for each in found] == [2.0, 3.9, None]
+    assert found[0]["rounds"] == 3
+    assert [(goal["reached"], goal["text"]) for goal in goals(found)] == [(True, "91 %"), (False, "1.95 times")]
+    assert describe(failed) == "m zero_to_fp32: consolidate to fp32 FAILED: out of words"
+
+
+def test_durability_benchmark_compares_runs_with_and_without_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "durability.json"
+    arguments = ["--model", "gpt-tiny", "--steps", "2", "--rounds", "1", "--tokens", "16", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["durability", "--path", str(tmp_path), *arguments])
+    durability.main()
+    disk, memory = json.loads(out.read_text())
+    assert disk["written_bytes"] < memory["written_bytes"] == memory["snapshot_bytes"]
+    assert disk["step"]["held_s"] > 0 == disk["checkpoint"]["held_s"]

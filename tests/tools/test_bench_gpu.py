@@ -1,0 +1,276 @@
+"""`make gpu` on the CPU, small: every part gives figures, each is kept, and what fails stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import checkpoint, children, gpu, limits, offload
+from bench.children import run_group
+from bench.gpu_parts import FAULTS, Part, Run, Setting, make_parts, read_tests, room_for
+from tests.tools.commands import run_here
+
+GB = 10**9
+NAMES = ["cuda", "nccl", "step", "offload-1.2b", "offload-7b", "overhead", "checkpoint"]
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Return the exit status."""
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture(autouse=True)
+def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the signals to pytest."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+# In this process; in one of its own it is a line of what it says.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    monkeypatch.setattr(children, "run_child", run_here)
+    monkeypatch.setattr(checkpoint, "run_child", run_here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def launch(run: Run, folder: Path, limit_s: float) -> str | None:
+        """In this process, without the seconds that one takes to start; tests need one of their own."""
+        if run.module == "pytest":
+            return in_a_process(run, folder, limit_s)
+        arguments = [each.replace(run.out, str(folder / run.out)) for each in run.arguments]
+        monkeypatch.setattr(sys, "argv", [run.module, *arguments])
+        import_module(run.module).main()
+        return None
+
+    in_a_process = gpu.launch
+    monkeypatch.setattr(gpu, "launch", launch)
+    (tmp_path / "drive").mkdir()
+    status = call(monkeypatch, "--tiny", "--path", str(tmp_path / "drive"), "--out", str(tmp_path / "out"))
+    assert status == 0, (tmp_path / "out" / "gpu.md").read_text()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.json", "gpu.md"]
+    assert list((tmp_path / "drive").iterdir()) == []
+
+    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
+    assert [part["name"] for part in parts] == NAMES
+    for part in parts:
+        assert part["status"] == "passed"
+        assert {"cpu", "torch", "python", "zstore"} <= set(part["machine"])
+    figures = {part["name"]: {run["label"]: run["figures"] for run in part["runs"]} for part in parts}
+    assert figures["cuda"]["cuda"]["passed"] == figures["cuda"]["cuda"]["tests"] == 2
+    assert figures["nccl"]["nccl"]["passed"] == 1
+    for tier, found in figures["step"].items():
+        assert (found["tier"], found["device"], found["step_s"] > 0) == (tier, "cpu", True)
+        assert ("times_plain" in found, "percent" in found) == (tier != "nvme", tier == "nvme")
+    assert list(figures["step"]) == ["none", "cpu", "nvme"]
+    for name, contenders in (("offload-1.2b", ["compute", "zstore"]), ("offload-7b", ["zstore"])):
+        for tier, found in figures[name].items():
+            rows = found["models"][0]["rows"]
+            assert [row["contender"] for row in rows] == contenders
+            assert (rows[-1]["tier"], rows[-1]["iteration_s"] > 0) == (tier, True)
+            assert (rows[-1]["read_bytes_per_parameter"] > 0) == (tier == "nvme")
+        assert list(figures[name]) == ["cpu", "nvme"]
+    overhead = figures["overhead"]["plain and FSDP2"]["rows"]
+    assert [(row["stage"], row["other"]) for row in overhead] == [(3, "plain"), (3, "FSDP2")]
+    for row in overhead:
+        assert row["engine_loss"] == pytest.approx(row["other_loss"], rel=2e-2)
+    saved = {(row["who"], row["what"]) for row in figures["checkpoint"]["checkpoint"]["rows"]}
+    for who in ("zstore, from memory", "zstore, from the device", "DCP 4 threads"):
+        assert {(who, "save"), (who, "load")} <= saved
+    assert ("zstore", "consolidate to fp16") in saved
+
+    text = (tmp_path / "out" / "gpu.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {part['title']}" for part in parts]
+    for expected in ("2 of 2 tests passed", "times a plain loop's", "ratio ", "DeepSpeed is not installed", "GB/s"):
+        assert expected in text
+
+
+def canned(label: str, name: str | None = None, **keys: Any) -> Part:
+    run = Run(label=label, module="bench.overhead", arguments=(), out="out.json", **keys)
+    return Part(name=name or label, title=label.title(), limit_s=60, runs=(run,))
+
+
+class Launches:
+    """Stands in for processes: notes what was to run, and does what `fails` says of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *parts: Part) -> None:
+        self.ran: list[str] = []
+        self.fails: dict[str, Callable[[], str]] = {}
+        self._call = lambda *more: call(monkeypatch, "--tiny", "--out", str(tmp_path), *more)
+        self._path = tmp_path / "gpu.json"
+        monkeypatch.setattr(gpu, "make_parts", lambda _: list(parts))
+        monkeypatch.setattr(gpu, "launch", self._launch)
+
+    def _launch(self, run: Run, folder: Path, limit_s: float) -> str | None:
+        self.ran.append(run.label)
+        (folder / run.out).write_text(json.dumps({"rows": []}))
+        return self.fails[run.label]() if run.label in self.fails else None
+
+    def __call__(self, *arguments: str) -> tuple[int, list[str]]:
+        """Return the exit status and what ran."""
+        self.ran = []
+        return self._call(*arguments), self.ran
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        return {part["name"]: part["status"] for part in json.loads(self._path.read_text())["parts"]}
+
+
+def test_a_part_that_fails_is_recorded_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = Launches(
+        monkeypatch, tmp_path, canned("one"), canned("two"), canned("peer", is_peer=True), canned("three")
+    )
+    launches.fails = {"two": lambda: "exit status 1: out of\nwords", "peer": lambda: "exit status 1: theirs"}
+    assert launches() == (1, ["one", "two", "peer", "three"])
+    assert launches.recorded == {"one": "passed", "two": "failed", "peer": "passed", "three": "passed"}
+    assert "```\nexit status 1: out of\nwords\n```" in (tmp_path / "gpu.md").read_text()
+    assert "exit status 1: theirs" in (tmp_path / "gpu.md").read_text()
+    # The next run goes on with what is missing.
+    launches.fails = {}
+    assert launches() == (0, ["two"])
+    assert set(launches.recorded.values()) == {"passed"}
+    assert launches("--only", "three,one") == (0, [])
+    assert launches("--only", "three,one", "--redo") == (0, ["one", "three"])
+    assert list(launches.recorded) == ["one", "two", "peer", "three"]
+    assert launches("--only", "four") == (2, [])
+    assert "--only: expected some of one, two, peer, three, got four" in capsys.readouterr().err
+
+
+def test_what_another_device_or_version_passed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, tmp_path, canned("one"), canned("two"))
+    launches("--only", "one")
+    path = tmp_path / "gpu.json"
+    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__.partition("+")[0]}', '"torch": "1.0'))
+    assert launches() == (0, ["one", "two"])
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told_to_end() -> str:
+        raise SystemExit(143)
+
+    launches = Launches(monkeypatch, tmp_path, canned("one"), canned("two"), canned("three"))
+    launches.fails = {"two": told_to_end}
+    assert launches() == (143, ["one", "two"])
+    assert launches.recorded == {"one": "passed", "two": "cut off"}
+    (run,) = json.loads((tmp_path / "gpu.json").read_text())["parts"][1]["runs"]
+    assert (run["figures"], run["error"]) == ({"rows": []}, "cut off")
+    launches.fails = {}
+    assert launches() == (0, ["two", "three"])
+
+
+def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script = "sleep 100 & echo begun; wait"  # what it started has its output, too, so that nobody else ends that
+    started = time.monotonic()
+    assert run_group(["sh", "-c", script], 0.5, os.environ, folder=tmp_path) == "not done within 0.5 s: begun"
+    assert time.monotonic() - started < 50
+    assert run_group(["sh", "-c", "echo words; exit 3"], 60, os.environ) == "exit status 3: words"
+    assert run_group(["true"], 60, os.environ) is None
+
+
+def test_without_a_device_it_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments in ([], ["--check"]):
+        assert call(monkeypatch, *arguments) == 2
+        told = capsys.readouterr().err
+        assert "sees no CUDA device" in told
+        assert 'make gpu TORCH="torch==' in told
+    assert call(monkeypatch, "--tiny") == 2
+    assert "--tiny needs --out" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi")) or Path("/dev/nvidiactl").exists(), reason="there is a device")
+def test_make_gpu_installs_nothing_where_there_is_no_driver(tmp_path: Path) -> None:
+    root = Path(gpu.__file__).parent.parent
+    done = subprocess.run(
+        ["make", "gpu", f"VENV={tmp_path}/venv"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "no NVIDIA driver" in done.stderr
+    assert "TORCH=" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_take_less_than_forty_minutes_and_say_what_is_left_out(tmp_path: Path) -> None:
+    parts = make_parts(Setting(path=tmp_path))
+    assert [part.name for part in parts] == NAMES
+    assert sum(part.limit_s for part in parts) < 39 * 60
+    notes = {part.name: " ".join(part.notes) for part in parts}
+    assert "NCCL refuses two ranks on one device" in notes["nccl"]
+    for name in ("offload-1.2b", "offload-7b", "overhead", "checkpoint"):
+        assert "DeepSpeed is not installed" in notes[name]
+    parts = make_parts(Setting(path=tmp_path, has_deepspeed=True, num_devices=2))
+    assert not [note for part in parts for note in part.notes if "DeepSpeed is not" in note or "NCCL" in note]
+    beside = {part.name: " ".join(" ".join(run.arguments) for run in part.runs) for part in parts}
+    assert "--others DeepSpeed" in beside["overhead"]
+    assert f"--peer-python {sys.executable}" in beside["checkpoint"]
+    assert all(run.module in FAULTS for part in parts for run in part.runs)
+
+
+def test_offload_takes_the_room_that_there_is() -> None:
+    ample = room_for(7 * GB, disk_bytes=1000 * GB, memory_bytes=1000 * GB)
+    assert (ample.tiers, ample.notes) == ({"cpu": None, "nvme": None}, ())
+    # 112 GB are needed: of 64 GB of disk 57.6 may be used, of 128 GB of memory 89.6.
+    some = room_for(7 * GB, disk_bytes=64 * GB, memory_bytes=128 * GB)
+    assert some.tiers == {"nvme": 54_400_000_000}
+    assert [note.split(" ")[0] for note in some.notes] == ["cpu", "nvme"]
+    none = room_for(7 * GB, disk_bytes=30 * GB, memory_bytes=60 * GB)
+    assert (none.tiers, len(none.notes)) == ({}, 2)
+
+
+def test_a_part_without_room_is_left_out_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(
+        monkeypatch, tmp_path, Part(name="none", title="None", limit_s=1, runs=(), notes=("no room",)), canned("one")
+    )
+    assert launches() == (0, ["one"])
+    assert launches.recorded == {"none": "left out", "one": "passed"}
+    assert "- no room" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_report_of_tests_says_what_failed_and_why_what_was_skipped_was(tmp_path: Path) -> None:
+    cases = '<testcase classname="c" name="a"/><testcase classname="c" name="b"><failure message="not 2"/></testcase>'
+    cases += '<testcase classname="c" name="d"><skipped message="needs two"/></testcase>'
+    (tmp_path / "a.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    figures = read_tests(tmp_path / "a.xml")
+    assert figures == {"tests": 3, "passed": 1, "failures": {"c.b": "not 2"}, "skipped": {"needs two": 1}}
+    assert FAULTS["pytest"](figures) == ["c.b: not 2"]
+    assert FAULTS["pytest"]({**figures, "passed": 0, "failures": {}}) == ["no test was run"]
+
+
+def test_a_row_of_ours_that_failed_is_a_fault_and_a_peers_is_none() -> None:
+    def figures(*rows: tuple[str, str | None]) -> dict[str, Any]:
+        return {"models": [{"rows": [{"contender": who, "error": error} for who, error in rows]}]}
+
+    faults = FAULTS["bench.offload"]
+    assert faults(figures(("deepspeed", "no compiler"), ("zstore", None))) == []
+    assert faults(figures(("zstore", "no room"))) == ["zstore: no room"]
+    assert faults(figures(("compute", None))) == ["zstore was not reached"]
+    rows = [
+        {"who": "DCP async", "what": "save", "error": "x"},
+        {"who": "zstore, from disk", "what": "load", "error": "y"},
+    ]
+    assert FAULTS["bench.checkpoint"]({"rows": rows}) == ["zstore, from disk, load: y"]
+
+
+def test_a_contender_that_takes_too_long_keeps_what_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = offload.run_contender({"contender": "nobody", "limit_s": 0.01})
+    assert outcome.error is not None
+    assert outcome.error.startswith("not done within 0.01 s")

@@ -1,0 +1,331 @@
+"""Consolidating: safetensors that other software loads, cast to nearest even, in bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
+from zstore.io.buffers import Slabs
+from zstore.io.shards import open_resources
+from zstore.testing.faults import Fault, FaultyFiles, short_files
+from zstore.tools.consolidate import consolidate_command
+from zstore.weights.cast import cast_into
+from zstore.weights.file import BLOCK_BYTES, BlockFile
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.layout import Weight, plan_files
+
+Array = npt.NDArray[Any]
+TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.10.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.2.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/experts": rng.standard_normal((3, 40, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
+        "model/none": np.zeros((0, 5), np.float32),
+        "model/scalar": np.array(3.5, np.float32),
+        "model/double": rng.standard_normal((7, 5)),
+        "optimizer/exp_avg/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/steps": np.array(2**40 + 1, np.int64),
+        "buffer/mask": rng.random((5, 5)) < 0.5,
+        "buffer/mean": rng.standard_normal(33).astype(np.float32),
+    }
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    plain = array.copy()
+    if plain.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(plain)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "ckpt"
+    save_arrays(folder, arrays, world_size=3, step=60)
+    return folder
+
+
+def check_weights(found: dict[str, torch.Tensor], arrays: dict[str, Array], dtype: str) -> None:
+    expected = {n.partition("/")[2]: as_torch(a) for n, a in arrays.items() if n.startswith(("model/", "buffer/"))}
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        wanted = tensor.to(TORCH[dtype]) if tensor.is_floating_point() else tensor
+        assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_load_with_torch_casts_values_and_true_shapes(
+    dtype: str, saved: Path, arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert consolidate_command(saved, out, dtype, 5 * 10**9, "error") == 0
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    check_weights(load_file(out / "model.safetensors"), arrays, dtype)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_large_models_are_cut_into_numbered_files_with_an_index(
+    saved: Path, arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    consolidate_command(saved / "step-00000060", out, "bf16", 1_000_000, "error")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
+    assert len(names) > 2
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        part = load_file(out / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        assert sum(t.nbytes for t in part.values()) <= 1_000_000 or len(part) == 1
+        found |= part
+    check_weights(found, arrays, "bf16")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    # Layers stay in the order of the model.
+    weights = [name for name in index["weight_map"] if name.startswith("h.")]
+    assert weights == ["h.2.bias", "h.2.weight", "h.10.weight"]
+
+
+def test_the_default_folder_stands_beside_the_checkpoint(saved: Path) -> None:
+    consolidate_command(saved, None, "fp32", 10**9, "error")
+    assert (saved.parent / "ckpt-fp32/model.safetensors").is_file()
+    with pytest.raises(CheckpointExistsError, match="ckpt-fp32 exists: remove it, or name another"):
+        consolidate_command(saved, None, "fp32", 10**9, "error")
+
+
+def test_config_and_tokenizer_files_are_copied(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "run", arrays)
+    (tmp_path / "run/config.json").write_text("outer")
+    (tmp_path / "run/tokenizer.json").write_text("tokens")
+    (tmp_path / "run/notes.txt").write_text("mine")
+    (path / "config.json").write_text("inner")
+    consolidate_command(tmp_path / "run", tmp_path / "out", "fp16", 10**9, "error")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "out/config.json").read_text() == "inner"
+
+
+def test_transformers_loads_a_tied_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=16)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    arrays = {f"model/{name}": tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    assert "model/lm_head.weight" not in arrays
+    save_arrays(tmp_path / "ckpt", arrays, world_size=2)
+    config.save_pretrained(tmp_path / "ckpt")
+    consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp16", 50_000, "error")
+    loaded, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", dtype=torch.float16, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name).to(torch.float16))
+
+
+# -- what a type cannot hold ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large_values(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    weights = np.ones((600, 300), np.float32)
+    weights[5, 7], weights[599, 299], weights[300] = 70000.0, -1e30, np.inf
+    fine = np.array([65519.0, -65504.0, np.nan, -np.inf], np.float32)
+    save_arrays(folder, {"model/a": weights, "model/fine": fine, "model/z": weights[:1] * 1e5}, world_size=2)
+    return folder
+
+
+def test_values_that_do_not_fit_stop_it_with_every_tensor_named(large_values: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        consolidate_command(large_values, tmp_path / "out", "fp16", 10**9, "error")
+    assert "2 tensor(s)" in str(caught.value)
+    assert "\n  a: 2 value(s)\n  z: 300 value(s)" in str(caught.value)
+    assert "--dtype bf16" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_do_not_fit_become_infinite_or_the_largest_when_asked(large_values: Path, tmp_path: Path) -> None:
+    for mode, positive, negative in (("inf", np.inf, -np.inf), ("clamp", 65504.0, -65504.0)):
+        consolidate_command(large_values, tmp_path / mode, "fp16", 10**9, mode)
+        found = load_file(tmp_path / mode / "model.safetensors")
+        assert found["a"][5, 7] == positive
+        assert found["a"][599, 299] == negative
+        assert found["a"][300, 0] == np.inf
+        assert found["fine"][0] == 65504
+        assert torch.isnan(found["fine"][2])
+        assert found["fine"][3] == -np.inf
+    assert consolidate_command(large_values, tmp_path / "bf16", "bf16", 10**9, "error") == 0
+
+
+FLOATS = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=True, allow_infinity=True))
+
+
+@given(FLOATS)
+@settings(max_examples=200)
+def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
+    for dtype, native, kind in (
+        ("float16", np.dtype(np.float16), torch.float16),
+        ("bfloat16", np.dtype(ml_dtypes.bfloat16), torch.bfloat16),
+    ):
+        target = np.empty(values.size, native)
+        lost = cast_into(values, target, dtype, "inf")
+        wanted = torch.from_numpy(values.copy()).to(kind)
+        assert torch.equal(torch.isnan(wanted), torch.isnan(as_torch(target)))
+        assert torch.equal(torch.nan_to_num(wanted), torch.nan_to_num(as_torch(target)))
+        assert lost == int((torch.isinf(wanted) & torch.isfinite(torch.from_numpy(values.copy()))).sum())
+
+
+def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border() -> None:
+    kept = np.arange(
+        0, 2**32, 2**13, dtype=np.uint64
+    )  # all that fp16 tells apart, subnormal ones aside, and their signs
+    around = np.array([0, 1, 0xFFE, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint64)
+    tiny = np.arange(0x33000000, 0x38800000, 997, dtype=np.uint64)  # less than 2^-14
+    bits = np.concatenate([*(kept + each for each in around), tiny, tiny + 2**31]).astype(np.uint32)
+    values = bits.view(np.float32)
+    for part in (values[np.abs(values) < 65520], values):
+        target = np.empty(part.size, np.float16)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = part.astype(np.float16)
+            lost = cast_into(part, target, "float16", "inf")
+        same = target.view(np.uint16) == expected.view(np.uint16)
+        assert (same | np.isnan(expected)).all()
+        assert np.isnan(target[np.isnan(expected)]).all()
+        assert lost == np.count_nonzero(np.isinf(expected) & np.isfinite(part))
+
+
+def test_doubles_may_not_fit_float32() -> None:
+    target = np.empty(3, np.float32)
+    assert cast_into(np.array([1e300, -1e39, 1.0]), target, "float32", "clamp") == 2
+    assert target.tolist() == [np.finfo(np.float32).max, np.finfo(np.float32).min, 1.0]
+
+
+# -- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_aligned_and_nothing_lies_between() -> None:
+    weights = [
+        Weight(name="flag", array="buffer/flag", shape=(3,), dtype="bool"),
+        Weight(name="steps", array="buffer/steps", shape=(), dtype="int64"),
+        Weight(name="w", array="model/w", shape=(5, 3), dtype="float16"),
+        Weight(name="none", array="model/none", shape=(0,), dtype="float32"),
+    ]
+    (layout,) = plan_files(weights, 10**9)
+    assert len(layout.header) % 4096 == 0
+    assert struct.unpack("<Q", layout.header[:8])[0] == len(layout.header) - 8
+    position = len(layout.header)
+    for weight, offset in zip(layout.weights, layout.offsets, strict=True):
+        assert offset == position
+        assert offset % weight.itemsize == 0
+        position += weight.nbytes
+    assert position == layout.file_bytes
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_file_filled_in_any_order_has_every_byte(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    nbytes = data.draw(st.integers(1, 3 * BLOCK_BYTES))
+    cuts = sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=6))})
+    content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
+    path = tmp_path_factory.mktemp("blocks") / "file"
+    files = short_files(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
+    file = BlockFile(files, path, nbytes, Slabs(BLOCK_BYTES))
+    for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
+        assert not file.is_filled
+        file.fill(first, stop - first, lambda s, view, at=first: np.copyto(view, content[at + s : at + s + view.size]))
+    assert file.is_filled
+    file.finish()
+    assert path.read_bytes() == content.tobytes()
+
+
+# -- trouble --------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_not_consolidated(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", arrays)
+    shard = path / "model/h.10.weight/c.0.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(8000)
+        file.write(b"x")
+    with pytest.raises(CorruptionError, match=r"'model/h\.10\.weight'"):
+        consolidate_command(path, tmp_path / "out", "fp16", 10**9, "error")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+def test_a_checkpoint_without_weights_says_so(tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", {"client/x": np.zeros(3)})
+    with pytest.raises(CheckpointMismatchError, match="has no weights"):
+        consolidate_command(path, tmp_path / "out", "fp16", 10**9, "error")
+
+
+@pytest.mark.parametrize("kind", ["allocate", "write", "fsync", "write_small"])
+def test_a_full_disk_stops_all_threads_with_an_error(kind: Any, saved: Path, tmp_path: Path) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, pattern=f"{tmp_path}/*", error_number=errno.ENOSPC),))
+    with open_resources(files=files) as resources, open_checkpoint(saved, resources=resources) as reader:
+        layouts = plan_files(list_weights(reader, "float16"), 10**6)
+        with pytest.raises(StorageError, match="No space left"):
+            write_weights(reader, layouts, tmp_path, overflow="error", advance=lambda _: None)
+
+
+def test_memory_stays_small_and_no_torch_is_imported(tmp_path: Path) -> None:
+    big = {f"model/h.{i}.w": np.full((2000, 4000), i, np.float32) for i in range(6)}  # 192 MB
+    path = save_arrays(tmp_path / "ckpt", big, world_size=2)
+    code = (
+        "import pathlib, resource, sys\n"
+        "from zstore.tools.consolidate import consolidate_command\n"
+        "from zstore.tools.reshard import reshard_command\n"
+        "from zstore.tools.verify import verify_command\n"
+        "from zstore.tools.inspect import inspect_command\n"
+        f"path, base = pathlib.Path({str(path)!r}), pathlib.Path({str(tmp_path)!r})\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "consolidate_command(path, base / 'out', 'fp16', 10**9, 'error')\n"
+        "reshard_command(path, base / 'three', 3)\n"
+        "assert verify_command(base / 'three') == 0\n"
+        "inspect_command(path)\n"
+        "assert 'torch' not in sys.modules\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
+    assert int(done.stdout.splitlines()[-1]) < 160  # MiB

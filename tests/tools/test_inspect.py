@@ -1,0 +1,169 @@
+"""`zstore inspect` and `zstore verify`: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.keep import Keep
+from zstore.errors import CheckpointNotFoundError
+from zstore.tools.diff import diff_command
+from zstore.tools.inspect import inspect_command
+from zstore.tools.ls import ls_command
+from zstore.tools.opening import Common
+from zstore.tools.prune import prune_folder
+from zstore.tools.verify import verify_command
+
+ARRAYS = {
+    "model/h.2.weight": np.ones((100, 30), np.float32),
+    "model/h.10.weight": np.ones((100, 30), np.float32),
+    "optimizer/exp_avg/h.2.weight": np.ones((100, 30), np.float32),
+    "buffer/[red]odd[/]": np.array(True),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "ckpt"
+    save_arrays(folder, ARRAYS, world_size=2, step=1)
+    save_arrays(folder, ARRAYS, world_size=2, step=2, tag="[best]")
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
+
+
+def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_command(saved, Common(json=True)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(tag["tag"], tag["step"], tag["world_size"]) for tag in told["tags"]] == [
+        ("step-00000001", 1, 2),
+        ("[best]", 2, 2),
+    ]
+    checkpoint = told["checkpoint"]
+    assert (checkpoint["tag"], checkpoint["step"], checkpoint["num_arrays"]) == ("[best]", 2, 4)
+    assert checkpoint["array_bytes"] == 3 * 12_000 + 1
+    path = Path(checkpoint["path"])
+    files = [p for p in path.rglob("*") if p.is_file()]
+    assert checkpoint["num_files"] == len(files)
+    assert checkpoint["num_shard_files"] == len([p for p in files if p.name.startswith("c.")])
+    assert checkpoint["file_bytes"] == sum(p.stat().st_size for p in files if p.name.startswith("c."))
+    assert [array["name"] for array in told["arrays"]] == [
+        "buffer/[red]odd[/]",
+        "model/h.2.weight",
+        "model/h.10.weight",
+        "optimizer/exp_avg/h.2.weight",
+    ]
+    weight = told["arrays"][1]
+    assert (weight["shape"], weight["dtype"], weight["bytes"], weight["shards"]) == ([100, 30], "float32", 12_000, 2)
+    assert told["refused"] == []
+
+
+def test_a_table_names_tags_and_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_command(saved) == 0
+    printed = capsys.readouterr().out
+    for text in ("step-00000001", "[best] <-", "2 ranks", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
+        assert text in printed
+    assert inspect_command(saved / "step-00000001") == 0
+    assert "[best]" not in capsys.readouterr().out
+
+
+def test_names_that_rich_would_replace_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, tag = "model/:smile:.[red]w[/]", ":heart:"
+    for folder, values in (("a", np.ones(3, np.float32)), ("b", np.zeros(3, np.float32))):
+        save_arrays(tmp_path / folder, {name: values}, world_size=1, step=1, tag=tag)
+    assert inspect_command(str(tmp_path / "a")) == 0
+    out = capsys.readouterr().out
+    assert name.removeprefix("model/") in out
+    assert tag in out
+    assert ls_command(str(tmp_path / "a")) == 0
+    assert tag in capsys.readouterr().out
+    assert diff_command(str(tmp_path / "a"), str(tmp_path / "b")) == 1
+    assert name in capsys.readouterr().out
+
+
+def test_arrays_are_a_tree_of_groups_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["model/h.2.w", "model/h.2.b", "model/h.10.w", "model/embed", "optimizer/exp_avg/a/b.w"]
+    save_arrays(tmp_path, {name: np.ones((10, 10), np.float32) for name in names})
+    inspect_command(tmp_path)
+    rows = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
+    assert [(name.rstrip(), shape.strip(), size.strip()) for name, shape, _, size, *_ in rows if " s" not in name] == [
+        (" model", "4 arrays", "1.60 kB"),
+        ("   embed", "[10, 10]", "400 bytes"),
+        ("   h.2", "2 arrays", "800 bytes"),
+        ("     h.2.b", "[10, 10]", "400 bytes"),
+        ("     h.2.w", "[10, 10]", "400 bytes"),
+        ("   h.10.w", "[10, 10]", "400 bytes"),
+        (" optimizer/exp_avg", "1 arrays", "400 bytes"),
+        ("   a/b.w", "[10, 10]", "400 bytes"),
+    ]
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        inspect_command(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        verify_command(tmp_path)
+
+
+def test_verify_prints_nothing_on_stdout_when_all_is_well(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_command(saved) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "verify" in printed.err
+
+
+def test_verify_names_array_file_and_offset_of_each_fault(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tag = copied / "%5Bbest%5D"
+    for name in ("model/h.2.weight", "model/h.10.weight"):
+        shard = tag / name / "c.0.0"
+        shard.chmod(0o644)
+        with shard.open("r+b") as file:
+            file.seek(5000)
+            file.write(b"\xff")
+    os.truncate(shard, 100)
+    assert verify_command(copied) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("model/h.10.weight/c.0.0, offset 100: has 100 bytes, expected ")
+    assert lines[1].startswith("model/h.2.weight/c.0.0, offset 4096: chunk 0 (")
+    assert lines[1].endswith("fails its crc32c (array model/h.2.weight)")
+    assert verify_command(copied / "step-00000001") == 0
+
+
+def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_one_is_whole(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = copied / "%5Bbest%5D/zstore.json"
+    record.chmod(0o644)
+    record.write_text("{}")
+    assert verify_command(copied) == 1
+    assert "%5Bbest%5D: " in capsys.readouterr().out
+    assert verify_command(copied / "%5Bbest%5D") == 1
+    assert inspect_command(copied) == 0
+    assert "is not a checkpoint" in capsys.readouterr().err
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model/\x1b]0;title\x07.w\u202e"
+    save_arrays(tmp_path, {name: np.ones(3, np.float32)}, tag="\u202etag")
+    run = [inspect_command, verify_command, ls_command, lambda path: diff_command(path, path)]
+    run.append(lambda path: prune_folder(path, Keep(last=1), dry_run=True))
+    for command in run:
+        assert command(tmp_path) == 0
+    save_arrays(tmp_path / "other", {"model/w": np.ones(3, np.float32)}, world_size=2)
+    assert diff_command(tmp_path, tmp_path / "other") == 1
+    printed = capsys.readouterr()
+    assert "\\x1b]0;title\\x07.w\\u202e" in printed.out
+    for text in (printed.out, printed.err):
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)

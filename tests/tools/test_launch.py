@@ -1,0 +1,176 @@
+"""`zstore train` and what starts it: signals reach every rank, and the exit codes say what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.tools.train_runs import config_file, options, rows
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import ZstoreError
+from zstore.tools.train.command import train_command
+from zstore.tools.train.launch import launch
+
+PYTHON = [sys.executable, "-c"]
+
+
+@contextmanager
+def training(command: list[str], tmp_path: Path, text: Path, *more: object, anew: bool = False) -> Iterator[warm.Popen]:
+    """A run of very many steps that saves often; the block begins when it has saved."""
+    words = ["train", "--config", config_file(tmp_path), "--data", text, "--model", "gpt-tiny", "--seq-len", 16]
+    words += ["--steps", 10**6, "--save", tmp_path / "run", "--save-every", 10, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with warm.Popen(
+        [*command, *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        anew=anew,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            seen = []
+            for line in process.stderr:
+                seen.append(line)
+                if "save stall" in line:
+                    break
+            else:
+                raise AssertionError("".join(seen))
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def saved_step(tmp_path: Path) -> int:
+    with open_checkpoint(tmp_path / "run") as reader:
+        assert verify_checkpoint(reader) == []
+        return reader.record.step
+
+
+def finish(process: warm.Popen) -> tuple[int, str]:
+    assert process.stderr is not None
+    rest = process.stderr.read()
+    return process.wait(60), rest
+
+
+ZSTORE = [sys.executable, "-m", "zstore"]
+
+
+@pytest.mark.parametrize(
+    ("more", "number", "anew"),
+    [((), signal.SIGTERM, False), (("--nproc", 2), signal.SIGTERM, True), (("--nproc", 2), signal.SIGUSR1, False)],
+)
+def test_a_signal_saves_and_ends_with_75(
+    tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals, anew: bool
+) -> None:
+    with training(ZSTORE, tmp_path, text, *more, "--metrics", tmp_path / "m.jsonl", anew=anew) as process:
+        process.send_signal(number)
+        code, rest = finish(process)
+    assert code == 75, rest
+    assert "Traceback" not in rest, rest
+    assert saved_step(tmp_path) == rows(tmp_path / "m.jsonl")[-1]["step"]
+    step = saved_step(tmp_path)
+    if not more:
+        again = tmp_path / "again.jsonl"
+        config = config_file(tmp_path)
+        train_command(
+            options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=step + 1, metrics=again)
+        )
+        assert [row["step"] for row in rows(again)] == [step + 1]
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path, text: Path) -> None:
+    with training(ZSTORE, tmp_path, text, "--nproc", 2) as process:
+        process.kill()
+        code, rest = finish(process)  # the pipe ends when the last rank did
+    assert code == -signal.SIGKILL
+    assert "SIGTERM: will stop after this step" in rest, rest
+
+
+def test_torchrun_passes_a_signal_on_and_its_ranks_end_with_75(tmp_path: Path, text: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zstore"]
+    with training(torchrun, tmp_path, text) as process:
+        process.send_signal(signal.SIGTERM)
+        code, rest = finish(process)
+    # torchrun has exit codes of its own: it says 1 for whatever its ranks said.
+    assert code == 1, rest
+    assert rest.count("SIGTERM: will stop after this step") == 2, rest
+    assert saved_step(tmp_path) > 0
+
+
+def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
+    more = {"save": tmp_path / "run", "save_every": 1, "keep": 1, "keep_every": 3, "keep_best": "loss:min", "steps": 5}
+    metrics = tmp_path / "m.jsonl"
+    train_command(options(tmp_path, text, config_file(tmp_path), metrics=metrics, **more))
+    best = min(rows(metrics), key=lambda row: float(row["loss"]))["step"]
+    assert [info.record.step for info in tags(tmp_path / "run")] == sorted({3, 5, best})
+
+
+# -- the launcher alone -----------------------------------------------------------------------------------------------
+
+
+LAUNCHED = """
+import sys
+from zstore.tools.train.launch import launch
+launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
+"""
+
+
+def test_every_rank_knows_the_others() -> None:
+    code = (
+        "import os, torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.tensor([int(os.environ['RANK'])]);"
+        "d.all_reduce(t); assert t.item() == 3; assert os.environ['LOCAL_WORLD_SIZE'] == '3'; d.destroy_process_group()"
+    )
+    warm.run([*PYTHON, LAUNCHED, "3", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import sys; sys.exit(75)", 75),
+        ("import os, sys; sys.exit(75 * int(os.environ['RANK']))", 75),
+    ],
+)
+def test_ranks_that_stopped_are_no_failure(code: str, expected: int) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch([*PYTHON, code], 2)
+    assert caught.value.code == expected
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    code = "import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))"
+    with pytest.raises(ZstoreError, match="training failed on rank 1;"):
+        launch([*PYTHON, code], 2)
+
+
+def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zstore.tools.train.launch._END_WELL_S", 0.2)
+    code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
+    with pytest.raises(ZstoreError, match="ranks 0, 1;"):
+        launch([*PYTHON, code], 2)
+
+
+def test_a_second_signal_reaches_the_ranks_too(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (signal.signal(signal.SIGUSR1, signal.SIG_DFL),\n"
+        "    os.kill(os.getppid(), signal.SIGUSR1)))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "while True: signal.pause()"
+    )
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as caught:
+        launch([*PYTHON, code], 1)
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before

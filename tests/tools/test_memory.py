@@ -1,0 +1,290 @@
+"""`--memory` is a bound that holds: what a process takes beside the interpreter and its modules."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.s3_server import s3_server
+from tests.interop.deepspeed_data import states, write
+from zstore.remote.folder import open_folder
+from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
+from zstore.tools.reshard import reshard_command
+
+Array = npt.NDArray[Any]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+MEASURE = """
+import contextlib, io, json, os, sys
+from zstore.tools import cli, consolidate, convert, diff, inspect, ls, prune, reshard, verify
+import tests.checkpoint.object_store  # makes its URLs known
+
+os.cpu_count = lambda: 8  # with as many threads as on any machine
+
+def run(words):
+    sys.argv = ["zstore", *words]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            cli.main()
+        except SystemExit as end:
+            return end.code
+
+def kib(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
+
+def measure(small, large):
+    assert run(small) in (0, 1, None)  # all modules are there, and what they make once
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = kib("VmRSS")
+    code = run(large)
+    assert "torch" not in sys.modules or "dcp" in large  # DCP's own folders are written with its own classes
+    print(code or 0, (kib("VmHWM") - before) * 1024, flush=True)
+
+# A fork has all modules, and no command ran in it before.
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            measure(*json.loads(line))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            print("failed", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints `small` and `large`, and such with split masters, for two ranks; `other` differs from `large`."""
+    base = tmp_path_factory.mktemp("memory")
+    one = np.ones((20, 30), np.float32)
+    save_arrays(base / "small", {"model/w": one}, world_size=2)
+    rows = np.random.default_rng(0).standard_normal((1250, 4000)).astype(np.float32)
+    large = {f"model/h.{i}.w": rows for i in range(8)}  # 160 MB
+    save_arrays(base / "large", large, world_size=2)
+    save_arrays(base / "other", dict.fromkeys(large, rows + 1), world_size=2)
+    for name, size in (("split-small", 20), ("split", 7_000)):
+        weight = np.ones((size, 4000), ml_dtypes.bfloat16)
+        arrays = {
+            "model/w": weight,
+            "optimizer/master_low/w": np.zeros(weight.shape, np.uint16),
+            "optimizer/master_tie/w": np.zeros(-(-weight.size // 8), np.uint8),
+        }
+        save_arrays(base / name, arrays, world_size=2)
+    for size, rows in (("small", 20), ("large", 2500)):
+        weight = np.ones((rows, 4000), np.float32)
+        write_deepspeed(base / f"deepspeed-{size}", weight)
+        (base / f"hf-{size}").mkdir()
+        save_file({f"h.{i}.w": weight for i in range(3)}, base / f"hf-{size}/model.safetensors")
+    for size in ("small", "large"):
+        assert convert_command(base / size, base / f"dcp-{size}", ConvertOptions(to="dcp")) == 0
+        assert reshard_command(base / size, base / f"archive-{size}", codec="zstd") == 0
+    return base
+
+
+def write_deepspeed(root: Path, weight: Array) -> None:
+    """Write what DeepSpeed does at stage 2 on two ranks, of one parameter."""
+    shapes = OrderedDict(w=torch.Size(weight.shape))
+    model = {"module": OrderedDict(w=torch.from_numpy(weight).bfloat16()), "buffer_names": [], "param_shapes": [shapes]}
+    ranks = []
+    for part in torch.from_numpy(weight).reshape(-1).chunk(2):
+        base = {
+            "state": {0: {"step": torch.tensor(7.0), "exp_avg": part * 2, "exp_avg_sq": part * 3}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+        }
+        ranks.append(states(0) | {"single_partition_of_fp32_groups": [part.clone()], "base_optimizer_state": base})
+    write(root, model=model, ranks=ranks)
+
+
+@functools.cache
+def measuring() -> subprocess.Popen[str]:
+    """A process that has a fork of itself run a small command and measure a large one, for each line that it reads."""
+    environment = {**os.environ, "ZSTORE_TRACEBACK": "1"}
+    command = [sys.executable, "-c", MEASURE]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    with measuring() as process:
+        process.communicate()
+    measuring.cache_clear()
+
+
+def peak_bytes(small: list[str], large: list[str]) -> int:
+    process = measuring()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([small, large]) + "\n")
+    process.stdin.flush()
+    code, peak = (int(word) for word in process.stdout.readline().split())
+    assert code in (0, 1)
+    return peak
+
+
+COMMANDS = {
+    "inspect": ["inspect", "{large}", "--stats"],
+    "inspect-url": ["inspect", "file://{large}", "--stats"],
+    "verify": ["verify", "{large}"],
+    "verify-url": ["verify", "file://{large}"],
+    "diff": ["diff", "{large}", "{other}", "--values"],
+    "consolidate": ["consolidate", "{large}", "{out}"],
+    "consolidate-url": ["consolidate", "file://{large}", "{out}"],
+    "consolidate-split": ["consolidate", "{split}", "{out}", "--dtype", "fp32"],
+    "reshard": ["reshard", "{large}", "{out}", "--world-size", "3"],
+    "reshard-zstd": ["reshard", "{large}", "{out}", "--codec", "zstd"],
+    "reshard-blosc": ["reshard", "{large}", "{out}", "--codec", "blosc"],
+    "verify-archive": ["verify", "{archive}"],
+    "consolidate-archive": ["consolidate", "{archive}", "{out}"],
+    "convert-from-dcp": ["convert", "{dcp}", "{out}", "--world-size", "3"],
+    "consolidate-deepspeed": ["consolidate", "{deepspeed}", "{out}"],
+    "reshard-deepspeed": ["reshard", "{deepspeed}", "{out}", "--world-size", "3"],
+    "consolidate-hf": ["consolidate", "{hf}", "{out}"],
+    "convert-from-hf": ["convert", "{hf}", "{out}", "--world-size", "2"],
+    "reshard-to-url": ["reshard", "{large}", "--to", "{url}"],
+    "reshard-split-to-url": ["reshard", "{split}", "--to", "{url}", "--world-size", "3"],
+    "convert-to-dcp": ["convert", "{large}", "{out}", "--to", "dcp"],
+    "convert-to-torch": ["convert", "{split}", "{out}", "--to", "torch"],
+    "convert-to-safetensors": ["convert", "{dcp}", "{out}", "--to", "safetensors", "--dtype", "bf16"],
+}
+
+
+CASES = [(name, LEAST_MEMORY_BYTES) for name in COMMANDS]
+CASES.append(("consolidate", 2 * LEAST_MEMORY_BYTES))
+
+
+@pytest.mark.parametrize(("name", "memory_bytes"), CASES, ids=str)
+def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_path: Path) -> None:
+    def words(size: str) -> list[str]:
+        split = "split-small" if size == "small" else "split"
+        other = "small" if size == "small" else "other"
+        dcp = base / f"dcp-{size}"
+        places = {
+            "dcp": dcp,
+            "archive": base / f"archive-{size}",
+            "large": base / size,
+            "other": base / other,
+            "split": base / split,
+            "deepspeed": base / f"deepspeed-{size}",
+            "hf": base / f"hf-{size}",
+            "url": f"objects://bucket/{size}",
+            "out": tmp_path / size,
+        }
+        return [word.format(**places) for word in COMMANDS[name]] + [
+            "--memory",
+            str(memory_bytes),
+            "--storage-option",
+            f"folder={tmp_path}/objects",
+        ]
+
+    peak = peak_bytes(words("small"), words("large"))
+    assert 0 < peak <= memory_bytes, f"{peak / MIB:.0f} MiB"
+
+
+def test_the_peak_of_an_upload_to_s3_stays_below_it(base: Path) -> None:
+    memory_bytes = 2 * LEAST_MEMORY_BYTES
+    pytest.importorskip("s3fs", reason="extra s3")
+    pytest.importorskip("moto", reason="extra test")
+    with s3_server() as options:
+        open_folder("s3://bucket", options).fs.mkdir("bucket")
+        more = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
+
+        def words(size: str) -> list[str]:
+            given = [word for one in more for word in ("--storage-option", one)]
+            return ["reshard", str(base / size), "--to", f"s3://bucket/{size}", "--memory", str(memory_bytes), *given]
+
+        peak = peak_bytes(words("small"), words("large"))
+    assert 0 < peak <= memory_bytes, f"{peak / MIB:.0f} MiB"
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of many arrays, of which each has a chunk."""
+    folder = tmp_path_factory.mktemp("many")
+    save_arrays(folder, {f"model/h.{i}.w": np.full(20, i, np.float32) for i in range(NUM_MANY)})
+    return folder
+
+
+NUM_MANY = 1500
+MANY = {
+    "inspect": ["inspect", "{many}", "--json"],
+    "inspect-text": ["inspect", "{many}"],
+    "verify": ["verify", "{many}"],
+    "diff": ["diff", "{many}", "{many}"],
+    "consolidate": ["consolidate", "{many}", "{out}"],
+    "reshard": ["reshard", "{many}", "{out}", "--world-size", "2"],
+    "convert": ["convert", "{many}", "{out}", "--to", "torch"],
+}
+
+
+def refusal(words: list[str]) -> str:
+    """What a command says that cannot do with so little."""
+    command = [sys.executable, "-m", "zstore", *words, "--memory", "64MiB"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_the_metadata_of_many_arrays_is_counted_in(name: str, many: Path, base: Path, tmp_path: Path) -> None:
+    def words(size: str) -> list[str]:
+        places = {"many": many if size == "large" else base / "small", "out": tmp_path / size}
+        return [word.format(**places) for word in MANY[name]]
+
+    least = re.search(r"1500 arrays, whose metadata .* give `--memory (\d+)MiB` or more", refusal(words("large")))
+    assert least
+    more = ["--memory", f"{least[1]}MiB"]
+    peak = peak_bytes([*words("small"), *more], [*words("large"), *more])
+    assert 0 < peak <= int(least[1]) * MIB, f"{peak / MIB:.0f} of {least[1]} MiB"
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of which one has about as many files, and as large a record, as 64 MiB let through."""
+    run = tmp_path_factory.mktemp("crowded")
+    one = {"model/w": np.ones((20, 30), np.float32)}
+    first = save_arrays(run, one, step=1, record={"note": ["x" * 9] * 40_000})
+    save_arrays(run, one, step=2)
+    (first / "more").mkdir()
+    for number in range(35_000):
+        (first / f"more/{number}").touch()
+    return run
+
+
+@pytest.mark.parametrize("name", ["ls", "prune"])
+def test_the_list_of_many_files_is_counted_in(name: str, crowded: Path, base: Path, tmp_path: Path) -> None:
+    options = ["--keep-last", "1", "--dry-run"] if name == "prune" else []
+    small, large = ([name, str(folder), *options] for folder in (base / "small", crowded))
+    memory = ["--memory", "64MiB"]
+    peak = peak_bytes([*small, *memory], [*large, *memory])
+    assert 0 < peak <= LEAST_MEMORY_BYTES, f"{peak / MIB:.0f} MiB"
+    # A little more does not fit.
+    with (crowded / "step-00000002/zstore.json").open("a") as file:
+        file.write(" " * 1_000_000)
+    try:
+        assert re.search(r"has checkpoints of 350\d\d files, .* give `--memory \d+MiB` or more", refusal(large))
+    finally:
+        with (crowded / "step-00000002/zstore.json").open("r+") as file:
+            file.truncate(len(file.read().rstrip(" ")))

@@ -1,0 +1,291 @@
+"""Resharding: the same bytes for another number of ranks, and back."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.interop.deepspeed_data import DATA
+from zstore.checkpoint import lookahead as ahead_module
+from zstore.checkpoint.lookahead import ReadAhead, Span, use_spans
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
+from zstore.format.partition import WHOLE_BYTES, make_grid
+from zstore.io.shards import open_resources
+from zstore.open.sources import open_source
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.tools.reshard import reshard_command
+
+Array = npt.NDArray[Any]
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "buffer/mask": rng.random(40_000) < 0.5,
+    }
+
+
+SMALL = {"client/history": np.arange(30_000, dtype=np.float64)}
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = {name: array for name, array in arrays.items() if not name.startswith("buffer/")}
+    small = SMALL | {name: array for name, array in arrays.items() if name.startswith("buffer/")}
+    folder = tmp_path_factory.mktemp("run")
+    options: dict[str, Any] = {"record": {"counters": [1, 2]}, "run_id": "run", "few_files": True}
+    return save_arrays(folder, parts, world_size=3, step=60, small=small, **options)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("c.*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_any_world_size_holds_the_same_values(
+    world_size: int, saved: Path, arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    assert reshard_command(saved.parent, tmp_path / "out", world_size) == 0
+    with open_checkpoint(tmp_path / "out") as opened:
+        assert verify_checkpoint(opened) == []
+        for name, array in {**arrays, **SMALL}.items():
+            assert opened.read_array(name).tobytes() == array.tobytes()
+            spec = opened.arrays[name].spec
+            whole = name in SMALL or "buffer/" in name or spec.nbytes < WHOLE_BYTES
+            assert opened.arrays[name].grid == make_grid(spec.stored_shape, 1 if whole else world_size)
+        record = opened.record
+        assert (record.tag, record.step, record.run) == ("step-00000060", 60, "run")
+        assert (record.world_size, record.training_world_size) == (world_size, 3)
+        assert record.state == {"counters": [1, 2]}
+        # They belong to the ranks that trained.
+        states = [{"rank": rank} if world_size == 3 else {} for rank in range(world_size)]
+        assert [opened.manifest(rank).rank_state for rank in range(world_size)] == states
+
+
+def test_what_is_not_carried_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = DATA / "stage2-fp16-1"
+    assert reshard_command(root, tmp_path / "out") == 0
+    with open_source(root) as source:
+        assert source.notes
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[1 : 1 + len(source.notes)] == [f"not carried over: {note}" for note in source.notes]
+
+
+def test_there_and_back_gives_the_same_files(saved: Path, tmp_path: Path) -> None:
+    reshard_command(saved, tmp_path / "five", 5)
+    reshard_command(tmp_path / "five", tmp_path / "three", 3)
+    assert files_of(tmp_path / "three" / saved.name) == files_of(saved)
+    with open_checkpoint(tmp_path / "three") as opened:
+        assert opened.record.training_world_size == 3
+
+
+def test_no_stored_chunk_is_read_twice(saved: Path, tmp_path: Path) -> None:
+    with open_checkpoint(saved) as reader:
+        reshard_checkpoint(reader, tmp_path / "out", 4)
+        stored = sum(array.file_bytes for array in reader.arrays.values())
+        # Where a new shard begins inside a stored chunk, that chunk is read for both; these arrays have few chunks.
+        assert reader.read_bytes < 1.5 * stored
+
+
+def test_a_tag_that_is_there_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-00000060' already: name another folder"):
+        reshard_command(saved, saved.parent, 2)
+    with pytest.raises(UsageError, match="at least 1"):
+        reshard_command(saved, tmp_path / "out", 0)
+
+
+def test_a_damaged_checkpoint_is_not_resharded(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", arrays)
+    shard = path / "model/w/c.0.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(8000)
+        file.write(b"x")
+    with pytest.raises(CorruptionError, match="'model/w'"):
+        reshard_command(path, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync", "sync_folder", "rename", "write_small", "make_folder"])
+def test_a_failure_leaves_nothing_and_is_told(kind: Any, saved: Path, tmp_path: Path) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, first=2, pattern=f"{tmp_path}/*", error_number=errno.EIO),))
+    with (
+        open_resources(files=files) as resources,
+        open_checkpoint(saved, resources=resources) as reader,
+        pytest.raises(StorageError, match="Input/output error"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+
+
+def test_no_room_is_said_before_anything_is_written(saved: Path, tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        def free_bytes(self, path: str | Path) -> int:
+            return 1000
+
+    with (
+        open_resources(files=Full()) as resources,
+        open_checkpoint(saved, resources=resources) as reader,
+        pytest.raises(DiskFullError, match="only 1000 are free"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)
+
+
+# -- reading ahead --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_reading_ahead_gives_every_piece(saved: Path, arrays: dict[str, Array], data: st.DataObject) -> None:
+    names = data.draw(st.permutations(["model/w", "model/b", "model/long.rows", "optimizer/exp_avg/w"]))
+    ranges = []
+    for name in names:
+        first = data.draw(st.integers(0, arrays[name].size - 1))
+        ranges.append((name, first, data.draw(st.integers(first + 1, arrays[name].size))))
+    memory_bytes, depth = data.draw(st.sampled_from([1, 600_000, 16_000_000])), data.draw(st.integers(1, 3))
+    step = data.draw(st.integers(20_000, 500_000))
+    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=memory_bytes, depth=depth) as ahead:
+        for name, first, stop in ranges:
+            for low in range(first, stop, step):
+                high = min(low + step, stop)
+                out = np.empty(high - low, arrays[name].dtype)
+                ahead.read(name, low, high, out)
+                assert out.tobytes() == arrays[name].reshape(-1)[low:high].tobytes()
+
+
+def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
+    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 10, 20)]) as ahead:
+        for name, first, stop in (("model/w", 0, 5), ("model/w", 15, 25), ("model/b", 0, 1)):
+            with pytest.raises(UsageError, match="in none of the ranges"):
+                ahead.read(name, first, stop, np.empty((stop - first) * 4, np.uint8))
+
+
+def test_reading_ahead_gives_an_element_once_and_says_so(saved: Path) -> None:
+    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1) as ahead:
+        out = np.empty(1003 * 301, np.float32)
+        ahead.read("model/w", 0, out.size, out)
+        for position in (0, 1000, out.size - 1):
+            with pytest.raises(UsageError, match="not in memory"):
+                ahead.read("model/w", position, position + 1, np.empty(1, np.float32))
+
+
+def test_reading_ahead_without_memory_for_a_buffer_is_an_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(nbytes: int) -> np.ndarray:
+        raise MemoryError(nbytes)
+
+    with open_checkpoint(saved) as reader:
+        monkeypatch.setattr("zstore.io.buffers.make_slab", no_memory)
+        with ReadAhead(reader, [("model/w", 0, 1003 * 301)]) as ahead, pytest.raises(MemoryError):
+            ahead.take()
+
+
+@pytest.mark.parametrize("last", [1, 2, 5])
+def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
+    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
+    with open_checkpoint(saved) as reader:
+        for _ in range(10):
+            used: list[Span] = []
+
+            def use(span: Span, used: list[Span] = used) -> None:
+                used.append(span)
+                if len(used) == last:
+                    raise ArithmeticError
+
+            with pytest.raises(ArithmeticError):
+                use_spans(reader, ranges, use, "test-use")
+
+
+def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Span] = []
+
+    class CountedSpan(Span):
+        def __init__(self, *fields: Any) -> None:
+            super().__init__(*fields)
+            made.append(self)
+
+    monkeypatch.setattr(ahead_module, "Span", CountedSpan)
+    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
+    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=1, depth=2) as ahead:
+        span = ahead.take()
+        assert span is not None
+        assert len(made) <= 3  # two begun, and the next
+        ahead.release(span)
+        while (span := ahead.take()) is not None:
+            ahead.release(span)
+    assert len(made) > 10
+    assert sum(span.nbytes for span in made) == 4 * 1003 * 301 + 2 * 1_200_000
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_file_bytes_of_an_array_are_those_of_its_files(saved: Path, tmp_path: Path, world_size: int) -> None:
+    with open_checkpoint(saved) as reader:
+        path = reshard_checkpoint(reader, tmp_path, world_size)
+    with open_checkpoint(path) as reader:
+        for array in reader.arrays.values():
+            found = sum(file.stat().st_size for file in (path / array.folder).glob("c.*"))
+            assert array.file_bytes == found
+
+
+def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:
+    with open_checkpoint(saved) as reader:
+        ahead = ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1, depth=1)
+        assert ahead.take() is not None
+        ahead.close()
+        with pytest.raises(UsageError, match="closed"):
+            ahead.take()
+
+
+def test_a_span_that_is_waited_for_is_the_same_when_others_were_used_up(saved: Path, arrays: dict[str, Array]) -> None:
+    waiting, may_read = threading.Event(), threading.Event()
+
+    class Ahead(ReadAhead):
+        def _wait_for(self, span: Any) -> None:
+            if span.first:
+                waiting.set()
+            super()._wait_for(span)
+
+    with open_checkpoint(saved) as reader:
+        read, first = reader.read, reader.arrays["model/w"].grid.chunk_numel
+
+        def read_late(name: str, low: int, high: int, out: Array) -> None:
+            if low:
+                may_read.wait()
+            read(name, low, high, out)
+
+        reader.read = read_late  # type: ignore[method-assign,assignment]
+        out, second = np.empty(first, np.float32), np.empty(5, np.float32)
+        with Ahead(reader, [("model/w", 0, 2 * first)], memory_bytes=1, depth=2) as ahead:
+            thread = threading.Thread(target=ahead.read, args=("model/w", first, first + 5, second))
+            thread.start()
+            waiting.wait()
+            ahead.read("model/w", 0, first, out)
+            may_read.set()
+            thread.join()
+    flat = arrays["model/w"].reshape(-1)
+    assert np.array_equal(out, flat[:first])
+    assert np.array_equal(second, flat[first : first + 5])

@@ -1,0 +1,150 @@
+"""One checkpoint has one size: `inspect`, `ls`, `prune` and `reshard` give the same number the same name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.source import ReadStatistics
+from zstore.sizes import format_bytes
+from zstore.tools.inspect import inspect_command
+from zstore.tools.ls import ls_command
+from zstore.tools.opening import Common
+from zstore.tools.prune import prune_folder
+from zstore.tools.reshard import reshard_command
+
+URL = "memory://bucket/run"
+WHY = "chunks are read whole, with their checksums and padding"
+JSON = Common(json=True)
+ARRAYS = {"model/w": np.ones((1000, 300), np.float32), "model/b": np.zeros(77, np.float32)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """Two checkpoints, of which the later one links a file of the first."""
+    first = save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
+    second = save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=2)
+    (second / "model/w/c.0.0").unlink()
+    os.link(first / "model/w/c.0.0", second / "model/w/c.0.0")
+    memory = fsspec.filesystem("memory")
+    yield tmp_path / "run"
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("place", ["folder", "url"])
+def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    location: str | Path = run
+    if place == "url":
+        fsspec.filesystem("memory").put(str(run), "/bucket/run", recursive=True)
+        location = URL
+    size = bytes_of(run / "step-00000002")
+    inspect_command(location, JSON)
+    assert told(capsys)["checkpoint"]["size_bytes"] == size
+    ls_command(location, JSON)
+    assert told(capsys)["checkpoints"][1]["size_bytes"] == size
+    prune_folder(location, Keep(last=2), dry_run=True, common=JSON)
+    assert told(capsys)["checkpoints"][1]["size_bytes"] == size
+    # In words, too.
+    inspect_command(location)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"  on disk      {format_bytes(size)} in ") for line in lines)
+    ls_command(location)
+    printed = capsys.readouterr().out
+    assert "on disk" in printed.splitlines()[1]
+    assert format_bytes(size) in printed
+    prune_folder(location, Keep(last=2), dry_run=True)
+    assert f"{format_bytes(size)} on disk  keep (last)" in capsys.readouterr().out
+
+
+def test_inspect_names_each_of_its_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tag = run / "step-00000002"
+    shards = [path for path in tag.rglob("c.*") if path.is_file()]
+    num_files = sum(path.is_file() for path in tag.rglob("*"))
+    inspect_command(run)
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith(str(tag))]
+    assert lines[start : start + 4] == [
+        f"{tag}: step 2, 2 ranks, 2 arrays",
+        f"  array data   {format_bytes(sum(array.nbytes for array in ARRAYS.values()))}",
+        f"  shard files  {format_bytes(sum(map(os.path.getsize, shards)))} in {len(shards)} files, with checksums and padding",
+        f"  on disk      {format_bytes(bytes_of(tag))} in {num_files} files, metadata included",
+    ]
+
+
+def test_prune_and_ls_say_what_is_freed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    linked = os.path.getsize(run / "step-00000001/model/w/c.0.0")
+    freed = bytes_of(run / "step-00000001") - linked
+    ls_command(run, JSON)
+    assert told(capsys)["checkpoints"][0]["freed_bytes"] == freed
+    prune_folder(run, Keep(last=1), dry_run=True, common=JSON)
+    assert told(capsys)["freed_bytes"] == freed
+    prune_folder(run, Keep(last=1))
+    plan = capsys.readouterr().out.splitlines()[0]
+    assert plan == (
+        f"plan: remove 1 of 2 checkpoints ({format_bytes(freed + linked)} on disk), which frees {format_bytes(freed)}: files "
+        "that other checkpoints or a run share stay"
+    )
+    assert "frees" not in _first_line_of_a_plan_that_removes_nothing(run, capsys)
+
+
+def _first_line_of_a_plan_that_removes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    prune_folder(run, Keep(last=1), dry_run=True)
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_reshard_says_the_size_that_inspect_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reshard_command(run, tmp_path / "out", 3) == 0
+    lines = capsys.readouterr().err.splitlines()
+    written = tmp_path / "out/step-00000002"
+    size, files = bytes_of(written), sum(path.is_file() for path in written.rglob("*"))
+    assert f"wrote {written} for 3 ranks: {format_bytes(size)} on disk in {files} files" in lines
+    array_data = sum(array.nbytes for array in ARRAYS.values())
+    assert (
+        lines[0]
+        == f"plan: 2 arrays, {format_bytes(array_data)} of array data, from 2 to 3 ranks, into {tmp_path / 'out'}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reading", "text"),
+    [
+        (
+            ReadStatistics(read_bytes=1_050_000, asked_bytes=1_000_000, requests=0),
+            f"read 1.05 MB for 1.00 MB of array data: 5 % more than needed, since {WHY}",
+        ),
+        (
+            ReadStatistics(read_bytes=2_360_000, asked_bytes=1_000_000, requests=7),
+            f"read 2.36 MB for 1.00 MB of array data in 7 requests: 2.4 times what is needed, since {WHY}, and metadata",
+        ),
+        (
+            ReadStatistics(read_bytes=800_000, asked_bytes=1_000_000, requests=0),
+            "read 800.00 kB for 1.00 MB of array data: 20 % less, since chunks are compressed",
+        ),
+        (
+            ReadStatistics(read_bytes=1_001_000, asked_bytes=1_000_000, requests=0),
+            "read 1.00 MB for 1.00 MB of array data",
+        ),
+        (ReadStatistics(read_bytes=4_000, asked_bytes=0, requests=1), "read 4.00 kB in 1 request"),
+    ],
+)
+def test_what_is_read_beyond_the_data_is_said_in_plain_words(reading: ReadStatistics, text: str) -> None:
+    assert reading.text() == text

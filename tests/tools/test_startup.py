@@ -1,0 +1,86 @@
+"""What commands on checkpoints load, and what their start takes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.runs import make_config, start, step
+
+LOADED = """
+import json, sys
+sys.argv = ["zstore", *sys.argv[1:]]
+from zstore.tools.cli import app
+try:
+    app()
+except SystemExit as end:
+    assert not end.code, end
+print(json.dumps(sorted(sys.modules)))
+"""
+HEAVY = {"torch", "asyncio", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
+UNUSED = {
+    "zstore.store",
+    "zstore.store.tiers",
+    "zstore.store.stream",
+    "zstore.engine",
+    "zstore.checkpoint.save",
+    "zstore.remote.folder",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with start(make_config()) as engine:
+        step(engine)
+        engine.save_checkpoint(str(folder))
+    return folder
+
+
+def loaded(*words: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *words], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect"])
+def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, saved: Path) -> None:
+    modules = loaded(command, str(saved))
+    assert modules & (HEAVY | UNUSED) == set()
+    assert "zstore.checkpoint.catalog" in modules
+
+
+def test_help_loads_no_arrays() -> None:
+    modules = loaded("--help")
+    assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()
+
+
+def test_the_help_of_a_command_loads_nothing_that_draws() -> None:
+    modules = loaded("inspect", "--help")
+    assert modules & (HEAVY | {"rich.console", "rich.table", "rich.markdown"}) == set()
+
+
+def processor_s(*words: str) -> float:
+    """The least processor time of a process of Python, of three."""
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, *words], capture_output=True, check=False, timeout=100)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(taken)
+
+
+def test_commands_start_in_little_more_than_what_they_stand_on(saved: Path) -> None:
+    """A quiet machine takes under 0.6 s; here by the time of what each cannot do without, for machines differ."""
+    base_s = processor_s("-c", "import numpy, typer, pydantic, rich.console")
+    for words in (["--help"], ["inspect", "--help"], ["ls", str(saved)], ["inspect", str(saved)]):
+        assert processor_s("-m", "zstore", *words) < 2.5 * base_s + 0.1, words

@@ -1,0 +1,263 @@
+"""`zstore train`: steps, metrics, saves and resumes, as a user gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import warm
+from tests.tools.train_runs import config_file, options, rows
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigError,
+    UsageError,
+)
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
+
+FIELDS = (
+    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
+    "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes", "links",
+)  # fmt: skip
+
+
+def zstore(*words: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "zstore", *map(str, words)]
+    return warm.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, text: Path) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(nvme)}
+    disk = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
+    whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
+    train_command(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
+    train_command(
+        options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}:step-00000002", metrics=again, seq_len=None)
+    )
+    first, second = rows(whole), rows(again)
+    assert [row["step"] for row in first] == [1, 2, 3, 4]
+    assert [row["step"] for row in second] == [3, 4]
+    for name in ("loss", "lr", "grad_norm"):
+        assert [row[name] for row in first[2:]] == [row[name] for row in second]
+    assert all(tuple(row) == FIELDS for row in first)
+    assert first[1]["disk_read_bytes"] > 0 < first[1]["disk_write_bytes"]
+    assert first[0]["peak_memory_bytes"] > 10**8
+    for row in first:
+        assert row["links"]["disk_read"]["bytes"] == row["disk_read_bytes"]
+        assert set(row["links"]["disk_read"]["stall_s"]) <= {"not read yet", "no free buffer"}
+
+
+def test_a_killed_run_goes_on_at_its_last_finished_step(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
+    config = config_file(tmp_path, **zero, zstore={"durability": "step"})
+    words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
+    words += ["--save", tmp_path / "run", "--metrics", tmp_path / "killed.jsonl"]
+    with warm.Popen([sys.executable, "-m", "zstore", "train", *map(str, words)]) as process:
+        deadline = time.monotonic() + 100
+        while not (path := tmp_path / "killed.jsonl").exists() or path.read_text().count("\n") < 3:
+            assert not warm.ends_within(process, 0.01)
+            assert time.monotonic() < deadline
+        process.kill()
+    finished = path.read_text().count("\n")
+    resumed = {"save": tmp_path / "run", "resume": "auto", "metrics": again, "seq_len": None}
+    train_command(options(tmp_path, text, config, **resumed, steps=finished + 2))
+    train_command(options(tmp_path, text, config_file(tmp_path, **zero), metrics=whole, steps=finished + 2))
+    # It goes on after the last step, or the one before it where that one's snapshot was under way.
+    assert finished <= rows(again)[0]["step"] <= finished + 2
+    for name in ("step", "loss", "lr", "grad_norm"):
+        assert [row[name] for row in rows(whole)][-len(rows(again)) :] == [row[name] for row in rows(again)]
+    # Its last step was saved: nothing else is needed.
+    assert [path.name for path in (tmp_path / "nvme" / "zstore-run" / "steps").iterdir()] == ["latest"]
+
+
+def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path, zero_optimization={"stage": 3})
+    arguments = ["--config", config, "--data", text, "--model", "gpt-tiny", "--seq-len", 16]
+    done = zstore("train", *arguments, "--steps", 4, "--save", tmp_path / "run", "--save-every", 2, "--nproc", 2,
+                  "--metrics", tmp_path / "two.jsonl")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("save stall") == 2
+    train_command(
+        options(tmp_path, text, config, resume=f"{tmp_path / 'run'}:step-00000002", metrics=tmp_path / "one.jsonl")
+    )
+    two, one = rows(tmp_path / "two.jsonl"), rows(tmp_path / "one.jsonl")
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two[2:]], abs=0.02)
+    assert open_checkpoint(tmp_path / "run").record.world_size == 2
+
+
+def test_a_failure_on_every_rank_is_told_once_and_once_more_by_the_launcher(tmp_path: Path, text: Path) -> None:
+    config = config_file(
+        tmp_path,
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "none")}},
+    )
+    done = zstore("train", "--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 1, "--nproc", 2)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "zstore: ranks 0, 1: nvme_path: expected an existing folder; make it on the drive to use "
+        f"(path={tmp_path / 'none'})\nzstore: training failed on ranks 0, 1; see the error above\n"
+    )
+
+
+def test_keep_leaves_the_newest_checkpoints(tmp_path: Path, text: Path) -> None:
+    train_command(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", save_every=1, keep=2))
+    tags = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert [tag for tag in tags if tag.startswith("step-")] == ["step-00000003", "step-00000004"]
+
+
+def test_resume_auto_starts_fresh_where_nothing_is_and_goes_on_where_something_is(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    metrics = tmp_path / "m.jsonl"
+    for steps in (2, 4):
+        train_command(
+            options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=steps, metrics=metrics)
+        )
+    assert [row["step"] for row in rows(metrics)] == [1, 2, 3, 4]
+
+
+def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Path, text: Path) -> None:
+    config, metrics, run = config_file(tmp_path), tmp_path / "m.jsonl", tmp_path / "run"
+    train_command(options(tmp_path, text, config, save=str(run), save_every=2))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(CheckpointExistsError, match=r"step-00000002 and 1 more of another run.*--resume auto.*prune"):
+        train_command(options(tmp_path, text, config, save=str(run), metrics=metrics))
+    elsewhere = f"{tmp_path / 'other'}:step-00000001"
+    train_command(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
+    with pytest.raises(CheckpointExistsError, match="step-00000002 and 1 more of another run"):
+        train_command(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
+    assert not metrics.exists()  # nothing was trained
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    # Where no name is met, two runs may share a folder; and a run may go back and write its own again.
+    train_command(options(tmp_path, text, config, save=str(run), steps=1))
+    train_command(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000002", "step-00000004"]
+
+
+def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    config = config_file(
+        tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2}}
+    )
+    train_command(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
+    assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
+
+
+def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    params = {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": "auto"}
+    config = config_file(tmp_path, scheduler={"type": "WarmupDecayLR", "params": params})
+    train_command(options(tmp_path, text, config, steps=6, metrics=metrics))
+    assert [row["lr"] for row in rows(metrics)] == pytest.approx([0, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    metrics = tmp_path / "m.jsonl"
+    (folder / "tokenizer_config.json").write_text("{}")
+    run = tmp_path / "run"
+    more = {"model": str(folder), "metrics": metrics, "lr": 1e-2, "steps": 8, "save": run}
+    train_command(options(tmp_path, text, config_file(tmp_path), **more))
+    assert rows(metrics)[-1]["loss"] < rows(metrics)[0]["loss"] < 6
+    assert consolidate_command(run, tmp_path / "weights", "fp32", 10**9, "error") in (0, None)
+    assert (tmp_path / "weights" / "tokenizer_config.json").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    with open_checkpoint(run) as reader:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach(), torch.from_numpy(reader.read_array(f"model/{name}"))), name
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"save_every": 2}, UsageError, "--save-every needs --save"),
+        ({"resume": "auto"}, UsageError, "--save DIR"),
+        ({"resume": "/nowhere"}, CheckpointNotFoundError, "/nowhere"),
+        ({"config": Path("/nowhere.json")}, ConfigError, "/nowhere.json"),
+        ({"data": Path("/nowhere")}, ConfigError, "/nowhere"),
+        ({"model": "gpt-smal"}, ConfigError, "gpt-small"),
+        ({"seq_len": 10**6}, ConfigError, "--seq-len"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_made(
+    tmp_path: Path, text: Path, more: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train_command(options(tmp_path, text, **({"config": config_file(tmp_path), "save": None} | more)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    train_command(options(tmp_path, text, config, save=tmp_path / "run", steps=1, seed=1))
+    for more in ({"seed": 2, "seq_len": None}, {"seq_len": 32}):
+        with pytest.raises(CheckpointMismatchError, match="order of its data"):
+            train_command(options(tmp_path, text, config, resume=str(tmp_path / "run"), **more))
+
+
+def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)
+    words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
+    command = [
+        sys.executable,
+        "-m",
+        "zstore",
+        "train",
+        *words,
+        "--save",
+        tmp_path / "run",
+        "--save-every",
+        1,
+        "--keep",
+        2,
+    ]
+    with warm.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 3: save stall" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, rest
+    with open_checkpoint(tmp_path / "run") as reader:
+        assert reader.record.step >= 2
+        assert verify_checkpoint(reader) == []
+    train_command(options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=reader.record.step + 1))
+
+
+@pytest.mark.parametrize(("device", "value"), [("nvme", "passive"), ("none", None)])
+def test_with_offload_the_threads_of_torch_leave_the_cores_to_others_as_they_wait(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, device: str, value: str | None
+) -> None:
+    for name in OFFLOAD_ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    (tmp_path / "nvme").mkdir()
+    offload = {"device": device, "nvme_path": str(tmp_path / "nvme")}
+    config = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
+    train_command(options(tmp_path, text, config, steps=1))
+    assert os.environ.get("OMP_WAIT_POLICY") == value
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    train_command(options(tmp_path, text, config, steps=1))
+    assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own stays

@@ -1,0 +1,188 @@
+"""Commands on a URL say what they say of the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import zstore
+from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from zstore.remote.folder import open_folder
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.diff import diff_command
+from zstore.tools.inspect import inspect_command
+from zstore.tools.ls import ls_command
+from zstore.tools.opening import Common
+from zstore.tools.prune import prune_folder
+from zstore.tools.reshard import reshard_command
+from zstore.tools.verify import verify_command
+
+ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "model/b": np.zeros(77, np.float32)}
+JSON = Common(json=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
+    save_arrays(tmp_path / "run", ARRAYS | {"model/b": np.ones(77, np.float32)}, world_size=2, step=2)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def url(run: Path) -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    fs.put(str(run), "/bucket/run", recursive=True)
+    yield "memory://bucket/run"
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_ls_lists_sizes(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ls_command(run, JSON)
+    here = told(capsys)["checkpoints"]
+    assert ls_command(url, JSON) == 0
+    there = told(capsys)["checkpoints"]
+    assert [entry["path"] for entry in there] == [f"{url}/step-00000001", f"{url}/step-00000002"]
+    for ours, theirs in zip(here, there, strict=True):
+        same = ("tag", "step", "world_size", "committed_ns", "size_bytes", "newest")
+        assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+        assert (theirs["shared_bytes"], theirs["freed_bytes"]) == (0, theirs["size_bytes"])
+    with pytest.raises(CheckpointNotFoundError):
+        ls_command("memory://bucket/other")
+
+
+def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_command(run, JSON, stats=True)
+    here = told(capsys)
+    assert inspect_command(url, JSON, stats=True) == 0
+    there = told(capsys)
+    assert there["arrays"] == here["arrays"]
+    assert there["checkpoint"] | {"path": ""} == here["checkpoint"] | {"path": ""}
+    assert verify_command(url, JSON) == 0
+    assert told(capsys)["faults"] == []
+
+
+def test_diff_compares_across_places_by_checksums(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff_command(run, url, common=JSON) == 0
+    assert told(capsys)["bytes"] == 0
+    assert diff_command(run / "step-00000001", url, values=True, common=JSON) == 1
+    (entry,) = told(capsys)["arrays"]
+    assert (entry["name"], entry["changed"], entry["max_abs"]) == ("model/b", 77, 1.0)
+
+
+@pytest.mark.parametrize("command", ["inspect --stats", "verify", "diff --values"])
+def test_what_was_read_for_what_was_asked_is_told(
+    command: str, run: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(common: Common) -> int:
+        if command == "diff --values":
+            return diff_command(f"{url}/step-00000001", url, values=True, common=common)
+        return verify_command(url, common) if command == "verify" else inspect_command(url, common, stats=True)
+
+    assert call(Common()) == (command == "diff --values")
+    text = capsys.readouterr().err
+    line = re.search(r"read [\d.]+ [kM]B.* in (\d+) requests", text)
+    assert line
+    # Of a verification everything is needed.
+    assert ("needed, since chunks are read whole" in text) == (command != "verify")
+    call(JSON)
+    found = told(capsys)
+    # Of both checkpoints together.
+    asked = 2 * 77 * 4 if command == "diff --values" else sum(array.nbytes for array in ARRAYS.values())
+    assert found["asked_bytes"] == asked
+    assert found["read_bytes"] > asked
+    assert found["requests"] == int(line[1]) > 3
+
+
+def test_verify_tells_it_of_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_command(run, JSON) == 0
+    found = told(capsys)
+    with open_checkpoint(run) as reader:
+        assert found["read_bytes"] == found["bytes"] == sum(array.file_bytes for array in reader.arrays.values())
+    assert (found["asked_bytes"], found["requests"]) == (sum(array.nbytes for array in ARRAYS.values()), 0)
+
+
+@pytest.mark.parametrize(
+    ("maker", "file"),
+    [
+        ("torch.distributed.checkpoint", ".metadata"),
+        ("DeepSpeed", "mp_rank_00_model_states.pt"),
+        ("DeepSpeed", "global_step10/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("DeepSpeed", "zero_to_fp32.py"),
+        ("Hugging Face", "model.safetensors"),
+    ],
+)
+def test_other_softwares_checkpoints_behind_urls_are_refused_by_name(
+    maker: str, file: str, url: str, tmp_path: Path
+) -> None:
+    fsspec.filesystem("memory").pipe_file(f"/bucket/theirs/{file}", b"x")
+    theirs, out = "memory://bucket/theirs", tmp_path / "out"
+    text = f"looks like a checkpoint of {maker}: .* Copy it to a local folder"
+    for call in (
+        lambda: inspect_command(theirs),
+        lambda: ls_command(theirs),
+        lambda: verify_command(theirs),
+        lambda: diff_command(url, theirs),
+        lambda: consolidate_command(theirs, out, "fp32", 10**9, "error"),
+        lambda: reshard_command(theirs, out),
+        lambda: convert_command(theirs, out, ConvertOptions()),
+        lambda: zstore.open_checkpoint(theirs),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=text):
+            call()
+    with pytest.raises(UsageError, match=f"removes only checkpoints of zstore: .* looks like one of {maker}"):
+        prune_folder(theirs, Keep())
+
+
+def test_an_unfinished_upload_is_not_taken_for_other_softwares(url: str) -> None:
+    fsspec.filesystem("memory").pipe_file("/bucket/half/global_step10/zarr.json", b"x")
+    with pytest.raises(CheckpointNotFoundError):
+        inspect_command("memory://bucket/half")
+
+
+def test_prune_of_other_softwares_folder_says_whose_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UsageError, match="looks like one of Hugging Face"):
+        prune_folder(tmp_path, Keep())
+
+
+@pytest.mark.parametrize(("out", "world_size"), [(None, None), (None, 3), ("out", None), ("out", 3)], ids=str)
+def test_a_resharded_checkpoint_that_is_uploaded_is_found_where_json_says(
+    out: str | None, world_size: int | None, run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = None if out is None else tmp_path / out
+    to = "memory://bucket/again"
+    assert reshard_command(run, target, world_size, to=to, common=JSON) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["url"] == f"{to}/step-00000002"
+    with open_checkpoint(open_folder(to)) as reader:
+        assert reader.record.world_size == (world_size or 2)
+    if target is not None:
+        assert found["path"] == str(target / "step-00000002")
+        assert Path(found["path"]).is_dir()
+    else:  # where it was in between is of no use to anybody
+        assert found["path"] == (None if world_size else str(run / "step-00000002"))
+        assert "zstore-reshard-" not in printed.err + printed.out
+
+
+def test_consolidate_reads_from_there(url: str, tmp_path: Path) -> None:
+    assert consolidate_command(url, tmp_path / "out", "fp32", 10**9, "error") == 0
+    assert np.array_equal(load_file(tmp_path / "out/model.safetensors")["w"], ARRAYS["model/w"])
