@@ -19,10 +19,10 @@ import pytest
 
 from tests.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.checkpoint.commit import Committer
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError

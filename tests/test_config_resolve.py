@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.retention import Keep
 from zstore.engine.config import (
     BatchSizes,
     Config,

@@ -24,9 +24,9 @@ from tests.checkpoints import World, open_world, save_arrays, wait_all
 from tests.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.names import new_save_id, parse_own_name
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     BudgetError,

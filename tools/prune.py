@@ -12,8 +12,7 @@ import typer
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.folder import Folder
-from zstore.checkpoint.keep import Keep
-from zstore.checkpoint.retention import Fate, remove_each, weigh
+from zstore.checkpoint.retention import Fate, Keep, remove_each, weigh
 from zstore.checkpoint.usage import bytes_freed
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.io.files import Files

@@ -35,9 +35,9 @@ from .names import ABORT_FILE, MANIFEST_FOLDER
 from .pieces import Pieces
 from .publish import Publisher
 from .reader import CheckpointReader
-from .request import SaveRequest, SaveSummary, Spare
+from .request import SaveRequest, SaveSummary
 from .retention import retire
-from .spare import lay_aside
+from .reuse import Spare, lay_aside
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ class _Save:
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.spares:
-            self._spare, messages = lay_aside(request, self._metadata_sha256)
+            self._spare, messages = lay_aside(self._files, request.folder, request, self._metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
             self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)

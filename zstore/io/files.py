@@ -290,7 +290,7 @@ class UnsyncedFiles(Files):
     all that is asked, and a power cut only by chance.
 
     Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them. A
-    new file may be there already, in a folder that is used again (`zstore.checkpoint.spare`): it is written anew in
+    new file may be there already, in a folder that is used again (`zstore.checkpoint.reuse`): it is written anew in
     place where it has no other name, and else replaced.
     """
 

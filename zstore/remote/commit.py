@@ -31,7 +31,6 @@ from typing import Any
 
 from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
 from ..checkpoint.format import Record
-from ..checkpoint.keep import Keep
 from ..checkpoint.names import (
     LATEST_FILE,
     LOCK,
@@ -43,7 +42,7 @@ from ..checkpoint.names import (
     parse_own_name,
     tag_folder,
 )
-from ..checkpoint.retention import remove_each, superfluous
+from ..checkpoint.retention import Keep, remove_each, superfluous
 from ..errors import CheckpointError, CheckpointNotFoundError, ZstoreError
 from .folder import RemoteFolder
 
