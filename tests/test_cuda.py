@@ -24,8 +24,8 @@ from tests.reference import Reference
 from tests.test_engine_bits import ADAM, digest, rows_at_rest
 from zstore.engine import Engine
 from zstore.engine.device import CudaStreams
-from zstore.engine.params.tensors import as_torch
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
+from zstore.tensors import as_torch
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
 

@@ -18,7 +18,7 @@ from tests.engine_models import batch, draw_shape, make_net
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.params.record import ParameterRecord
-from zstore.engine.params.tensors import as_torch
+from zstore.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 
 STEPS = 3

@@ -182,7 +182,7 @@ def test_numpy_takes_it_as_an_array() -> None:
     assert np.array_equal(np.asarray(lazy), values)
     assert np.asarray(lazy, dtype=np.float64).dtype == np.float64
     assert np.sum(lazy) == 15
-    with pytest.raises(ValueError, match="without copying"):
+    with pytest.raises(ValueError, match="without a copy"):
         np.array(lazy, copy=False)
 
 

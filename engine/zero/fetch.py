@@ -28,10 +28,10 @@ from zstore.errors import RankError, UsageError
 from zstore.io.buffers import Pool
 from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
+from zstore.tensors import as_torch
 
 from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch
 from .collectives import Bucket, plan_buckets, unpack
 
 Ready = Callable[[Sequence[ParameterRecord]], None]

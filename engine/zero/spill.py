@@ -16,11 +16,11 @@ import torch
 
 from zstore.io.queue import Ticket
 from zstore.store import TensorStore
+from zstore.tensors import as_torch, dtype_name
 
 from ..device import StreamContext, Transfers
 from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch, dtype_name
 from ..plan.needs import SPILL_POOL_BYTES
 from .norm import sum_of_squares
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from zstore.engine.params.tensors import PRECISIONS, dtype_name
+from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
+from zstore.tensors import dtype_name
 
 from ..sample.models import build_model
 

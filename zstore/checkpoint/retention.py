@@ -15,13 +15,10 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointNotFoundError, UsageError
-from ..io.files import Files
-from .catalog import TagInfo, scan
-from .commit import discard
+from .catalog import TagInfo, noting, scan
 from .folder import FolderLike
 from .usage import size_bytes, stored_files
 
@@ -142,21 +139,20 @@ def remove_each(
     """
     messages: list[str] = []
     for info in infos:
-        try:
+        with noting(messages, f"checkpoint {info.tag!r} could not be removed"):
             remove(info)
             removed(info)
-        except OSError as error:
-            messages.append(f"checkpoint {info.tag!r} could not be removed: {error}")
     return messages
 
 
-def superfluous(infos: Sequence[TagInfo], *, keep: Keep, run: str) -> list[TagInfo]:
-    """Return those of `infos` (the oldest first) that run `run` saved and that the rules do not keep."""
-    own = [info for info in infos if info.record.run == run]
-    return [info for info, reasons in zip(own, keep.reasons(own), strict=True) if not reasons]
+def retire(place: FolderLike, *, keep: Keep, run: str, remove: Callable[[TagInfo], None]) -> list[str]:
+    """Remove with `remove` the checkpoints in the folder that run `run` saved and that the rules do not keep.
 
-
-def retire(files: Files, folder: Path, *, keep: Keep, run: str) -> list[str]:
-    """Remove the checkpoints in `folder` that run `run` saved and that the rules do not keep; see `remove_each`."""
-    doomed = superfluous(scan(folder).tags, keep=keep, run=run)
-    return remove_each(doomed, lambda info: discard(files, info.path))
+    Returns a message for each that could not be removed.
+    """
+    messages: list[str] = []
+    with noting(messages, "checkpoints that are not needed any more could not be looked for"):
+        own = [info for info in scan(place).tags if info.record.run == run]
+        doomed = [info for info, reasons in zip(own, keep.reasons(own), strict=True) if not reasons]
+        messages += remove_each(doomed, remove)
+    return messages

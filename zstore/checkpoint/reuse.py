@@ -20,9 +20,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import StorageError, ZstoreError
+from ..errors import StorageError
 from ..io.files import Files
-from .catalog import TagInfo, scan
+from .catalog import TagInfo, noting, scan
 from .commit import discard
 from .format import Manifest, read_json
 from .lock import SaveLock
@@ -105,7 +105,9 @@ class Spare:
             self.lock.release()
 
 
-def lay_aside(files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256: str) -> tuple[Spare | None, list[str]]:
+def make_spare(
+    files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256: str
+) -> tuple[Spare | None, list[str]]:
     """Remove what the run of `plan` committed to `folder` before its newest, and make a spare folder of the last of it.
 
     `metadata_sha256` is that of `plan`. Returns the spare folder, None where no checkpoint has the arrays of `plan`, and
@@ -115,14 +117,12 @@ def lay_aside(files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256:
     spare: Spare | None = None
     own = [info for info in scan(folder).tags if info.record.run == plan.run_id]
     for info in reversed(own[:-1]):
-        try:
+        with noting(messages, f"snapshot {info.tag!r} is not needed any more, but could not be removed"):
             fits = (info.record.metadata_sha256, info.record.world_size) == (metadata_sha256, plan.world_size)
             if spare is None and fits:
                 spare = _strip(files, plan, info)
             else:
                 discard(files, info.path)
-        except (OSError, ZstoreError) as error:
-            messages.append(f"snapshot {info.tag!r} is not needed any more, but could not be removed: {error}")
     return spare, messages
 
 

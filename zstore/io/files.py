@@ -199,7 +199,7 @@ class Files:
 
     def make_folder(self, path: str | Path) -> None:
         """Make the folder and those above it; an existing one is no error."""
-        self._reported("make_folder", "cannot make the folder", path, partial(os.makedirs, path, exist_ok=True))
+        self._reported("make_folder", "cannot create the folder", path, partial(os.makedirs, path, exist_ok=True))
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and all in it; a missing one is no error."""
@@ -226,7 +226,7 @@ class Files:
         try:
             fd = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
-            raise storage_error(error, "cannot make the file", path=name) from error
+            raise storage_error(error, "cannot create the file", path=name) from error
         try:
             file = OpenFile(fd, name, False)
             self.write_from(file, np.frombuffer(data, dtype=np.uint8), 0)
