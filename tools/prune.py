@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -12,13 +13,12 @@ import typer
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.folder import Folder
-from zstore.checkpoint.keep import Keep
-from zstore.checkpoint.retention import Fate, remove_each, weigh
+from zstore.checkpoint.retention import Fate, Keep, remove_each, weigh
 from zstore.checkpoint.usage import bytes_freed
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.io.files import Files
 from zstore.open.sources import folder_of, maker_of
-from zstore.remote.commit import remove_checkpoints
+from zstore.remote.commit import remove_checkpoint
 from zstore.remote.folder import RemoteFolder
 from zstore.sizes import format_bytes
 
@@ -127,10 +127,11 @@ def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
 
 def _remove(place: Folder, doomed: Sequence[Fate], gone: Callable[[TagInfo], None]) -> list[str]:
     """Remove what goes, and return a message for each that could not be removed."""
+    infos = [fate.info for fate in doomed]
     if isinstance(place, RemoteFolder):
-        return remove_checkpoints(place, [fate.info for fate in doomed], gone)
+        return remove_each(infos, partial(remove_checkpoint, place), gone)
     files = Files()
-    return remove_each([fate.info for fate in doomed], lambda info: discard(files, info.path), gone)
+    return remove_each(infos, lambda info: discard(files, info.path), gone)
 
 
 def _lines(fates: list[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:

@@ -19,9 +19,9 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format.arrays import model_array, optimizer_array
 from zstore.format.partition import BITS
+from zstore.tensors import as_torch
 
 from ..params.record import ParameterRecord, Residency
-from ..params.tensors import as_torch
 from ..runtime.messages import listed
 from ..zero.gradients import WholeGradients, agree_any
 from .full_tensors import Piece, Source, WholeArrays

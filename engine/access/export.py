@@ -17,12 +17,12 @@ from zstore.checkpoint.commit import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.format.arrays import FLOATING, buffer_array, model_array
 from zstore.io.files import Files
+from zstore.tensors import as_numpy, dtype_name
 from zstore.weights.from_checkpoint import DTYPES
 from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files
 from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..build.model import save_config, stored_buffers
-from ..params.tensors import as_numpy, dtype_name
 from .full_tensors import Piece
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format.arrays import model_array
 from zstore.ranks.world import World
+from zstore.tensors import as_torch
 
 from ..build.builder import Builder, Built, find_built
 from ..params.record import ParameterRecord, Residency
-from ..params.tensors import as_torch
 from ..zero.gradients import agree_any
 from .access import Access, live, rows_source
 

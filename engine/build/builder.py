@@ -34,10 +34,10 @@ from zstore.format.partition import make_grid
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 from zstore.store.tiers import LocalShard
+from zstore.tensors import as_bytes, as_torch, dtype_name
 
 from ..optim.state import TierName
 from ..params.record import view_of_one_nan
-from ..params.tensors import as_bytes, as_torch, dtype_name
 from ..runtime.allocator import return_free_memory
 from .guard import BuildingGuard
 

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.ranks.world import World
+from zstore.tensors import dtype_name
 
 from ..config.config import Config, load_config
-from ..params.tensors import dtype_name
 from ..runtime.distributed import init_distributed
 from ..runtime.garbage import CollectorPause
 from ..runtime.messages import show_messages

@@ -24,11 +24,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.ranks.world import World
+from zstore.tensors import as_numpy
 from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config.config import load_config
 from ..params.record import named_parameters
-from ..params.tensors import as_numpy
 from ..runtime.allocator import return_free_memory
 from ..runtime.distributed import init_distributed
 from ..runtime.messages import listed, show_messages

@@ -19,9 +19,9 @@ import torch
 from zstore.checkpoint.format import encode_state
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, client_array
+from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..optim.client_step import STATE_KEY
-from ..params.tensors import as_numpy, as_torch, dtype_name
 from .untrusted import understood
 
 ClientValues = Mapping[str, Any] | Namespace

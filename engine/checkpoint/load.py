@@ -33,9 +33,9 @@ from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
 from zstore.store.tiers import LocalShard
+from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..build.model import stored_buffers
-from ..params.tensors import as_numpy, as_torch, dtype_name
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .destinations import reading_text

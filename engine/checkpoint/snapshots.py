@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.names import step_tag
-from zstore.checkpoint.request import SaveRequest, Spare
-from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint.request import SaveRequest
+from zstore.checkpoint.retention import Keep
+from zstore.checkpoint.reuse import KnownFile, Spare
 from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import ConfigError, StorageError
 from zstore.io.files import UnsyncedFiles

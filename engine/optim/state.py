@@ -20,11 +20,11 @@ from zstore.format.partition import BITS, Grid, grid_in_checkpoint
 from zstore.store import TensorStore
 from zstore.store.store import ModeName
 from zstore.store.stream import Tile
+from zstore.tensors import as_torch
 
 from ..device import Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch
 from ..plan.plan import Placement
 from .kernel import Kernel, Scalars
 from .split_master import join_master, split_master

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from zstore.store.stream import Tile
+from zstore.tensors import as_torch
 
 from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch
 from .kernel import ParameterStep
 from .state import OptimizerState
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from zstore.errors import UsageError
 from zstore.format.arrays import Bytes
 from zstore.format.partition import Grid
-from zstore.io.pool import Crew
+from zstore.io.pool import Workers
 from zstore.io.queue import Priority, Ticket
 from zstore.io.shards import IoResources, ShardSummary
 from zstore.store import TensorStore
@@ -60,7 +60,7 @@ class Updater:
     def __init__(self, store: TensorStore, transfers: Transfers) -> None:
         self._store = store
         self._transfers = transfers
-        self._crew: Crew | None = None
+        self._crew: Workers | None = None
         self._changed = threading.Condition()
         self._pending: dict[ParameterRecord, list[LatePin]] = {}
         """Records whose update is not done, and the pins that wait for it."""
@@ -81,7 +81,7 @@ class Updater:
         if self._crew is None:
             # Of daemon threads: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
-            self._crew = Crew(1, "zstore-update")
+            self._crew = Workers(1, "zstore-update")
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)

@@ -25,9 +25,9 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, model_array
 from zstore.format.partition import Grid, make_grid
+from zstore.tensors import dtype_name
 
 from ..runtime.allocator import advise_huge_pages
-from .tensors import dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from zstore.format.arrays import ArraySpec, model_array
 from zstore.format.partition import make_grid, round_up
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store import StoreOptions
+from zstore.tensors import dtype_name
 
 from ..config.config import Config
 from ..params.gradient_types import GradientTypes
 from ..params.record import Sharding, named_parameters
-from ..params.tensors import PRECISIONS, dtype_name
+from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
 from .plan import Need, PlacementSettings
 from .schedule import PrefetchLimits, count_fetches

@@ -25,14 +25,14 @@ import torch
 
 from zstore.errors import RankError, UsageError
 from zstore.io.buffers import Pool
-from zstore.io.pool import Crew
+from zstore.io.pool import Workers
 from zstore.io.queue import Ticket
 from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
+from zstore.tensors import as_torch
 
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch
 from .collectives import Bucket, plan_buckets, unpack
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
@@ -63,7 +63,7 @@ class RowReader:
         self._store = store
         self._pool = pool
         self._transfers = transfers
-        self._crew: Crew | None = None
+        self._crew: Workers | None = None
         self._context = transfers.stream_context()
         self.ready: Ready = _nothing
         self.read_bytes = 0
@@ -73,7 +73,7 @@ class RowReader:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
         if self._crew is None:
-            self._crew, self._context = Crew(1, "zstore-prefetch"), self._transfers.stream_context()
+            self._crew, self._context = Workers(1, "zstore-prefetch"), self._transfers.stream_context()
         reading.ticket = self._crew.submit(partial(self._serve, reading))
         return reading
 

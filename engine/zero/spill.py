@@ -14,14 +14,14 @@ from functools import partial
 
 import torch
 
-from zstore.io.pool import Crew
+from zstore.io.pool import Workers
 from zstore.io.queue import Ticket
 from zstore.store import TensorStore
+from zstore.tensors import as_torch, dtype_name
 
 from ..device import StreamContext, Transfers
 from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
-from ..params.tensors import as_torch, dtype_name
 from ..plan.needs import SPILL_POOL_BYTES
 from .norm import sum_of_squares
 
@@ -43,7 +43,7 @@ class GradientSpill:
         self._transfers = transfers
         self._arrays = arrays
         self._pool = store.make_pool(pool_bytes)
-        self._crew = Crew(1, "zstore-gradients")
+        self._crew = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
         self._squares: dict[ParameterRecord, float] = {}
         """Of the gradients that are there in this step."""

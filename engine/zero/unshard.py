@@ -148,7 +148,7 @@ class ShardedUnits:
 
     def unshard(self, unit: Unit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
-        self._world.place.unit = unit.name
+        self._world.activity.unit = unit.name
         number = self._recorder.begin_use(self._number[unit])
         follows = self._recorder.follows
         ahead, kept = unit in self._ahead, unit in self._kept

@@ -23,7 +23,6 @@ from zstore.checkpoint.format import (
     MAX_JSON_BYTES,
     Manifest,
     Record,
-    ShardEntry,
     decode_state,
     encode_state,
     parse_json,
@@ -33,6 +32,7 @@ from zstore.checkpoint.metadata import array_document, make_documents, parse_arr
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
+from zstore.io.shards import ShardSummary
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -56,7 +56,7 @@ MANIFEST = Manifest(
     rank=1,
     world_size=2,
     outcome="complete",
-    shards=(ShardEntry(array="model/w", shard=1, file_bytes=8192, crcs=(0, 2**32 - 1), linked=True),),
+    shards=(ShardSummary(array="model/w", shard=1, file_bytes=8192, crcs=(0, 2**32 - 1), linked=True),),
     rank_state={"cpu": [1, 2, 3]},
 )
 

@@ -269,7 +269,7 @@ def test_names_may_be_patterns_or_a_list(saved: Path) -> None:
     assert sorted(zstore.load_state_dict(saved, names=["scalar", "mask"])) == ["mask", "scalar"]
     assert zstore.load_state_dict(saved, names=[]) == {}
     with pytest.raises(
-        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 8 names; near it are h.2.weight"
+        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 8 names; close matches: h.2.weight"
     ):
         zstore.load_state_dict(saved, names=["scalar", "h.2.wieght"])
 

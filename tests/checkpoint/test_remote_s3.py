@@ -22,10 +22,10 @@ from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_al
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.remote.folder import open_folder
 from zstore.remote.save import UploadOptions, save_to_url

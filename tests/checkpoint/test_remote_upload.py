@@ -24,9 +24,9 @@ from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_al
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.names import new_save_id, parse_own_name
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     BudgetError,
@@ -42,6 +42,7 @@ from zstore.remote.retries import Retries
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
 from zstore.remote.upload import files_at_a_time, upload_checkpoint
+from zstore.tools import cli
 
 Array = npt.NDArray[Any]
 
@@ -188,6 +189,22 @@ def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_the_local_com
     remote.fs.faults.clear()
     url, _ = upload_checkpoint(remote.local, URL, remote.options)  # as the message says
     assert url == f"{URL}/step-00000001"
+    assert remote.arrays() == content(ARRAYS)
+
+
+def test_the_command_that_a_failed_upload_names_uploads_the_local_checkpoint(
+    remote: Remote, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/zarr.json", times=None, error=unavailable))
+    command = f"zstore reshard {remote.local / 'step-00000001'} --to {URL}"
+    for message in remote.fail(world):
+        assert f"upload it with `{command}`, or remove it" in message
+    remote.fs.faults.clear()
+    options = ["--storage-option", f"folder={remote.options['folder']}"]
+    monkeypatch.setattr("sys.argv", [*command.split(), *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
     assert remote.arrays() == content(ARRAYS)
 
 

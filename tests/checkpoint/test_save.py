@@ -19,10 +19,10 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.checkpoint.commit import Committer
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
@@ -193,7 +193,7 @@ def test_commit_times_grow_though_the_clock_does_not(folder: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_or_written_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match="cannot make the folder"):
+    with pytest.raises(StorageError, match="cannot create the folder"):
         save_arrays(tmp_path / "file" / "ckpt", make_arrays())
 
 
@@ -495,5 +495,5 @@ def test_saving_as_another_user_in_a_read_only_folder_is_an_error_that_says_so(f
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     folder.mkdir(mode=0o555)
-    with pytest.raises(StorageError, match="give one that this user may write"):
+    with pytest.raises(StorageError, match="name one that this user may write to"):
         save_arrays(folder, make_arrays())

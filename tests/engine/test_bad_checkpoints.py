@@ -128,7 +128,7 @@ def test_saving_in_the_middle_of_an_accumulation_is_an_error(engine: Engine, fol
 @pytest.mark.usefixtures("goes_on")
 def test_a_folder_that_cannot_be_written_fails_the_save_alone(engine: Engine, folder: Path) -> None:
     for bad in ("/proc/ckpt", f"{__file__}/ckpt"):
-        with pytest.raises(StorageError, match=f"cannot make the folder.*{bad}"):
+        with pytest.raises(StorageError, match=f"cannot create the folder.*{bad}"):
             engine.save_checkpoint(bad)
     engine.save_checkpoint(str(folder))
     assert whole(folder) == ["step-00000001"]

@@ -18,8 +18,8 @@ from tests.reference import Reference
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)

@@ -24,8 +24,8 @@ from tests.engine.runs import make_config, start
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.device import CudaStreams
-from zstore.engine.params.tensors import as_torch
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
+from zstore.tensors import as_torch
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
 

@@ -24,7 +24,6 @@ from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_s
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.loader import TrainingLoader
 from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
-from zstore.engine.params.tensors import as_numpy, as_torch, dtype_name
 from zstore.engine.params.units import find_units
 from zstore.engine.zero import norm
 from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
@@ -33,6 +32,7 @@ from zstore.engine.zero.norm import norm_of_sums, scale_factor, sum_of_squares, 
 from zstore.errors import UsageError
 from zstore.io.files import Files
 from zstore.ranks.world import World
+from zstore.tensors import as_numpy, as_torch, dtype_name
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

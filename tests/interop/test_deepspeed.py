@@ -17,10 +17,10 @@ from tests.interop.deepspeed_data import CASES, NUMBERS, expected, facts, model_
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
 from zstore.interop.deepspeed import open_deepspeed
 from zstore.open.sources import open_source
+from zstore.tensors import as_torch
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common

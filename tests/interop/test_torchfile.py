@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from zstore.engine.params.tensors import as_torch
 from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.interop.torchfile import TorchTensor, load_torch_file
 from zstore.io.files import Files
+from zstore.tensors import as_torch
 
 FILES = Files(direct=False)
 

@@ -17,7 +17,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.forging import Forge, record_digest, tree_of
 from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint.catalog import scan
-from zstore.checkpoint.folder import PlainFolder, leads_out
+from zstore.checkpoint.folder import LocalFolder, links_elsewhere
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -322,17 +322,17 @@ def test_an_index_that_leads_elsewhere_is_refused(forge: Forge, tmp_path: Path) 
         forge.restore()
 
 
-def test_a_plain_folder_tells_what_is_missing(tmp_path: Path) -> None:
+def test_a_local_folder_tells_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("x")
-    inside = PlainFolder(tmp_path)
-    assert inside.file("a/b") == tmp_path / "a" / "b"
+    inside = LocalFolder(tmp_path)
+    inside.check_file("a/b")
     for name in ("a/c", "c/b", "a/b/c"):
         with pytest.raises((FileNotFoundError, CorruptionError)):
-            inside.file(name)
+            inside.check_file(name)
     with pytest.raises(CorruptionError, match="is not a file"):
-        inside.file("a")
-    assert not leads_out(tmp_path / "a")
+        inside.check_file("a")
+    assert not links_elsewhere(tmp_path / "a")
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

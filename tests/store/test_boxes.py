@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.format.boxes import Box, Run, cut_numel, gather, spans, tiles
+from zstore.format.boxes import Box, Run, cut_numel, flat_ranges, gather, tiles
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_gathering_fills_what_the_box_has(box: Box, data: st.DataObject) -> None
 
 @given(box=boxes(), most=st.integers(1, 50), gap=st.integers(0, 20))
 def test_ranges_to_read_hold_the_box(box: Box, most: int, gap: int) -> None:
-    ranges = spans(box, most, gap)
+    ranges = flat_ranges(box, most, gap)
     assert all(first < stop <= second for (first, stop), (second, _) in pairwise(ranges))
     covered = {e for first, stop in ranges for e in range(first, stop)}
     assert covered >= set(elements(box).tolist())

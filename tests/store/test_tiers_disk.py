@@ -194,7 +194,7 @@ class TestDiskTier(TierContract):
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         for grid, shard in ((make_grid(local.spec.stored_shape, 2), 0), (local.grid, 1)):
-            with pytest.raises(UsageError, match="published with the layout that it has"):
+            with pytest.raises(UsageError, match="can only be published with its own layout"):
                 pin.publish(bench.res, bench.folder / "x", grid, shard, Priority.CHECKPOINT)
         pin.release()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.retention import Keep
 from zstore.errors import CheckpointNotFoundError
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.source import ReadStatistics
 from zstore.sizes import format_bytes
 from zstore.tools.inspect import inspect_command

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.checkpoint.keep import Keep
 from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.retention import Keep
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.remote.folder import open_folder
 from zstore.tools.consolidate import consolidate_command

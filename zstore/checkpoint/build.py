@@ -17,9 +17,9 @@ from typing import Any
 
 from ..errors import CheckpointError, RankError
 from ..io.files import Files
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from .format import COMPLETE, Manifest, Record, ShardEntry, dump_metadata, read_json, sha256
+from .format import COMPLETE, Manifest, Record, dump_metadata, read_json, sha256
 from .metadata import make_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
@@ -73,10 +73,7 @@ class CheckpointBuilder:
             rank=rank,
             world_size=self._plan.world_size,
             outcome=outcome,
-            shards=tuple(
-                ShardEntry(array=s.array, shard=s.shard, file_bytes=s.file_bytes, crcs=s.crcs, linked=s.linked)
-                for s in summaries
-            ),
+            shards=tuple(summaries),
             rank_state=rank_state,
             layout=self._layout if outcome == COMPLETE else "",
         )
@@ -159,12 +156,12 @@ class CheckpointBuilder:
                     "r, so an array has at most as many as there are ranks"
                 )
 
-    def sync_folders(self, crew: Crew) -> None:
+    def sync_folders(self, workers: Workers) -> None:
         """Make all names in the folder durable."""
         # Not by a walk: a folder has a file for each rank.
         folders = [self.folder, self.folder / MANIFEST_FOLDER]
         folders += [self.folder / folder for folder in self._documents if folder]
-        crew.run([partial(self._files.sync_folder, folder) for folder in folders])
+        workers.run([partial(self._files.sync_folder, folder) for folder in folders])
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""
@@ -183,10 +180,10 @@ class CheckpointBuilder:
 
     def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Complete a checkpoint whose shard files and manifests are all there, and return its commit record."""
-        with Crew(4, "zstore-build") as crew:
-            crew.run(self.metadata_tasks())
-            crew.run(self.metadata_syncs())
+        with Workers(4, "zstore-build") as workers:
+            workers.run(self.metadata_tasks())
+            workers.run(self.metadata_syncs())
             self.collect()
             self.check_complete()
-            self.sync_folders(crew)
+            self.sync_folders(workers)
         return self.record(state, training_world_size=training_world_size)

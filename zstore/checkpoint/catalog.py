@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .names import METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
+from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
 
 _MOST_LISTED = 10
 """Tags that a message names."""
@@ -75,7 +77,35 @@ def read_record(place: FolderLike) -> Record:
     Raises FileNotFoundError where there is none, CorruptionError or CheckpointMismatchError where it is not valid.
     """
     folder = folder_at(place)
-    return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.place_of(RECORD_FILE))
+    return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.location_of(RECORD_FILE))
+
+
+def is_committed(place: FolderLike) -> bool:
+    """Return whether a tag's folder has a valid record."""
+    try:
+        read_record(place)
+    except (ZstoreError, OSError):
+        return False
+    return True
+
+
+def stamped(record: Record, place: FolderLike) -> Record:
+    """Return `record` with the time of its commit, later than that of every checkpoint in the folder `place`."""
+    newest = max((info.record.committed_ns for info in scan(place).tags), default=0)
+    return replace(record, committed_ns=max(time.time_ns(), newest + 1))
+
+
+@contextlib.contextmanager
+def noting(messages: list[str], problem: str) -> Iterator[None]:
+    """Do what may fail without harm to a checkpoint: where the block fails, add `problem` and why to `messages`."""
+    try:
+        yield
+    except (OSError, ZstoreError) as error:
+        messages.append(f"{problem}: {error}")
+
+
+NOT_REMOVED = "the checkpoint is committed, but the one it replaced could not be removed"
+NOT_LATEST = f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced"
 
 
 def scan(place: FolderLike) -> Catalog:
@@ -89,7 +119,7 @@ def scan(place: FolderLike) -> Catalog:
     refusals: list[Refusal] = []
     names = [name for name in _entries(folder).folders if _may_be_checkpoint(name)]
     for name, data in zip(names, folder.read_records(names), strict=True):
-        entry = folder.within(name)
+        entry = folder.child(name)
         try:
             info = TagInfo(folder=entry, record=_decoded(data, entry))
         except (ZstoreError, OSError) as error:
@@ -114,13 +144,13 @@ def _may_be_checkpoint(name: str) -> bool:
 def _decoded(data: bytes | Exception, folder: Folder) -> Record:
     if isinstance(data, Exception):
         raise data
-    return Record.decode(data, folder.place_of(RECORD_FILE))
+    return Record.decode(data, folder.location_of(RECORD_FILE))
 
 
 def _open_tag(folder: Folder, name: str) -> TagInfo:
     """Return the checkpoint in the tag's folder `name`; raises what reading its record raises."""
     (data,) = folder.read_records([name])
-    return TagInfo(folder=folder.within(name), record=_decoded(data, folder.within(name)))
+    return TagInfo(folder=folder.child(name), record=_decoded(data, folder.child(name)))
 
 
 def _entries(folder: Folder) -> Entries:
@@ -178,7 +208,7 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     if own is not None and own[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
             f"{folder} belongs to a save that is under way, or was killed: it was never committed; "
-            f"name {folder.parent.within(own[0])} or {folder.parent}"
+            f"name {folder.parent.child(own[0])} or {folder.parent}"
         )
     if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
@@ -241,7 +271,7 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
     Raises CheckpointExistsError where the save would replace something that it may not.
     """
     folder, name = folder_at(place), tag_folder(tag)
-    target = folder.place_of(name)
+    target = folder.location_of(name)
     try:
         existing = find_tag(folder, tag)
     except ZstoreError as error:

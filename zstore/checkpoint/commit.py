@@ -21,15 +21,13 @@ import contextlib
 import errno
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CheckpointExistsError, StorageError, ZstoreError
+from ..errors import CheckpointExistsError, StorageError
 from ..io.files import Files
 from .build import READ_ONLY
-from .catalog import TagInfo, check_tag_is_free, read_record, scan
+from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, noting, stamped
 from .format import Record
 from .lock import SaveLock, owner_is_dead
 from .names import (
@@ -72,7 +70,7 @@ class Committer:
             self._files.make_folder(self.folder)
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise StorageError(
-                "cannot write in the folder: give one that this user may write",
+                "cannot write to the folder: name one that this user may write to",
                 path=str(self.folder),
                 errno=errno.EACCES,
             )
@@ -98,8 +96,7 @@ class Committer:
 
         `record.committed_ns` is set here.
         """
-        newest = max((info.record.committed_ns for info in scan(self.folder).tags), default=0)
-        record = replace(record, committed_ns=max(time.time_ns(), newest + 1))
+        record = stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode())
         os.chmod(path, READ_ONLY)
@@ -119,19 +116,15 @@ class Committer:
     def _tidy(self, replaces: bool, *, moves_latest: bool) -> list[str]:
         """Do what may fail without harm to the checkpoint."""
         messages: list[str] = []
-        try:
+        with noting(messages, NOT_LATEST):
             if moves_latest:
                 hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
                 self._files.write_small(hint, f"{self._tag}\n".encode())
                 self._files.rename(hint, self.folder / LATEST_FILE)
                 self._files.sync_folder(self.folder)
-        except OSError as error:
-            messages.append(f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced: {error}")
-        try:
+        with noting(messages, NOT_REMOVED):
             if replaces:
                 discard(self._files, self._aside)
-        except OSError as error:
-            messages.append(f"the checkpoint is committed, but the one it replaced could not be removed: {error}")
         return messages
 
     def abort(self, reason: str, *, alone: bool) -> None:
@@ -230,23 +223,13 @@ def _sweep_one(files: Files, left: Sequence[tuple[str, str, Path]]) -> list[str]
     messages: list[str] = []
     for kind, name, path in left:
         target = path.with_name(name)
-        try:
-            if kind == SET_ASIDE and not _is_committed(target):
-                if not target.exists() and _is_committed(path):
+        with noting(messages, "what an earlier save left could not be removed"):
+            if kind == SET_ASIDE and not is_committed(target):
+                if not target.exists() and is_committed(path):
                     files.rename(path, target)
                     files.sync_folder(target.parent)
             elif path.is_dir():
                 discard(files, path)
             else:
                 files.unlink(path)
-        except OSError as error:
-            messages.append(f"what an earlier save left could not be removed: {error}")
     return messages
-
-
-def _is_committed(folder: Path) -> bool:
-    try:
-        read_record(folder)
-    except (ZstoreError, OSError):
-        return False
-    return True

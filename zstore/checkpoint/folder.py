@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CorruptionError, UsageError, storage_error
+from ..errors import CorruptionError, storage_error
 from ..io.shards import IoResources
 from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
 from .names import RECORD_FILE
@@ -67,11 +67,11 @@ class Folder(ABC):
         """The folder above."""
 
     @abstractmethod
-    def within(self, name: str) -> Folder:
+    def child(self, name: str) -> Folder:
         """Return the folder `name` in it, which need not be there."""
 
     @abstractmethod
-    def place_of(self, file: str) -> str:
+    def location_of(self, file: str) -> str:
         """Return path or URL of a file in it, as `resources()` and messages take it."""
 
     @abstractmethod
@@ -93,13 +93,14 @@ class Folder(ABC):
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return what `read_small` returns or raises for each of `files`."""
-        found: list[bytes | Exception] = []
-        for file in files:
-            try:
-                found.append(self.read_small(file))
-            except (OSError, ValueError) as error:
-                found.append(error)
-        return found
+        return [self.try_read(file) for file in files]
+
+    def try_read(self, file: str) -> bytes | Exception:
+        """Return what `read_small` returns, or the error that it raises."""
+        try:
+            return self.read_small(file)
+        except (OSError, ValueError) as error:
+            return error
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
         """Return the commit record in each of its folders `names`, or the error of reading it."""
@@ -122,7 +123,7 @@ class Folder(ABC):
 
     @abstractmethod
     def resources(self, res: IoResources) -> IoResources:
-        """Return `res`, made to read this folder's files by the names that `place_of` gives."""
+        """Return `res`, made to read this folder's files by the names that `location_of` gives."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and (self.is_local, self.location) == (other.is_local, other.location)
@@ -134,60 +135,24 @@ class Folder(ABC):
         return self.location
 
 
-class PlainFolder:
-    """The folder `path`, below which only folders and regular files count.
-
-    `path` itself may be a link: its user named it. Usable from several threads.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folders: set[str] = set()
-        """Those below it that are known to be no links."""
-
-    def file(self, inside: str) -> Path:
-        """Return the path of the file `inside`, its parts apart by `/`.
-
-        Raises FileNotFoundError where it is missing, CorruptionError where it, or a folder on the way, is a symbolic link
-        or of another kind.
-        """
-        parent, _, _ = inside.rpartition("/")
-        if parent and parent not in self._folders:
-            parts = parent.split("/")
-            for depth in range(1, len(parts) + 1):
-                self._check("/".join(parts[:depth]), stat.S_ISDIR, "a folder")
-            self._folders.add(parent)
-        self._check(inside, stat.S_ISREG, "a file")
-        return self.path / inside
-
-    def _check(self, inside: str, is_kind: Callable[[int], bool], expected: str) -> None:
-        path = self.path / inside
-        try:
-            mode = os.lstat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(f"{path} is missing") from error
-        except OSError as error:
-            raise storage_error(error, "cannot look at the file", path=str(path)) from error
-        if stat.S_ISLNK(mode):
-            raise CorruptionError(f"{path} is a symbolic link, expected {expected}: it may lead out of the checkpoint")
-        if not is_kind(mode):
-            raise CorruptionError(f"{path} is not {expected}: the checkpoint was changed; restore it from another copy")
-
-
-def leads_out(entry: Path) -> bool:
+def links_elsewhere(entry: Path) -> bool:
     """Tell whether `entry` is a symbolic link to something that is not in the same folder as itself."""
     return entry.is_symlink() and os.path.dirname(os.path.realpath(entry)) != os.path.realpath(entry.parent)
 
 
 class LocalFolder(Folder):
-    """A folder on a local file system."""
+    """A folder on a local file system, below which only folders and regular files count.
+
+    `path` itself may be a link: its user named it.
+    """
 
     is_local = True
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), path.name)
         self._path = path
-        self._inside = PlainFolder(path)
+        self._checked: set[str] = set()
+        """Folders below it that are known to be no links."""
 
     @property
     def path(self) -> Path:
@@ -199,21 +164,41 @@ class LocalFolder(Folder):
         """See `Folder.parent`."""
         return LocalFolder(self._path.parent)
 
-    def within(self, name: str) -> Folder:
-        """See `Folder.within`."""
+    def child(self, name: str) -> Folder:
+        """See `Folder.child`."""
         return LocalFolder(self._path / name)
 
-    def place_of(self, file: str) -> str:
-        """See `Folder.place_of`."""
+    def location_of(self, file: str) -> str:
+        """See `Folder.location_of`."""
         return str(self._path / file)
 
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
         """See `Folder.read_small`."""
-        return read_json(self._inside.file(file), most_bytes)
+        self.check_file(file)
+        return read_json(self._path / file, most_bytes)
 
     def check_file(self, file: str) -> None:
         """See `Folder.check_file`."""
-        self._inside.file(file)
+        parent, _, _ = file.rpartition("/")
+        if parent and parent not in self._checked:
+            parts = parent.split("/")
+            for depth in range(1, len(parts) + 1):
+                self._check("/".join(parts[:depth]), stat.S_ISDIR, "a folder")
+            self._checked.add(parent)
+        self._check(file, stat.S_ISREG, "a file")
+
+    def _check(self, inside: str, is_kind: Callable[[int], bool], expected: str) -> None:
+        path = self._path / inside
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"{path} is missing") from error
+        except OSError as error:
+            raise storage_error(error, "cannot stat the file", path=str(path)) from error
+        if stat.S_ISLNK(mode):
+            raise CorruptionError(f"{path} is a symbolic link, expected {expected}: it may lead out of the checkpoint")
+        if not is_kind(mode):
+            raise CorruptionError(f"{path} is not {expected}: the checkpoint was changed; restore it from another copy")
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
         """See `Folder.read_records`."""
@@ -221,7 +206,7 @@ class LocalFolder(Folder):
         for name in names:
             path = self._path / name
             try:
-                if leads_out(path) and (path / RECORD_FILE).exists():
+                if links_elsewhere(path) and (path / RECORD_FILE).exists():
                     raise CorruptionError(
                         f"{path} is a symbolic link to {os.path.realpath(path)}, out of the folder of checkpoints: if that is "
                         "meant, name that folder itself"
@@ -274,8 +259,3 @@ FolderLike = str | os.PathLike[str] | Folder
 def folder_at(place: FolderLike) -> Folder:
     """Return the folder that `place` is, or the local one of that path."""
     return place if isinstance(place, Folder) else LocalFolder(Path(place))
-
-
-def not_local(location: str) -> UsageError:
-    """Return the error of asking for the path of a folder that is not on this machine."""
-    return UsageError(f"{location} is behind a URL and has no path on this machine: read it through its reader")

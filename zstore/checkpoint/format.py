@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, storage_error
+from ..io.shards import ShardSummary
 from .names import check_save_id, tag_folder
 
 FORMAT_VERSION = 1
@@ -46,19 +47,6 @@ _BRIEF.maxstring = _BRIEF.maxother = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardEntry:
-    """One shard file in a rank's manifest."""
-
-    array: str
-    shard: int
-    file_bytes: int
-    crcs: tuple[int, ...]
-    """crc32c of each present chunk's payload, in chunk order."""
-    linked: bool
-    """True where the file was linked and no byte of it written."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What one rank put into a checkpoint, in the order of the file. The rank writes it last."""
 
@@ -71,7 +59,7 @@ class Manifest:
     """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """JSON that belongs to this rank alone, as the states of its random number generators."""
-    shards: tuple[ShardEntry, ...] = ()
+    shards: tuple[ShardSummary, ...] = ()
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
@@ -114,7 +102,7 @@ class Manifest:
         )
 
 
-def _decode_entry(entry: object, path: str) -> ShardEntry:
+def _decode_entry(entry: object, path: str) -> ShardSummary:
     if not isinstance(entry, dict):
         raise CorruptionError(f"{path}: expected an object for every shard")
     text = _get(entry, "crc32c", str, path)
@@ -124,7 +112,7 @@ def _decode_entry(entry: object, path: str) -> ShardEntry:
         raise CorruptionError(f"{path}: crc32c is not a string of hexadecimal digits") from error
     if len(raw) % 4 or len(raw) * 2 != len(text):
         raise CorruptionError(f"{path}: crc32c is not a string of 8-digit checksums")
-    return ShardEntry(
+    return ShardSummary(
         array=_get(entry, "array", str, path),
         shard=_count(entry, "shard", MAX_RANKS, path),
         file_bytes=_count(entry, "bytes", 2**63, path),

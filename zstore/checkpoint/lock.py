@@ -8,8 +8,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import StorageError
 
@@ -19,7 +20,7 @@ except ImportError:  # Windows: nothing saves there
     fcntl = None  # type: ignore[assignment]
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
-_FOREIGN_LIFE_S = 24 * 3600
+FOREIGN_LIFE_S = 24 * 3600
 """Where there are no locks, a save of another machine counts as alive for so long."""
 
 
@@ -39,8 +40,7 @@ class SaveLock:
                 if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
                     break
             os.close(self._fd)
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
-        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+        os.pwrite(self._fd, owner_document(), 0)
 
     def release(self) -> None:
         """Remove the file and give the lock back; a second call does nothing."""
@@ -61,7 +61,7 @@ def _make(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(
-            "cannot write in the folder: give one that this user may write", path=str(path.parent), errno=error.errno
+            "cannot write to the folder: name one that this user may write to", path=str(path.parent), errno=error.errno
         ) from error
 
 
@@ -101,17 +101,25 @@ def _flock(fd: int, *, wait: bool) -> bool | None:
 
 
 def _owner_lives(fd: int) -> bool:
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         owner = json.loads(os.pread(fd, 4096, 0))
-        host, pid = str(owner["host"]), int(owner["pid"])
-    except (ValueError, KeyError, TypeError):
-        return time.time() - os.fstat(fd).st_mtime < _FOREIGN_LIFE_S
-    if host != socket.gethostname():
-        return time.time() - os.fstat(fd).st_mtime < _FOREIGN_LIFE_S
+        if owner["host"] == socket.gethostname():
+            return not process_ended(owner)
+    return time.time() - os.fstat(fd).st_mtime < FOREIGN_LIFE_S
+
+
+def owner_document(**more: str | int) -> bytes:
+    """Return what a lock says of this process, and `more`."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
+
+
+def process_ended(owner: Mapping[str, Any]) -> bool:
+    """Return whether the process of a lock is one of this machine and has ended."""
+    pid = int(owner["pid"])
+    if owner["host"] != socket.gethostname():
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    except OSError as error:  # of another user's it is one too
+        return isinstance(error, ProcessLookupError)
+    return False

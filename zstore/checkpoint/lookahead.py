@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Bytes
 from ..io.buffers import Slabs
-from ..io.pool import Crew
+from ..io.pool import Workers
 from .source import ArraySource, StoredArray
 
 Range = tuple[str, int, int]
@@ -81,7 +81,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
         first = end
 
 
-class ReadAhead:
+class ReadAhead(Closing):
     """Loads `ranges` of `reader`'s arrays, in that order. Close it, or use it in a `with` block.
 
     The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
@@ -122,9 +122,9 @@ class ReadAhead:
         """Spans that are begun and were not taken, in order."""
         self._closed = False
         self._changed = threading.Condition()
-        self._crew = Crew(num_threads, "zstore-ahead")
+        self._workers = Workers(num_threads, "zstore-ahead")
         for _ in range(num_threads):
-            self._crew.submit(self._load)
+            self._workers.submit(self._load)
 
     def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
         """Yield all spans, each with the place of its range."""
@@ -245,13 +245,7 @@ class ReadAhead:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._crew.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self._workers.close()
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
@@ -273,8 +267,8 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
 
     if not ranges:
         return
-    with Crew(num_threads, name) as crew, ReadAhead(reader, ranges) as ahead:
-        crew.run([work] * num_threads)
+    with Workers(num_threads, name) as workers, ReadAhead(reader, ranges) as ahead:
+        workers.run([work] * num_threads)
 
 
 def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:
@@ -290,5 +284,5 @@ def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[An
             piece = target[low : low + span.nbytes]
             tasks.append(partial(reader.read, name, span.first, span.stop, piece))
     if tasks:
-        with Crew(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as crew:
-            crew.run(tasks)
+        with Workers(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as workers:
+            workers.run(tasks)

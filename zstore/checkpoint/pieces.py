@@ -51,9 +51,9 @@ class Pieces:
     def tasks(self) -> list[Callable[[], None]]:
         """Return a task for each group that leaves this rank's rows of it for rank 0, and releases their pins."""
         rank = self._request.rank
-        return [partial(self._leave, group) for group in range(len(self._groups)) if self._num_bytes(group, rank)]
+        return [partial(self._write_rows, group) for group in range(len(self._groups)) if self._num_bytes(group, rank)]
 
-    def assembling(self, store: StoreWhole) -> list[Callable[[], list[ShardSummary]]]:
+    def assembly_tasks(self, store: StoreWhole) -> list[Callable[[], list[ShardSummary]]]:
         """Return a task for each group that stores its arrays whole with `store`, and removes what the ranks left."""
         return [partial(self._assemble, group, store) for group in range(len(self._groups))]
 
@@ -69,7 +69,7 @@ class Pieces:
     def _num_bytes(self, group: int, rank: int) -> int:
         return sum(stop - first for first, stop in (self._span(name, rank) for name in self._groups[group]))
 
-    def _leave(self, group: int) -> None:
+    def _write_rows(self, group: int) -> None:
         request = self._request
         data: Bytes = np.empty(self._num_bytes(group, request.rank), np.uint8)
         at = 0

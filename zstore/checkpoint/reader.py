@@ -17,10 +17,10 @@ from ..errors import CorruptionError
 from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
-from ..io.shards import IoResources, ShardReader
+from ..io.shards import IoResources, ShardReader, ShardSummary
 from .catalog import Refusal, TagInfo, list_tags, resolve, scan
 from .folder import Folder, FolderLike, folder_at
-from .format import COMPLETE, Manifest, ShardEntry, parse_json, sha256
+from .format import COMPLETE, Manifest, parse_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
 from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
@@ -33,7 +33,7 @@ _NUM_REMOTE_REQUESTS = 12
 class _Checksums:
     """Those of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
 
-    def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardEntry]) -> None:
+    def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardSummary]) -> None:
         parts: list[Sequence[int]] = [()] * len(numbers)
         for entry in entries:
             if entry.shard == shard and entry.array in numbers:
@@ -114,7 +114,7 @@ class CheckpointReader(ArraySource):
 
         Raises CorruptionError where it is missing or not the one that was committed.
         """
-        path = self.folder.place_of(manifest_file(rank))
+        path = self.folder.location_of(manifest_file(rank))
         try:
             data = self.folder.read_small(manifest_file(rank))
         except FileNotFoundError as error:
@@ -165,7 +165,7 @@ class CheckpointReader(ArraySource):
                 return self._shards[key]
         array = self.array(name)
         crcs = self.shard_crcs(name, shard)
-        path = self.folder.place_of(array.shard_file(shard))
+        path = self.folder.location_of(array.shard_file(shard))
         try:
             self.folder.check_file(array.shard_file(shard))
         except FileNotFoundError as error:
@@ -215,7 +215,7 @@ class CheckpointReader(ArraySource):
 
 
 def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray]]:
-    path = info.folder.place_of(METADATA_FILE)
+    path = info.folder.location_of(METADATA_FILE)
     try:
         data = info.folder.read_small(METADATA_FILE)
     except (FileNotFoundError, NotADirectoryError) as error:

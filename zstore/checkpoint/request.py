@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..format.arrays import numpy_dtype
-from ..io.files import Files
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
-from .keep import Keep
-from .lock import SaveLock
 from .names import check_save_id, tag_text
 from .plan import CheckpointPlan
-from .reuse import KnownFile
+from .retention import Keep
+from .reuse import KnownFile, Spare
 
 if TYPE_CHECKING:
     from .reader import CheckpointReader
@@ -142,25 +140,3 @@ class SaveSummary:
     """Where it was uploaded to; then `path`, where it was committed first, is gone unless it was to be kept."""
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spare:
-    """A spare folder. Give it to the next request of the same run, or `remove` it. See [Note: spare folders]."""
-
-    path: Path
-    metadata_sha256: str
-    """Of its root's metadata, which names all arrays."""
-    lock: SaveLock
-
-    def take(self, files: Files, path: Path) -> None:
-        """Let the folder be `path` from now on. Raises StorageError where it is gone."""
-        files.rename(self.path, path)
-        self.lock.release()
-
-    def remove(self, files: Files) -> None:
-        """Remove the folder."""
-        try:
-            files.remove_tree(self.path)
-        finally:
-            self.lock.release()

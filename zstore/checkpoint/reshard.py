@@ -14,7 +14,7 @@ from ..format.arrays import ArraySpec, model_array
 from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.shards import IoResources, ShardSummary, open_resources, write_shard
 from .build import READ_ONLY, CheckpointBuilder
 from .commit import Committer
@@ -107,13 +107,13 @@ class _Reshard:
                 plan.require_room(files, self._folder)
             # One order for reading and writing, and one shard at a time: see [Note: spans].
             ranges = [self._range(rank, name) for rank in range(plan.world_size) for name in self._arrays_of(rank)]
-            with ReadAhead(self._reader, ranges) as ahead, Crew(4, "zstore-reshard") as crew:
+            with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
                 for rank in range(plan.world_size):
                     names = self._arrays_of(rank)
                     summaries = [self._write(rank, name, builder, ahead, advance) for name in names]
                     # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
                     written = [committer.temporary / plan.shard_path(name, rank) for name in names]
-                    crew.run([partial(files.sync_file, path) for path in written])
+                    workers.run([partial(files.sync_file, path) for path in written])
                     rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
                     builder.write_manifest(rank, COMPLETE, summaries, rank_state)
             committer.commit(builder.finish(record.state, training_world_size=record.training_world_size))

@@ -1,9 +1,16 @@
-"""Shard files of earlier checkpoints that still hold what a shard holds: the next checkpoint links them.
+"""What an earlier checkpoint of the run leaves for the next: files to link, and the folder of one that goes.
 
 [Note: links of unchanged shards]
 A shard of which no pass changed anything has the version that it had when it was saved. Its file is then linked from that
 checkpoint, where it is still the very file that was written, and the checksums of what is in memory now are those of the
 file: whoever has a parameter may have written to its memory without a pass. Else the shard is written.
+
+[Note: spare folders]
+A spare folder is what a committed checkpoint was, under the name of a save that is alive, so that nobody sweeps it. It has no
+record, no manifests, and no file that was linked into it, whose bytes would stay on the drive for nothing. What it has is
+the metadata, the folders, and the shards that were written: `UnsyncedFiles` writes them anew in place, where no other
+name leads to them. A save takes it only where it has the same arrays, laid out alike: nothing else may be in it.
+Making hundreds of files and folders is most of what a small save costs.
 """
 
 from __future__ import annotations
@@ -15,6 +22,12 @@ from pathlib import Path
 
 from ..errors import StorageError
 from ..io.files import Files
+from .catalog import TagInfo, noting, scan
+from .commit import discard
+from .format import Manifest, read_json
+from .lock import SaveLock
+from .names import LOCK, RECORD_FILE, TEMPORARY, manifest_file, new_save_id, own_name
+from .plan import CheckpointPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +81,68 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spare:
+    """A spare folder. Give it to the next request of the same run, or `remove` it. See [Note: spare folders]."""
+
+    path: Path
+    metadata_sha256: str
+    """Of its root's metadata, which names all arrays."""
+    lock: SaveLock
+
+    def take(self, files: Files, path: Path) -> None:
+        """Let the folder be `path` from now on. Raises StorageError where it is gone."""
+        files.rename(self.path, path)
+        self.lock.release()
+
+    def remove(self, files: Files) -> None:
+        """Remove the folder."""
+        try:
+            files.remove_tree(self.path)
+        finally:
+            self.lock.release()
+
+
+def make_spare(
+    files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256: str
+) -> tuple[Spare | None, list[str]]:
+    """Remove what the run of `plan` committed to `folder` before its newest, and make a spare folder of the last of it.
+
+    `metadata_sha256` is that of `plan`. Returns the spare folder, None where no checkpoint has the arrays of `plan`, and
+    what the user should know.
+    """
+    messages: list[str] = []
+    spare: Spare | None = None
+    own = [info for info in scan(folder).tags if info.record.run == plan.run_id]
+    for info in reversed(own[:-1]):
+        with noting(messages, f"snapshot {info.tag!r} is not needed any more, but could not be removed"):
+            fits = (info.record.metadata_sha256, info.record.world_size) == (metadata_sha256, plan.world_size)
+            if spare is None and fits:
+                spare = _strip(files, plan, info)
+            else:
+                discard(files, info.path)
+    return spare, messages
+
+
+def _strip(files: Files, plan: CheckpointPlan, info: TagInfo) -> Spare:
+    """Make a spare folder of a checkpoint with the arrays of `plan`."""
+    ranks = range(plan.world_size)
+    manifests = [Manifest.decode(read_json(info.path / manifest_file(rank)), str(info.path)) for rank in ranks]
+    save_id = new_save_id()
+    lock = SaveLock(info.path.with_name(own_name(info.path.name, LOCK, save_id)))
+    path = info.path.with_name(own_name(info.path.name, TEMPORARY, save_id))
+    try:
+        files.rename(info.path, path)
+        files.unlink(path / RECORD_FILE)
+        for rank, manifest in zip(ranks, manifests, strict=True):
+            files.unlink(path / manifest_file(rank))
+            for entry in manifest.shards:
+                if entry.linked:
+                    files.unlink(path / plan.shard_path(entry.array, entry.shard))
+    except BaseException:
+        # What is left under that name is swept by the next save.
+        lock.release()
+        raise
+    return Spare(path=path, metadata_sha256=info.record.metadata_sha256, lock=lock)

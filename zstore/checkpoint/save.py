@@ -21,12 +21,12 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
 from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text
-from .commit import Committer, sweep
+from .commit import Committer, discard, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
 from .handle import SaveHandle
@@ -35,9 +35,9 @@ from .names import ABORT_FILE, MANIFEST_FOLDER
 from .pieces import Pieces
 from .publish import Publisher
 from .reader import CheckpointReader
-from .request import SaveRequest, SaveSummary, Spare
+from .request import SaveRequest, SaveSummary
 from .retention import retire
-from .spare import lay_aside
+from .reuse import Spare, make_spare
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class _Save:
         self._folder = self._committer.temporary
         self.target = self._committer.target
         self.cancelled = threading.Event()
-        self._meeting = Rendezvous(
+        self._rendezvous = Rendezvous(
             self._folder,
             self._files,
             self._check_alive,
@@ -118,21 +118,21 @@ class _Save:
         """Carry the save out. Called once, by the save's thread."""
         request = self._request
         try:
-            with Crew(request.num_threads, f"zstore-save-{request.rank}") as crew:
+            with Workers(request.num_threads, f"zstore-save-{request.rank}") as workers:
                 if request.rank == 0:
                     self._begin()
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
-                    self._meeting.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
-                summaries = self._publish(crew)
+                    self._rendezvous.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                summaries = self._publish(workers)
                 if request.rank == 0 and request.pieces:
-                    summaries += self._assemble(crew)
+                    summaries += self._assemble(workers)
                 self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
                 if request.rank == 0:
-                    self._commit(crew)
+                    self._commit(workers)
                 else:
-                    self._meeting.wait_until(self._is_over, request.timeout_s, self._not_committed)
+                    self._rendezvous.wait_until(self._is_over, request.timeout_s, self._not_committed)
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
@@ -151,50 +151,55 @@ class _Save:
             spare = None
         self._committer.begin(None if spare is None else partial(spare.take, files))
 
-    def _publish(self, crew: Crew) -> list[ShardSummary]:
+    def _publish(self, workers: Workers) -> list[ShardSummary]:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         if self._request.rank == 0:
             # In between, so that the drive writes shards meanwhile.
             tasks = _in_turn(tasks, self._builder.metadata_tasks())
         try:
-            found = crew.run(tasks)
+            found = workers.run(tasks)
             syncs = self._publisher.syncs()
             if self._request.rank == 0:
                 syncs += self._builder.metadata_syncs()
-            crew.run(syncs)
+            workers.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
             # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
             self._check_alive()
             raise
 
-    def _assemble(self, crew: Crew) -> list[ShardSummary]:
+    def _assemble(self, workers: Workers) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
         builder = self._builder
-        self._meeting.wait_until(
+        self._rendezvous.wait_until(
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
-        found = crew.run(self._pieces.assembling(self._publisher.store_whole))
-        crew.run(self._publisher.syncs())
+        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_whole))
+        workers.run(self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 
-    def _commit(self, crew: Crew) -> None:
+    def _commit(self, workers: Workers) -> None:
         request, builder = self._request, self._builder
         self._messages += sweep(self._files, request.folder)
-        self._meeting.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
+        self._rendezvous.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
         builder.check_complete()
         record = builder.record(self._state)
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        builder.sync_folders(crew)
+        builder.sync_folders(workers)
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.spares:
-            self._spare, messages = lay_aside(request, self._metadata_sha256)
+            self._spare, messages = make_spare(self._files, request.folder, request, self._metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
-            self._messages += retire(self._files, request.folder, keep=request.keep, run=request.run_id)
+            self._messages += retire(
+                request.folder,
+                keep=request.keep,
+                run=request.run_id,
+                remove=lambda info: discard(self._files, info.path),
+            )
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
@@ -225,7 +230,7 @@ class _Save:
         """Raise CheckpointError where the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
-        if self._request.rank > 0 and (told := self._meeting.told(ABORT_FILE)) is not None:
+        if self._request.rank > 0 and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
@@ -237,7 +242,9 @@ class _Save:
                 ended = dead
             if ended and not self._is_committed():
                 self._check_alive()
-                raise CheckpointError(f"rank 0 ended without committing {self.target}; the checkpoint before it holds")
+                raise CheckpointError(
+                    f"rank 0 ended without committing {self.target}; the previous checkpoint still counts"
+                )
         return False
 
     def _is_committed(self) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..errors import CheckpointMismatchError, UsageError
 from ..format.arrays import ArraySpec, empty_array, numpy_dtype
 from ..format.codecs import Codec
@@ -66,7 +66,7 @@ class StoredArray:
         return layout_of(self.grid, shard, self.spec.dtype).file_bytes
 
 
-class ArraySource(ABC):
+class ArraySource(Closing):
     """Named arrays and the state of the run that they belong to. Close it, or use it in a `with` block.
 
     Usable from any thread but an I/O thread. Names are those of our format: `model/...` (weights in their best
@@ -158,12 +158,6 @@ class ArraySource(ABC):
     def close(self) -> None:
         """Give the threads and buffers back; a second call does nothing."""
         self._cleanup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, kw_only=True)

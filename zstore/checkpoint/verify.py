@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
 from ..io.archives import open_shard_file
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.shards import ShardReader
 from .format import parse_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
@@ -59,8 +59,8 @@ def verify_checkpoint(
         Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
         for name, shard in crcs
     ]
-    with Crew(num_threads or max(4, reader.num_readers), "zstore-verify") as crew:
-        for found in crew.run(tasks):
+    with Workers(num_threads or max(4, reader.num_readers), "zstore-verify") as workers:
+        for found in workers.run(tasks):
             faults += found
     faults += _find_extra_files(reader, sizes)
     return sorted(faults, key=lambda fault: (fault.file, fault.offset or 0))
@@ -113,7 +113,7 @@ class _ShardCheck:
         self._array = array
         self._shard = shard
         self._file = array.shard_file(shard)
-        self._path = reader.folder.place_of(self._file)
+        self._path = reader.folder.location_of(self._file)
         self._sizes = sizes
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zstore.checkpoint.metadata import MAX_CHUNKS_PER_SHARD
-from zstore.format.arrays import ArraySpec, numpy_dtype
+from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, cut_numel
 from zstore.format.partition import CHUNKS_PER_SHARD, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
 from zstore.format.shardfile import layout_of
@@ -81,7 +81,7 @@ def _is_worth_it(grid: Grid, spec: ArraySpec, pieces: Sequence[Box]) -> bool:
     layout = layout_of(grid, 0, spec.dtype)
     num_chunks = grid.num_shards * layout.num_chunks
     num_runs = sum(box.num_runs for box in pieces)
-    run_bytes = min(box.run_numel for box in pieces) * numpy_dtype(spec.dtype).itemsize
+    run_bytes = min(box.run_numel for box in pieces) * spec.itemsize
     few = _FEW * len(pieces)
     return (
         layout.num_chunks <= MAX_CHUNKS_PER_SHARD

@@ -36,14 +36,13 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype
-from zstore.format.boxes import Box, spans
+from zstore.format.boxes import Box, flat_ranges
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
-from zstore.io.pool import Crew
+from zstore.io.pool import Workers
 from zstore.open.sources import open_source
+from zstore.tensors import torch_dtype
 from zstore.weights.from_checkpoint import whole_dtype, whole_values
-
-from .tensors import torch_dtype
 
 _MOST_TAKEN = 4
 """Spans that are held at a time: fewer than are read ahead."""
@@ -209,7 +208,7 @@ class _Block:
     def ranges(self) -> list[Range]:
         """Return the flat ranges to read."""
         most = MEMORY_BYTES // 6 // self.itemsize
-        return [(self.name, *each) for each in spans(self.box, most, _GAP_BYTES // self.itemsize)]
+        return [(self.name, *each) for each in flat_ranges(self.box, most, _GAP_BYTES // self.itemsize)]
 
     def begin(self) -> None:
         """Make the memory that the block is read into."""
@@ -241,7 +240,7 @@ def _read_blocks(source: ArraySource, blocks: list[_Block], num_threads: int) ->
     ranges = [[each for each in block.ranges() if each[1] < each[2]] for block in blocks]
     with ExitStack() as opened:
         ahead = opened.enter_context(ReadAhead(source, [each for of_block in ranges for each in of_block]))
-        crew = opened.enter_context(Crew(num_threads, "zstore-dcp-load"))
+        workers = opened.enter_context(Workers(num_threads, "zstore-dcp-load"))
         for block, of_block in zip(blocks, ranges, strict=True):
             left = sum(stop - first for _, first, stop in of_block)
             block.begin()
@@ -251,7 +250,7 @@ def _read_blocks(source: ArraySource, blocks: list[_Block], num_threads: int) ->
                     batch.append(span)
                     left -= span.stop - span.first
                 tasks: list[Callable[[], None]] = [partial(_put, ahead, block, span) for span in batch]
-                crew.run(tasks)
+                workers.run(tasks)
             block.finish()
 
 

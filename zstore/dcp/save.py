@@ -26,10 +26,10 @@ from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
 from zstore.io.files import Files
 from zstore.io.shards import ShardSummary
+from zstore.tensors import dtype_name
 
 from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
-from .tensors import dtype_name
 from .work import PIECES_FOLDER, Share, Wrote, assemble
 
 
@@ -82,7 +82,7 @@ class Save:
         for key, pieces in self._tensors.items():
             shape = tuple(pieces[0].size)
             spec = ArraySpec(
-                name=self._names.arrays[key], shape=shape, dtype=dtype_name(key, pieces[0].properties.dtype)
+                name=self._names.arrays[key], shape=shape, dtype=dtype_name(pieces[0].properties.dtype, key)
             )
             boxes = [Box(shape, tuple(piece.chunk.offsets), tuple(piece.chunk.sizes)) for piece in pieces]
             if not tiles(shape, boxes):

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.boxes import Box, gather
 from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
@@ -25,8 +22,6 @@ from zstore.io.shards import IoResources, ShardWriter, make_shard_file
 from zstore.ranks.rendezvous import Rendezvous
 
 from .layout import ArrayLayout
-
-Bytes = npt.NDArray[np.uint8]
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
@@ -67,7 +62,7 @@ class RankWriter:
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
 
     def __post_init__(self) -> None:
-        self._meeting = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
+        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
 
     @property
     def folder(self) -> Path:
@@ -167,15 +162,15 @@ class RankWriter:
 
     def _wait_for(self, path: Path) -> None:
         share = self.share
-        self._meeting.wait_until(
+        self._rendezvous.wait_until(
             path.exists,
             share.timeout_s,
             lambda: f"rank {share.rank}: no rank wrote {path} within {share.timeout_s} s; the save is given up",
         )
 
     def _check_others(self) -> None:
-        for path in self._meeting.folder.glob("failed-*.json"):
-            if (told := self._meeting.told(path.name)) is not None:
+        for path in self._rendezvous.folder.glob("failed-*.json"):
+            if (told := self._rendezvous.posted(path.name)) is not None:
                 raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -185,9 +180,9 @@ class RankWriter:
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one's pieces that none come. Never raises."""
         with contextlib.suppress(OSError):
-            self._meeting.folder.mkdir(exist_ok=True)
+            self._rendezvous.folder.mkdir(exist_ok=True)
             reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
-            self._meeting.tell(f"failed-{self.share.rank}.json", {"reason": reason})
+            self._rendezvous.post(f"failed-{self.share.rank}.json", {"reason": reason})
 
     def owned(self) -> list[ArrayLayout]:
         """Return the arrays of which this rank puts a shard together."""

@@ -31,11 +31,11 @@ from zstore.format.boxes import Box
 from zstore.format.partition import make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.io.pool import Crew
+from zstore.io.pool import Workers
 from zstore.io.shards import open_resources
+from zstore.tensors import bytes_of, dtype_name
 
 from .save import Save, Stored
-from .tensors import bytes_of, dtype_name
 from .work import RankWriter, Share, Wrote
 
 
@@ -86,7 +86,7 @@ class Writer(StorageWriter):
             )
         for item in plan.items:
             if item.tensor_data is not None:
-                dtype_name(item.index.fqn, item.tensor_data.properties.dtype)
+                dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -103,13 +103,13 @@ class Writer(StorageWriter):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
         with open_resources(num_threads=self._num_threads) as resources:
-            place = RankWriter(share, resources)
+            writer = RankWriter(share, resources)
             try:
-                place.check_folder()
-                with Crew(self._num_threads, f"zstore-dcp-{share.rank}") as crew:
-                    future.set_result(_write(place, plan, planner, crew))
+                writer.check_folder()
+                with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
+                    future.set_result(_write(writer, plan, planner, workers))
             except BaseException as error:
-                place.give_up(error)
+                writer.give_up(error)
                 raise
         return future
 
@@ -154,33 +154,33 @@ def _local(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text))
 
 
-def _write(place: RankWriter, plan: SavePlan, planner: SavePlanner, crew: Crew) -> list[WriteResult]:
+def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
-    items = sorted(plan.items, key=lambda item: not _passes(place, item))
-    results = crew.run([partial(_write_item, place, item, planner) for item in items])
-    for wrote in crew.run([partial(place.assemble_shard, layout) for layout in place.owned()]):
+    items = sorted(plan.items, key=lambda item: not _passes(writer, item))
+    results = workers.run([partial(_write_item, writer, item, planner) for item in items])
+    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()]):
         results.append(WriteResult(MetadataIndex(wrote[0].array), 0, Stored(wrote=tuple(wrote))))
     return results
 
 
-def _passes(place: RankWriter, item: WriteItem) -> bool:
-    return item.tensor_data is not None and place.share.arrays[item.index.fqn].passes_through_files
+def _passes(writer: RankWriter, item: WriteItem) -> bool:
+    return item.tensor_data is not None and writer.share.arrays[item.index.fqn].passes_through_files
 
 
-def _write_item(place: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
     if item.type == WriteItemType.BYTE_IO:
-        return _write_value(place, item, planner)
+        return _write_value(writer, item, planner)
     written = item.tensor_data
     if written is None:
         raise UsageError(f"{item.index.fqn!r} is not a tensor")
-    layout = place.share.arrays[item.index.fqn]
+    layout = writer.share.arrays[item.index.fqn]
     box = Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
     data = _bytes(item, planner, layout.spec, box)
     wrote: list[Wrote] = []
     if not layout.passes_through_files:
-        wrote = place.write_box(layout.spec, layout.grid, box, data)
+        wrote = writer.write_box(layout.spec, layout.grid, box, data)
     elif box.numel:
-        place.write_piece(layout, box, data)
+        writer.write_piece(layout, box, data)
     return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
 
 
@@ -195,7 +195,7 @@ def _bytes(item: WriteItem, planner: SavePlanner, spec: ArraySpec, box: Box) -> 
     return data
 
 
-def _write_value(place: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
     key = item.index.fqn
     kind, content = PICKLE, b""
     if isinstance(planner, DefaultSavePlanner) and _is_plain(planner):
@@ -213,8 +213,8 @@ def _write_value(place: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
             raise UsageError(f"{key!r}: expected bytes from the planner, got a {type(pickled).__name__}")
         content = pickled.getvalue()
     data = np.frombuffer(content, np.uint8)
-    spec = ArraySpec(name=place.share.names[key], shape=(data.size,), dtype="uint8")
-    wrote = place.write_box(spec, make_grid(spec.stored_shape, 1), Box.whole(spec.shape), data)
+    spec = ArraySpec(name=writer.share.names[key], shape=(data.size,), dtype="uint8")
+    wrote = writer.write_box(spec, make_grid(spec.stored_shape, 1), Box.whole(spec.shape), data)
     return WriteResult(item.index, data.size, Stored(key=key, kind=kind, opaque=spec, wrote=tuple(wrote)))
 
 

@@ -46,8 +46,30 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return np.dtype(_NUMPY[name]).newbyteorder("<")
 
 
+class Shaped:
+    """What has a shape and a data type, by its Zarr name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, without padding."""
+        return self.numel * self.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
-class ArraySpec:
+class ArraySpec(Shaped):
     """One named global tensor."""
 
     name: str
@@ -87,21 +109,6 @@ class ArraySpec:
     def row_numel(self) -> int:
         """Elements in a row: 1 for 1-D arrays; 0 where the last extent is 0."""
         return self.stored_shape[1] if len(self.stored_shape) == 2 else 1
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor, without padding."""
-        return self.numel * self.itemsize
 
 
 def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

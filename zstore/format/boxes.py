@@ -3,7 +3,8 @@
 [Note: runs]
 A box is what one rank holds of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
 tensor, in C order, it is a row of runs of equal length: the dims behind the last one that is cut belong to a run wholly.
-Cut along dim 0 it is one run.
+Cut along dim 0 it is one run. What an index selects is the same, but for its steps: a dim of which only every n-th
+index is taken belongs to no run.
 
 [Note: tiling]
 Boxes tile a tensor where each element lies in exactly one of them. Their sizes do not tell: what overlaps may make up for
@@ -44,6 +45,62 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Axis:
+    """Indices `first`, `first + step`, ..., `count` of them, of an extent of `extent`; ascending."""
+
+    extent: int
+    first: int
+    count: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The elements at `axes` of an array, as runs of its flat order. See [Note: runs]."""
+
+    axes: tuple[Axis, ...]
+
+    @cached_property
+    def strides(self) -> list[int]:
+        """Flat elements from one index of each axis to the next."""
+        return [math.prod(axis.extent for axis in self.axes[i + 1 :]) for i in range(len(self.axes))]
+
+    @cached_property
+    def _outer(self) -> tuple[int, int]:
+        for i in reversed(range(len(self.axes))):
+            axis, stride = self.axes[i], self.strides[i]
+            if axis.count != axis.extent:
+                return (i, axis.count * stride) if axis.step == 1 or axis.count == 1 else (i + 1, stride)
+        return 0, math.prod(axis.extent for axis in self.axes)
+
+    @property
+    def depth(self) -> int:
+        """How many leading axes number the runs."""
+        return self._outer[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a run."""
+        return self._outer[1]
+
+    @property
+    def count(self) -> int:
+        """How many runs there are; 0 where they have no elements."""
+        return math.prod(axis.count for axis in self.axes[: self.depth]) if self.numel else 0
+
+    def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
+        """Return the flat elements where the runs `[low_run, high_run)` begin, ascending."""
+        axes = list(zip(self.axes, self.strides, strict=True))
+        # Axes inside a run shift all runs alike.
+        starts = np.full(high_run - low_run, sum(axis.first * stride for axis, stride in axes), np.int64)
+        number = np.arange(low_run, high_run, dtype=np.int64)
+        for axis, stride in reversed(axes[: self.depth]):
+            number, index = np.divmod(number, axis.count)
+            starts += index * (axis.step * stride)
+        return starts
+
+
+@dataclass(frozen=True)
 class Box:
     """The block `[offsets, offsets + sizes)` of a tensor of `shape`. See [Note: runs]."""
 
@@ -69,41 +126,32 @@ class Box:
         return math.prod(self.sizes)
 
     @cached_property
-    def _cut_dim(self) -> int:
-        """The last dim of which the box has a part only; -1 where it is the whole tensor."""
-        dims = reversed(range(len(self.shape)))
-        return next((dim for dim in dims if self.sizes[dim] != self.shape[dim]), -1)
+    def _runs(self) -> Runs:
+        return Runs(tuple(map(Axis, self.shape, self.offsets, self.sizes)))
 
-    def _stride(self, dim: int) -> int:
-        return math.prod(self.shape[dim + 1 :])
-
-    @cached_property
+    @property
     def run_numel(self) -> int:
         """Elements of a run."""
-        dim = self._cut_dim
-        return self.numel if dim < 0 else self.sizes[dim] * self._stride(dim)
+        return self._runs.numel
 
     @property
     def num_runs(self) -> int:
         """How many runs it is; 0 where it is empty."""
-        return self.numel // self.run_numel if self.run_numel else 0
+        return self._runs.count
 
     def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
         """Flat elements of the whole tensor where the runs `[low_run, high_run)` begin, ascending."""
-        number = np.arange(low_run, high_run, dtype=np.int64)
-        starts = np.zeros(number.size, np.int64)
-        for dim in reversed(range(self._cut_dim + 1)):
-            number, index = np.divmod(number, 1 if dim == self._cut_dim else self.sizes[dim])
-            starts += (self.offsets[dim] + index) * self._stride(dim)
-        return starts
+        return self._runs.starts(low_run, high_run)
 
     def _num_runs_before(self, at: int) -> int:
         """Return how many runs begin before flat element `at` of the whole tensor."""
         count, each, rest = 0, self.num_runs, at
-        for dim in range(self._cut_dim + 1 if self.numel else 0):
-            size = 1 if dim == self._cut_dim else self.sizes[dim]
+        depth = self._runs.depth
+        # The dim that is cut last counts as one index, at which its part begins.
+        for dim, stride in enumerate(self._runs.strides[: depth + 1] if self.numel else ()):
+            size = 1 if dim == depth else self.sizes[dim]
             each //= size
-            index, rest = divmod(rest, self._stride(dim))
+            index, rest = divmod(rest, stride)
             inside = index - self.offsets[dim]
             if not 0 <= inside < size:
                 return count + (0 if inside < 0 else size * each)
@@ -134,9 +182,8 @@ class Box:
         """The greatest number that divides the start of every run; 0 where the only one begins at 0."""
         if not self.numel:
             return 0
-        dim = self._cut_dim
-        first = sum(self.offsets[d] * self._stride(d) for d in range(dim + 1))
-        return math.gcd(first, *(self._stride(d) for d in range(dim) if self.sizes[d] > 1))
+        outer = zip(self.sizes, self._runs.strides[: self._runs.depth], strict=False)
+        return math.gcd(self.extent[0], *(stride for size, stride in outer if size > 1))
 
 
 def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, Bytes], None], out: Bytes) -> int:
@@ -182,7 +229,7 @@ def cut_numel(boxes: Iterable[Box]) -> int:
     return math.gcd(*(box.cut_numel for box in boxes))
 
 
-def spans(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
+def flat_ranges(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
     """Return the flat ranges to read for a box: its runs, joined where they lie at most `gap_numel` apart.
 
     A range that was joined has at most about `most_numel` elements.

@@ -70,7 +70,7 @@ class Codec:
         """
         promised = _zstd_bytes(data) if self.name == "zstd" else _blosc_bytes(data)
         if promised != out.size:
-            raise CodecError(f"it is no {self.name} frame of {out.size} bytes (but of {promised})")
+            raise CodecError(f"it is not a {self.name} frame of {out.size} bytes (but of {promised})")
         try:
             if self.name == "zstd":
                 from numcodecs import zstd

@@ -1,14 +1,13 @@
 """Which elements `array[key]` means, and where they lie in the flat order. Pure arithmetic.
 
 [Note: runs and groups]
-A selection's elements are runs of equal length in the array's flat (C) order: everything behind the last extent that
-is not taken whole is contiguous. Runs whose stored chunks touch or coincide are read in one go, a group, and cut out of
-it; chunks that no run needs are not read. A group ends at a chunk's border once it has `GROUP_NUMEL` elements.
+A selection's elements are runs of equal length in the array's flat (C) order (see [Note: runs]). Runs whose stored
+chunks touch or coincide are read together, as a group, and cut out of it; chunks that no run needs are not read. A group
+ends at a chunk's border once it has `GROUP_NUMEL` elements.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,27 +17,14 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from .boxes import Axis, Runs
+
 GROUP_NUMEL = 1024 * 1024
 """Elements of a group, about; runs that are longer are read straight into the result."""
 _BATCH_RUNS = 256 * 1024
 
 Index = SupportsIndex | slice | EllipsisType | None
 Key = Index | tuple[Index, ...]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Indices `first`, `first + step`, ..., `count` of them, of an extent of `extent`; ascending."""
-
-    extent: int
-    first: int
-    count: int
-    step: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every index is taken."""
-        return self.count == self.extent
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,8 @@ class Group:
 class Selection:
     """What a key selects of an array. See [Note: runs and groups]."""
 
-    axes: tuple[Axis, ...]
+    runs: Runs
+    """Its elements in the flat order."""
     reversed_axes: tuple[int, ...]
     """Axes that the key walks backwards: the result is turned around in them."""
     shape: tuple[int, ...]
@@ -67,48 +54,14 @@ class Selection:
     @property
     def counts(self) -> tuple[int, ...]:
         """Extents of the result before axes are dropped or added."""
-        return tuple(axis.count for axis in self.axes)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.counts)
-
-    def runs(self) -> tuple[int, int]:
-        """Return how many runs there are, and the elements of each."""
-        depth, numel = self._outer()
-        return math.prod(axis.count for axis in self.axes[:depth]), numel
-
-    def _outer(self) -> tuple[int, int]:
-        """Return how many leading axes number the runs, and the elements of a run."""
-        strides = _strides(self.axes)
-        for i in reversed(range(len(self.axes))):
-            axis = self.axes[i]
-            if not axis.is_whole:
-                return (i, axis.count * strides[i]) if axis.step == 1 or axis.count == 1 else (i + 1, strides[i])
-        return 0, math.prod(axis.extent for axis in self.axes)
-
-    def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
-        """Return the flat index at which each of these runs begins, ascending."""
-        depth, _ = self._outer()
-        strides = _strides(self.axes)
-        # Axes inside a run shift all runs alike; where there are no outer axes there is one run.
-        base = sum(axis.first * stride for axis, stride in zip(self.axes[depth:], strides[depth:], strict=True))
-        starts = np.full(high_run - low_run, base, np.int64)
-        left = np.arange(low_run, high_run, dtype=np.int64)
-        for axis, stride in zip(reversed(self.axes[:depth]), reversed(strides[:depth]), strict=True):
-            left, index = np.divmod(left, axis.count)
-            starts += (axis.first + index * axis.step) * stride
-        return starts
+        return tuple(axis.count for axis in self.runs.axes)
 
     def groups(self, chunk_numel: int) -> Iterator[Group]:
         """Yield what is read in one go, where chunks have `chunk_numel` elements."""
-        num_runs, numel = self.runs()
-        if numel == 0:
-            return
+        num_runs, numel = self.runs.count, self.runs.numel
         most_chunks = max(1, GROUP_NUMEL // chunk_numel)
         for batch in range(0, num_runs, _BATCH_RUNS):
-            starts = self.starts(batch, min(batch + _BATCH_RUNS, num_runs))
+            starts = self.runs.starts(batch, min(batch + _BATCH_RUNS, num_runs))
             first_chunks, last_chunks = starts // chunk_numel, (starts + numel - 1) // chunk_numel
             gaps = np.flatnonzero(first_chunks[1:] > last_chunks[:-1] + 1) + 1
             low = 0
@@ -154,8 +107,8 @@ def select(key: Any, shape: tuple[int, ...]) -> Selection:
             result.append(len(walk))
             axes.append(Axis(extent, walk.start if walk else 0, len(walk), walk.step if len(walk) > 1 else 1))
         else:
-            axes.append(Axis(extent, _position(item, extent, len(axes)), 1, 1))
-    return Selection(tuple(axes), tuple(reversed_axes), tuple(result), not result and not num_dots)
+            axes.append(Axis(extent, _position(item, extent, len(axes)), 1))
+    return Selection(Runs(tuple(axes)), tuple(reversed_axes), tuple(result), not result and not num_dots)
 
 
 def _position(item: Any, extent: int, axis: int) -> int:
@@ -171,10 +124,3 @@ def _position(item: Any, extent: int, axis: int) -> int:
     if not -extent <= index < extent:
         raise IndexError(f"index {index} is out of bounds for axis {axis} with extent {extent}")
     return index + extent if index < 0 else index
-
-
-def _strides(axes: tuple[Axis, ...]) -> list[int]:
-    strides = [1] * len(axes)
-    for i in range(len(axes) - 2, -1, -1):
-        strides[i] = strides[i + 1] * axes[i + 1].extent
-    return strides

@@ -84,7 +84,7 @@ def _encode(value: object, room: Room, depth: int) -> Any:
         plain = all(type(key) is str and not key.startswith("$") for key in value)
         pairs = [[_encode(key, room, depth + 1), _encode(item, room, depth + 1)] for key, item in value.items()]
         return dict(pairs) if plain else {"$dict": pairs}
-    raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is no plain data")
+    raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
 
 def decode_value(value: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError, UsageError
-from ..format.arrays import Bytes, numpy_dtype
+from ..format.arrays import Bytes, Shaped
 from .torchfile import STORAGES
 
 _CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGES.items()}
@@ -36,22 +36,12 @@ _HEADER_BYTES, _ZIP64_FIELD_BYTES = 30, 20
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Shaped):
     """A tensor in C order that is all of storage number `storage`."""
 
     storage: int
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.numel * numpy_dtype(self.dtype).itemsize
 
 
 # -- the pickle ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
-from ..format.arrays import Bytes, numpy_dtype
+from ..format.arrays import Bytes, Shaped, numpy_dtype
 from ..io.files import Files
 from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
 
@@ -74,7 +74,7 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TorchTensor:
+class TorchTensor(Shaped):
     """A tensor in a file. Its view of the storage lies inside it: that was checked."""
 
     storage: Storage
@@ -86,11 +86,6 @@ class TorchTensor:
     stride: tuple[int, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """What was set on the tensor itself."""
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:

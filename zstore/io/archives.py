@@ -118,11 +118,10 @@ class PackedReader(ShardReader):
                 return [self._decode(chunk, stored, low, room, take) for chunk in range(first, stop)]
 
         offsets = self._places()
-        most = min(self._res.block_bytes, self._res.pool.nbytes // 4)
         tickets: list[Ticket[list[int]]] = []
         first = first_chunk
         while first < stop_chunk:
-            limit = int(np.searchsorted(offsets, offsets[first] + most, side="right")) - 1
+            limit = int(np.searchsorted(offsets, offsets[first] + self._res.request_bytes, side="right")) - 1
             stop = min(max(first + 1, limit), stop_chunk)
             low = int(offsets[first]) // BLOCK_BYTES * BLOCK_BYTES
             high = round_up(int(offsets[stop]), BLOCK_BYTES)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import BudgetError, UsageError
 from ..format.arrays import Bytes
+from ..format.partition import round_up
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -127,7 +128,7 @@ class Pool:
     def __init__(
         self, nbytes: int, *, budget: Budget | None = None, make: Callable[[int], Bytes] | None = None
     ) -> None:
-        self.nbytes = max(_pages(nbytes), PAGE_BYTES)
+        self.nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         self._budget = budget or Budget()
         self._budget.take(self.nbytes)
         self._slab = (make or make_slab)(self.nbytes)
@@ -169,7 +170,7 @@ class Pool:
     def _check(self, nbytes: int) -> None:
         if nbytes <= 0:
             raise UsageError(f"a buffer has at least one byte, got {nbytes}")
-        wanted, left = _pages(nbytes), self._budget.free_bytes
+        wanted, left = round_up(nbytes, PAGE_BYTES), self._budget.free_bytes
         if wanted > self.nbytes and left is not None and wanted > left:
             raise BudgetError(
                 f"one request needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
@@ -177,7 +178,7 @@ class Pool:
             )
 
     def _take(self, nbytes: int) -> Buffer | None:
-        wanted = _pages(nbytes)
+        wanted = round_up(nbytes, PAGE_BYTES)
         if wanted > self.nbytes:
             if self._oversized_bytes:
                 return None
@@ -197,7 +198,7 @@ class Pool:
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def _release(self, start: int, nbytes: int) -> None:
-        size = _pages(nbytes)
+        size = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             self._held_bytes -= size
             if start < 0:
@@ -225,7 +226,3 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, size))
     return merged
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -199,7 +199,7 @@ class Files:
 
     def make_folder(self, path: str | Path) -> None:
         """Make the folder and those above it; an existing one is no error."""
-        self._reported("make_folder", "cannot make the folder", path, partial(os.makedirs, path, exist_ok=True))
+        self._reported("make_folder", "cannot create the folder", path, partial(os.makedirs, path, exist_ok=True))
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and all in it; a missing one is no error."""
@@ -226,7 +226,7 @@ class Files:
         try:
             fd = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
-            raise storage_error(error, "cannot make the file", path=name) from error
+            raise storage_error(error, "cannot create the file", path=name) from error
         try:
             file = OpenFile(fd, name, False)
             self.write_from(file, np.frombuffer(data, dtype=np.uint8), 0)
@@ -290,7 +290,7 @@ class UnsyncedFiles(Files):
     all that is asked, and a power cut only by chance.
 
     Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them. A
-    new file may be there already, in a folder that is used again (`zstore.checkpoint.spare`): it is written anew in
+    new file may be there already, in a folder that is used again (`zstore.checkpoint.reuse`): it is written anew in
     place where it has no other name, and else replaced.
     """
 

@@ -80,11 +80,11 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 @dataclass(frozen=True)
 class _Mount:
-    """A place where control groups are to be seen."""
+    """A mounted hierarchy of control groups."""
 
     shown: PurePosixPath
-    """The group that the place itself stands for."""
-    place: Path
+    """The group that the folder itself stands for."""
+    folder: Path
     kind: str
     """File system: "cgroup" (version 1) or "cgroup2"."""
     options: frozenset[str]
@@ -109,9 +109,9 @@ def _mounts(root: Path) -> Iterator[_Mount]:
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
         if kind and kind[0] in ("cgroup", "cgroup2") and len(fields) > 4:
-            shown, place = (_unescaped(field) for field in fields[3:5])
+            shown, folder = (_unescaped(field) for field in fields[3:5])
             options = frozenset(kind[-1].split(","))
-            yield _Mount(PurePosixPath(shown), root / place.lstrip("/"), kind[0], options)
+            yield _Mount(PurePosixPath(shown), root / folder.lstrip("/"), kind[0], options)
 
 
 def _unescaped(text: str) -> str:
@@ -125,7 +125,7 @@ def _upwards(mount: _Mount, name: PurePosixPath) -> Iterator[Path]:
     if ".." in inside.parts:
         inside = PurePosixPath()
     for part in (inside, *inside.parents):
-        yield mount.place / part
+        yield mount.folder / part
 
 
 _FILES = {

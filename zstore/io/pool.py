@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from ..closing import Closing
 from .queue import Ticket, promise
 
 T = TypeVar("T")
 
 
-class Crew:
+class Workers(Closing):
     """`num_threads` threads, started at once: a save that ends behind the interpreter's last line may start none.
 
     Unlike the I/O threads, these may wait for tickets and buffers. Close it, or use it in a `with` block.
@@ -91,12 +91,6 @@ class Crew:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:

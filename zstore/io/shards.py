@@ -98,7 +98,7 @@ class ShardSummary:
     shard: int
     file_bytes: int
     crcs: tuple[int, ...]
-    """crc32c of each present chunk's payload."""
+    """crc32c of each present chunk's payload, in chunk order."""
     linked: bool = False
     """True where the file is a hard link to one that was there: no bytes were written."""
 

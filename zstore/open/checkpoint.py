@@ -9,14 +9,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
 from ..checkpoint.verify import Fault, verify_checkpoint
+from ..closing import Closing
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
 from ..weights.cast import Overflow
@@ -24,7 +24,7 @@ from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
 from ..weights.layout import Weight, natural_key
 from ..weights.writer import Lost, lost_text
-from .lazy import LazyArray, Read, as_tensor
+from .lazy import LazyArray, Read
 from .sources import open_source
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load_state_dict(
         return checkpoint.consolidated(dtype, overflow=overflow).load(names)
 
 
-class Checkpoint(Mapping[str, LazyArray]):
+class Checkpoint(Mapping[str, LazyArray], Closing):
     """An open checkpoint: its arrays by name, as `model/...`, `optimizer/<slot>/...`, `buffer/...`, `client/...`.
 
     `checkpoint[name]` is a `LazyArray`; nothing is read until it is indexed. Close it, or use it in a `with` block.
@@ -179,12 +179,6 @@ class Checkpoint(Mapping[str, LazyArray]):
         self._closed = True
         self._ends.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 class Weights(Mapping[str, "Tensor"]):
     """A checkpoint's parameters and buffers as tensors of one precision, by their names in the state dict.
@@ -204,7 +198,7 @@ class Weights(Mapping[str, "Tensor"]):
                 self._weights.setdefault(alias, weight)
 
     def __getitem__(self, name: str) -> Tensor:
-        return as_tensor(self._load([self._weight(name)])[self._weight(name).name])
+        return self._load([self._weight(name)])[self._weight(name).name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -229,7 +223,7 @@ class Weights(Mapping[str, "Tensor"]):
         patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
         chosen = choose(self._weights, patterns) if names is None or patterns else []
         wanted = {self._weights[name].name: self._weights[name] for name in chosen}
-        tensors = {name: as_tensor(values) for name, values in self._load(list(wanted.values())).items()}
+        tensors = self._load(list(wanted.values()))
         return {name: tensors[self._weights[name].name] for name in chosen}
 
     def _weight(self, name: str) -> Weight:
@@ -238,11 +232,13 @@ class Weights(Mapping[str, "Tensor"]):
         except KeyError:
             raise KeyError(f"{self._checkpoint.location} has no weight {name!r}; it has {len(self)} names") from None
 
-    def _load(self, weights: list[Weight]) -> dict[str, Array]:
+    def _load(self, weights: list[Weight]) -> dict[str, Tensor]:
+        from ..tensors import as_torch
+
         self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
         self._refuse(lost)
-        return found
+        return {name: as_torch(values) for name, values in found.items()}
 
     def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
         self._checkpoint.check_open()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..format.arrays import Array, ArraySpec, empty_array, numpy_dtype
 from ..format.selection import GROUP_NUMEL, Group, Key, select
-from ..io.pool import Crew
+from ..io.pool import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,10 +81,10 @@ class LazyArray:
     def __getitem__(self, key: Key) -> Any:
         selection = select(key, self.shape)
         out = empty_array(self.name, selection.counts, self.dtype)
-        num_runs, numel = selection.runs()
+        num_runs, numel = selection.runs.count, selection.runs.numel
         rows = out.reshape(num_runs, numel) if out.size else out.reshape(0, 1)
         if numel >= GROUP_NUMEL or num_runs == 1:
-            for run, start in enumerate(selection.starts(0, rows.shape[0]).tolist()):
+            for run, start in enumerate(selection.runs.starts(0, rows.shape[0]).tolist()):
                 self._read(start, start + numel, rows[run])
         elif out.size:
             self._read_groups(selection.groups(self._chunk_numel), rows)
@@ -105,8 +105,8 @@ class LazyArray:
             if len(some) == 1:
                 read(some[0])
                 continue
-            with Crew(min(self._num_readers, len(some)), "zstore-lazy") as crew:
-                crew.run([partial(read, group) for group in some])
+            with Workers(min(self._num_readers, len(some)), "zstore-lazy") as workers:
+                workers.run([partial(read, group) for group in some])
 
     def __iter__(self) -> Iterator[Any]:
         row_bytes = max(1, self.nbytes // max(1, len(self)))
@@ -129,13 +129,6 @@ class LazyArray:
 
     def torch(self, key: Key = ...) -> Tensor:
         """Return what `key` selects (all of it by default) as a tensor in host memory, of the stored data type."""
-        return as_tensor(self.numpy() if key is Ellipsis else np.asarray(self[key]))
+        from ..tensors import as_torch
 
-
-def as_tensor(values: Array) -> Tensor:
-    """Return a tensor that shares the memory of `values`, bfloat16 included."""
-    import torch
-
-    if values.dtype == numpy_dtype("bfloat16"):
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        return as_torch(self.numpy() if key is Ellipsis else np.asarray(self[key]))

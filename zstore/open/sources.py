@@ -45,7 +45,7 @@ def open_source(
     except CheckpointNotFoundError:
         # Only where there is none of ours: a run that moved here goes on in the same folder.
         if is_url(location):
-            _refuse_foreign(folder if text is None else folder.within(text))
+            _refuse_foreign(folder if text is None else folder.child(text))
             raise
         if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
@@ -110,7 +110,7 @@ def maker_of(folder: Folder) -> str | None:
         if fnmatch.filter(entries.files, pattern):
             return maker
     steps = fnmatch.filter(entries.folders, "global_step*")
-    return maker_of(folder.within(steps[0])) if steps else None
+    return maker_of(folder.child(steps[0])) if steps else None
 
 
 def folder_of(location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Folder:

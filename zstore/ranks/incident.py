@@ -29,7 +29,7 @@ class Outcome(Enum):
 
 
 @dataclass
-class Place:
+class Activity:
     """Where a rank is in its work. Kept by the engine and the collectives, read by the watch."""
 
     phase: str = ""
@@ -53,7 +53,7 @@ class Report:
     """A rank's answer."""
 
     at: str
-    """Its place."""
+    """What it was doing."""
     entered: int
     """Collectives that it entered."""
     cause: str | None = None

@@ -39,13 +39,13 @@ class Rendezvous:
         self._pause = pause
         self._most_pause_s = most_pause_s
 
-    def tell(self, name: str, message: Mapping[str, Any]) -> None:
+    def post(self, name: str, message: Mapping[str, Any]) -> None:
         """Leave the file `name` with a message, whole or not there; it need not outlive the save."""
         part = self.folder / f"{name}.part"
         self._files.write_small(part, json.dumps(message).encode(), sync=False)
         self._files.rename(part, self.folder / name)
 
-    def told(self, name: str) -> dict[str, Any] | None:
+    def posted(self, name: str) -> dict[str, Any] | None:
         """Return the message in the file `name`; None where there is none."""
         with contextlib.suppress(OSError, ValueError):
             message = json.loads((self.folder / name).read_bytes())

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
-from .incident import ABSENT_S, SAME_S, Outcome, Place, Report, explain, judge
+from .incident import ABSENT_S, SAME_S, Activity, Outcome, Report, explain, judge
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -51,12 +51,12 @@ class Watch:
         rank: int,
         world_size: int,
         *,
-        place: Place,
+        activity: Activity,
         store: Store,
         cut: Callable[[], None],
         silent_s: float | None,
     ) -> None:
-        self._rank, self._world_size, self._place, self._cut = rank, world_size, place, cut
+        self._rank, self._world_size, self._activity, self._cut = rank, world_size, activity, cut
         clone = getattr(store, "clone", None)  # not in every version of torch that is served
         own: Store = store if clone is None else clone()
         self._pause_s = _PAUSE_S * max(1.0, world_size / 64)
@@ -113,7 +113,9 @@ class Watch:
             cause = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
             details = "".join(traceback.format_exception(error))
             self._raise_alarm(
-                Report(at=str(self._place), entered=self._place.entered, cause=cause, details=details, final=final)
+                Report(
+                    at=str(self._activity), entered=self._activity.entered, cause=cause, details=details, final=final
+                )
             )
         if self._broken is None and isinstance(error, RankError):
             # It may name the rank alone, and not what that rank raised.
@@ -127,7 +129,7 @@ class Watch:
         """Return what to raise for a collective that failed."""
         if self._broken is None:
             lost = f"{type(error).__name__}: {error}"
-            self._raise_alarm(Report(at=str(self._place), entered=self._place.entered, lost=lost))
+            self._raise_alarm(Report(at=str(self._activity), entered=self._activity.entered, lost=lost))
         self._told = True
         broken = self._broken
         if broken is None:  # every other rank is gone by itself
@@ -170,7 +172,7 @@ class Watch:
                     pause_s = _LOOK_S if self._sign_s is None else min(_LOOK_S, self._sign_s)
                     self._changed.wait_for(lambda: self._closing or self._mine is not None, pause_s)
                 if self._closing and self._mine is None:
-                    self._store.set(f"left/{self._rank}", str(self._place.entered))
+                    self._store.set(f"left/{self._rank}", str(self._activity.entered))
                     return
                 self._give_and_look_for_signs()
                 if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
@@ -209,7 +211,7 @@ class Watch:
         """Return where this rank is now."""
         frame = sys._current_frames().get(self._trainer)
         details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
-        return Report(at=str(self._place), entered=self._place.entered, details=details, lost=lost)
+        return Report(at=str(self._activity), entered=self._activity.entered, details=details, lost=lost)
 
     def _resolve(self) -> None:
         """Report until it is clear what the incident comes to."""
@@ -263,14 +265,14 @@ class Watch:
         reports = dict(self._reports)
         if self._mine is not None:
             reports[self._rank] = self._mine
-        at = reports[self._rank].at if self._rank in reports else str(self._place)
+        at = reports[self._rank].at if self._rank in reports else str(self._activity)
         broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
         self._cut()
         return broken
 
     def _without_store(self) -> None:
         """End the run when nobody can be asked what happened."""
-        unknown = Report(at="a place that is not known", entered=0)
+        unknown = Report(at="an unknown place", entered=0)
         self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
         if _in_rank_0(self._store):
             del self._reports[0]

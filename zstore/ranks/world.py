@@ -31,7 +31,7 @@ import torch.distributed as torch_dist
 from ..errors import RankError
 from ..io.links import LinkCounters
 from .connections import Connections, listed
-from .incident import Place
+from .incident import Activity
 from .watch import Watch, store_port
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class World:
     """Process group of the collectives; None is the default one."""
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
-    place: Place = field(default_factory=Place)
+    activity: Activity = field(default_factory=Activity)
     """Where this rank is; a second world shares it."""
     watch: Watch | None = None
     """Fails all ranks where one fails; None alone, and until `begin_watch`."""
@@ -182,7 +182,7 @@ class World:
             return
         self._know_connections()
         self.watch = Watch(
-            self.rank, self.world_size, place=self.place, store=_store(), cut=self._cut, silent_s=silent_s
+            self.rank, self.world_size, activity=self.activity, store=_store(), cut=self._cut, silent_s=silent_s
         )
 
     def end_watch(self) -> None:
@@ -193,18 +193,18 @@ class World:
     @contextmanager
     def calling(self, phase: str) -> Iterator[None]:
         """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all."""
-        if self.place.phase or self.watch is None:
+        if self.activity.phase or self.watch is None:
             yield
             return
         self.watch.begin_call()
-        self.place.phase, self.place.unit = phase, ""
+        self.activity.phase, self.activity.unit = phase, ""
         try:
             yield
         except BaseException as error:
             self.watch.escaped(error)
             raise
         finally:
-            self.place.phase = ""
+            self.activity.phase = ""
 
     def tell_uncaught(self) -> None:
         """Tell the other ranks of the error that ends the interpreter, if one does."""
@@ -226,8 +226,8 @@ class World:
         """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
         if self.watch is not None and enters:
             self.watch.require_sound()
-        self.place.entered += enters
-        self.place.collective = collective
+        self.activity.entered += enters
+        self.activity.collective = collective
         try:
             yield
         except RuntimeError as error:
@@ -235,7 +235,7 @@ class World:
                 raise
             raise self.watch.lost(error) from error
         finally:
-            self.place.collective = ""
+            self.activity.collective = ""
 
     def _know_connections(self) -> None:
         everyone = self.all_gather_object(listed(store_port(_store())))
@@ -291,7 +291,7 @@ class World:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        told = self.all_gather_object([str(self.place), text, self.requested])
+        told = self.all_gather_object([str(self.activity), text, self.requested])
         self.granted = max(self.granted, *(requested for _, _, requested in told))
         failures = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
@@ -300,7 +300,7 @@ class World:
             raise error
         if failures:
             ranks = ", ".join(map(str, failures))
-            where = "".join(f" in {told[rank][0]}" for rank in list(failures)[:1] if self.place.phase)
+            where = "".join(f" in {told[rank][0]}" for rank in list(failures)[:1] if self.activity.phase)
             raise RankError(
                 f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
             )

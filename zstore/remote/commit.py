@@ -22,16 +22,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
+from ..checkpoint.catalog import (
+    NOT_LATEST,
+    NOT_REMOVED,
+    TagInfo,
+    check_tag_is_free,
+    find_tag,
+    is_committed,
+    noting,
+    replaced_text,
+    stamped,
+)
 from ..checkpoint.format import Record
-from ..checkpoint.keep import Keep
+from ..checkpoint.lock import FOREIGN_LIFE_S, owner_document, process_ended
 from ..checkpoint.names import (
     LATEST_FILE,
     LOCK,
@@ -43,11 +50,8 @@ from ..checkpoint.names import (
     parse_own_name,
     tag_folder,
 )
-from ..checkpoint.retention import remove_each, superfluous
-from ..errors import CheckpointError, CheckpointNotFoundError, ZstoreError
+from ..errors import CheckpointError, ZstoreError
 from .folder import RemoteFolder
-
-_FOREIGN_LIFE_S = 24 * 3600
 
 
 class RemoteCommitter:
@@ -63,13 +67,13 @@ class RemoteCommitter:
         self._begun = False
         self.slot = self._name
         """Name of the folder that the files go to; known once `begin` returned."""
-        self.location = folder.place_of(self._name)
+        self.location = folder.location_of(self._name)
         """URL of the tag, as people name it."""
 
     @property
     def target(self) -> RemoteFolder:
         """The folder that the files go to."""
-        return self.folder.within(self.slot)
+        return self.folder.child(self.slot)
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False) -> list[str]:
         """Sweep, check that the tag may be written, choose the slot and lock it; returns what the user should know.
@@ -82,7 +86,7 @@ class RemoteCommitter:
         replaced = check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
         if replaced is not None and not overwrite:
             messages.append(replaced_text(replaced))
-        if self.folder.within(self._name).has(RECORD_FILE):
+        if self.folder.child(self._name).has(RECORD_FILE):
             self.slot = own_name(self._name, SET_ASIDE, self.save_id)
         self._begun = True
         self.folder.write_small(self._lock, _lock_document(self._run_id))
@@ -95,14 +99,13 @@ class RemoteCommitter:
         `committed_ns` is set anew: it is the largest in the folder.
         """
         self._check_whole(sizes)
-        newest = max((info.record.committed_ns for info in scan(self.folder).tags), default=0)
-        record = replace(record, committed_ns=max(time.time_ns(), newest + 1))
+        record = stamped(record, self.folder)
         self.target.write_small(METADATA_FILE, metadata)
         if not self.folder.has(self._lock):
             raise CheckpointError(f"another save considered the upload of {self.target} dead and removed its lock")
         self.target.write_small(RECORD_FILE, record.encode())
         if self.slot != self._name:
-            self.folder.within(self._name).remove(RECORD_FILE)
+            self.folder.child(self._name).remove(RECORD_FILE)
         return self._tidy(moves_latest=record.is_latest)
 
     def _check_whole(self, sizes: Mapping[str, int]) -> None:
@@ -111,24 +114,20 @@ class RemoteCommitter:
         for file, nbytes in sizes.items():
             if found.get(file) != nbytes:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
-                raise CheckpointError(f"{self.target.place_of(file)}: {nbytes} bytes were sent, {listed} arrived")
+                raise CheckpointError(f"{self.target.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
 
     def _tidy(self, *, moves_latest: bool) -> list[str]:
         """Do what may fail without harm to the checkpoint."""
         messages: list[str] = []
-        try:
+        with noting(messages, NOT_LATEST):
             if moves_latest:
                 self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
-        except OSError as error:
-            messages.append(f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced: {error}")
-        try:
+        with noting(messages, NOT_REMOVED):
             if self.slot != self._name:
                 self.folder.remove_tree(self._name)
             else:
                 _remove_set_aside(self.folder, self._name)
             self.folder.remove(self._lock)
-        except OSError as error:
-            messages.append(f"the checkpoint is committed, but the one it replaced could not be removed: {error}")
         return messages
 
     def abort(self, *, ended: bool = True) -> None:
@@ -153,27 +152,17 @@ class RemoteCommitter:
 
 
 def _lock_document(run_id: str) -> bytes:
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "run": run_id, "since_s": int(time.time())}
-    return json.dumps(owner).encode()
+    return owner_document(run=run_id, since_s=int(time.time()))
 
 
 def has_ended(data: bytes | Exception, run_id: str) -> bool:
     """Return whether the upload whose lock has the bytes `data` ended. See [Note: the order of an upload]."""
     try:
         owner: dict[str, Any] = json.loads(data) if isinstance(data, bytes) else {}
-        host, pid, run, since_s = str(owner["host"]), int(owner["pid"]), str(owner["run"]), int(owner["since_s"])
+        ended = process_ended(owner) or owner["run"] == run_id != ""
+        return ended or time.time() - int(owner["since_s"]) > FOREIGN_LIFE_S
     except (ValueError, KeyError, TypeError):
         return False
-    if run and run == run_id:
-        return True
-    if host == socket.gethostname() and pid != os.getpid():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-    return time.time() - since_s > _FOREIGN_LIFE_S
 
 
 def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
@@ -191,33 +180,21 @@ def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
     asides = {own[0] for name in entries.folders if (own := parse_own_name(name)) is not None and own[1] == SET_ASIDE}
     messages: list[str] = []
     for (lock, own), dead in zip(locks, ended, strict=True):
-        try:
+        with noting(messages, "the files of an earlier upload could not be removed"):
             if dead and own[0] not in busy:
                 _remove_unfinished(folder, own[0], own[2])
                 folder.remove(lock)
-        except (OSError, ZstoreError) as error:
-            messages.append(f"the files of an earlier upload could not be removed: {error}")
     for name in asides - busy:
-        try:
-            if _is_valid(folder.within(name)):
+        with noting(messages, "a checkpoint that was replaced could not be removed"):
+            if is_committed(folder.child(name)):
                 _remove_set_aside(folder, name)
-        except (OSError, ZstoreError) as error:
-            messages.append(f"a checkpoint that was replaced could not be removed: {error}")
     return messages
-
-
-def _is_valid(folder: RemoteFolder) -> bool:
-    try:
-        read_record(folder)
-    except (ZstoreError, FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _remove_unfinished(folder: RemoteFolder, name: str, save_id: str) -> None:
     """Remove the tag's folders that upload `save_id` may have written to and that have no record."""
     for slot in (name, own_name(name, SET_ASIDE, save_id)):
-        if not folder.within(slot).has(RECORD_FILE):
+        if not folder.child(slot).has(RECORD_FILE):
             folder.remove_tree(slot)
 
 
@@ -226,34 +203,16 @@ def _remove_set_aside(folder: RemoteFolder, name: str) -> None:
     for entry in folder.entries().folders:
         own = parse_own_name(entry)
         if own is not None and own[:2] == (name, SET_ASIDE):
-            folder.within(entry).remove(RECORD_FILE)
+            folder.child(entry).remove(RECORD_FILE)
             folder.remove_tree(entry)
 
 
-def remove_checkpoint(folder: RemoteFolder, name: str, run_id: str) -> None:
-    """Remove the checkpoint in the folder `name` so that at no instant half of it looks like one."""
+def remove_checkpoint(folder: RemoteFolder, info: TagInfo) -> None:
+    """Remove a checkpoint in `folder` so that at no instant half of it looks like one."""
+    name = info.folder.name
     own = parse_own_name(name)
     lock = own_name(own[0] if own else name, LOCK, own[2] if own else new_save_id())
-    folder.write_small(lock, _lock_document(run_id))
-    folder.within(name).remove(RECORD_FILE)
+    folder.write_small(lock, _lock_document(info.record.run))
+    folder.child(name).remove(RECORD_FILE)
     folder.remove_tree(name)
     folder.remove(lock)
-
-
-def remove_checkpoints(
-    folder: RemoteFolder, infos: Sequence[TagInfo], removed: Callable[[TagInfo], None] = lambda info: None
-) -> list[str]:
-    """Remove checkpoints that lie in `folder`; `removed` is told of each. Returns a message for each that could not be."""
-    return remove_each(infos, lambda info: remove_checkpoint(folder, info.folder.name, info.record.run), removed)
-
-
-def retire(folder: RemoteFolder, *, keep: Keep, run_id: str) -> list[str]:
-    """Remove the checkpoints in `folder` that run `run_id` saved and that the rules do not keep.
-
-    Returns a message for each that could not be removed.
-    """
-    try:
-        doomed = superfluous(scan(folder).tags, keep=keep, run=run_id)
-    except (OSError, CheckpointNotFoundError) as error:
-        return [f"checkpoints that are not needed any more could not be looked for: {error}"]
-    return remove_checkpoints(folder, doomed)

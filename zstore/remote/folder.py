@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.folder import Entries, Folder, NetworkTraffic, not_local
+from ..checkpoint.folder import Entries, Folder, NetworkTraffic
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
 from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.shards import IoResources
 from .retries import Retries
 from .send import send_file
@@ -48,26 +48,26 @@ class RemoteFolder(Folder):
     @property
     def path(self) -> Path:
         """See `Folder.path`."""
-        raise not_local(self.location)
+        raise UsageError(f"{self.location} is behind a URL and has no path on this machine: read it through its reader")
 
     @property
     def parent(self) -> RemoteFolder:
         """See `Folder.parent`."""
         return self._at(self.root.rpartition("/")[0], self.location.rpartition("/")[0])
 
-    def within(self, name: str) -> RemoteFolder:
-        """See `Folder.within`."""
+    def child(self, name: str) -> RemoteFolder:
+        """See `Folder.child`."""
         return self._at(f"{self.root}/{name}", f"{self.location}/{name}")
 
     def _at(self, root: str, url: str) -> RemoteFolder:
         return RemoteFolder(self.fs, root, url, self.retries, self._traffic)
 
-    def patient(self, retries: Retries) -> RemoteFolder:
+    def with_retries(self, retries: Retries) -> RemoteFolder:
         """Return the same folder with other retries."""
         return RemoteFolder(self.fs, self.root, self.location, retries, self._traffic)
 
-    def place_of(self, file: str) -> str:
-        """See `Folder.place_of`."""
+    def location_of(self, file: str) -> str:
+        """See `Folder.location_of`."""
         return f"{self.location}/{file}"
 
     def _inner(self, file: str) -> str:
@@ -101,7 +101,7 @@ class RemoteFolder(Folder):
         data = self.read_range(file, 0, most_bytes + 1)
         if len(data) > most_bytes:
             raise CorruptionError(
-                f"{self.place_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
+                f"{self.location_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
             )
         return data
 
@@ -110,17 +110,10 @@ class RemoteFolder(Folder):
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """See `Folder.read_all`; many are read at a time."""
-
-        def read(file: str) -> bytes | Exception:
-            try:
-                return self.read_small(file)
-            except (OSError, ValueError) as error:
-                return error
-
         if len(files) < 2:
-            return [read(file) for file in files]
-        with Crew(min(_NUM_THREADS, len(files)), "zstore-remote") as crew:
-            return crew.run([partial(read, file) for file in files])
+            return super().read_all(files)
+        with Workers(min(_NUM_THREADS, len(files)), "zstore-remote") as workers:
+            return workers.run([partial(self.try_read, file) for file in files])
 
     def has(self, file: str) -> bool:
         """See `Folder.has`."""
@@ -134,7 +127,7 @@ class RemoteFolder(Folder):
         """Return the file's bytes; FileNotFoundError where it is missing."""
         inner = self._inner(file)
         listing = inner.rpartition("/")[0]
-        return int(self._run(lambda: self.fs.info(inner), "ask for the size", file, listing=listing)["size"] or 0)
+        return int(self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)["size"] or 0)
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""

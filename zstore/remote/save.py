@@ -16,24 +16,26 @@ unless it is to be kept. Where anything fails, it stays, and the error of each r
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
+from ..checkpoint.catalog import noting
 from ..checkpoint.commit import discard
 from ..checkpoint.handle import SaveHandle
 from ..checkpoint.lock import SaveLock, owner_is_dead
 from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.retention import retire
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
-from .commit import RemoteCommitter, retire
+from .commit import RemoteCommitter, remove_checkpoint
 from .folder import RemoteFolder
 from .retries import PATIENT, Retries
 from .upload import NUM_THREADS, commit_upload, common_files, send_all, shard_files
@@ -61,7 +63,7 @@ _under_way: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 """A thread that runs holds its handle."""
 
 
-@functools.cache
+@cache
 def _complete_at_exit() -> None:
     """Let the end of the interpreter wait for uploads before it ends its executors, which look up hosts for them.
 
@@ -100,12 +102,12 @@ class _Upload:
         self._options = options
         self._local = local
         self._cancelled = threading.Event()
-        self._folder = options.folder.patient(replace(options.retries, cancelled=self._cancelled))
+        self._folder = options.folder.with_retries(replace(options.retries, cancelled=self._cancelled))
         self._files = request.resources.files
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
         folder = request.folder / own_name(name, TEMPORARY, upload_id)
-        self._meeting = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
+        self._rendezvous = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
         self._committer = RemoteCommitter(self._folder, request.tag, request.save_id, request.run_id)
         self._messages: list[str] = []
@@ -125,8 +127,8 @@ class _Upload:
     def run(self) -> SaveSummary:
         """Carry the save and the upload out. Called once, by the upload's thread."""
         try:
-            with Crew(self._options.num_threads, f"zstore-upload-{self._request.rank}") as crew:
-                return self._lead(crew) if self._request.rank == 0 else self._follow(crew)
+            with Workers(self._options.num_threads, f"zstore-upload-{self._request.rank}") as workers:
+                return self._lead(workers) if self._request.rank == 0 else self._follow(workers)
         except BaseException as error:
             self._local.cancel()
             raise self._failure(error) from error
@@ -144,17 +146,17 @@ class _Upload:
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
-    def _lead(self, crew: Crew) -> SaveSummary:
+    def _lead(self, workers: Workers) -> SaveSummary:
         lock = SaveLock(self._lock_path)
         try:
-            self._files.make_folder(self._meeting.folder)
+            self._files.make_folder(self._rendezvous.folder)
             # While the local save runs.
             self._messages += self._committer.begin(overwrite=self._request.overwrite, replaces_own=True)
-            self._meeting.tell(_BEGIN_FILE, {"slot": self._committer.slot})
+            self._rendezvous.post(_BEGIN_FILE, {"slot": self._committer.slot})
             summary = self._local.wait()
             with open_checkpoint(summary.path) as reader:
-                nbytes = self._send(crew, reader, [*common_files(reader), *shard_files(reader, 0)])
-                self._meeting.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
+                nbytes = self._send(workers, reader, [*common_files(reader), *shard_files(reader, 0)])
+                self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
                 self._messages += commit_upload(self._committer, reader, range(self._request.world_size))
             self._clean_up(summary)
             return self._summarise(summary, nbytes)
@@ -168,7 +170,7 @@ class _Upload:
         """Return whether every other rank's files are there; raises CheckpointError where one says that they are not."""
         missing = False
         for rank in range(1, self._request.world_size):
-            told = self._meeting.told(_rank_file(rank))
+            told = self._rendezvous.posted(_rank_file(rank))
             if told is None:
                 missing = True
             elif told.get("outcome") != _COMPLETE:
@@ -176,19 +178,24 @@ class _Upload:
         return not missing
 
     def _ranks_missing(self) -> str:
-        missing = [rank for rank in range(1, self._request.world_size) if self._meeting.told(_rank_file(rank)) is None]
+        missing = [
+            rank for rank in range(1, self._request.world_size) if self._rendezvous.posted(_rank_file(rank)) is None
+        ]
         return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
 
     def _clean_up(self, summary: SaveSummary) -> None:
         """Do what may fail without harm to the checkpoint, which is committed at the URL."""
-        try:
-            self._files.remove_tree(self._meeting.folder)
+        with noting(self._messages, "the checkpoint is uploaded, but its local copy could not be removed"):
+            self._files.remove_tree(self._rendezvous.folder)
             if not self._options.keep_local:
                 discard(self._files, summary.path)
-        except OSError as error:
-            self._messages.append(f"the checkpoint is uploaded, but its local copy could not be removed: {error}")
         if self._request.keep is not None:
-            self._messages += retire(self._folder, keep=self._request.keep, run_id=self._request.run_id)
+            self._messages += retire(
+                self._folder,
+                keep=self._request.keep,
+                run=self._request.run_id,
+                remove=partial(remove_checkpoint, self._folder),
+            )
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks why the upload ended, and remove what it wrote once none of them writes any more.
@@ -196,7 +203,7 @@ class _Upload:
         Never raises; the next save removes what is left.
         """
         with contextlib.suppress(OSError):
-            self._meeting.tell(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
+            self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
         self._local.cancel()
         deadline = time.monotonic() + _END_S
         while not (ended := self._all_ended()) and time.monotonic() < deadline:
@@ -204,32 +211,32 @@ class _Upload:
         self._committer.abort(ended=ended)
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
-                self._files.remove_tree(self._meeting.folder)
+                self._files.remove_tree(self._rendezvous.folder)
 
     def _all_ended(self) -> bool:
-        return all(self._meeting.told(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
+        return all(self._rendezvous.posted(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
 
     # -- the other ranks --------------------------------------------------------------------------------------------
 
-    def _follow(self, crew: Crew) -> SaveSummary:
+    def _follow(self, workers: Workers) -> SaveSummary:
         rank = self._request.rank
         try:
             summary = self._wait_for_local()
-            self._meeting.wait_until(
-                self._meeting.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
+            self._rendezvous.wait_until(
+                self._rendezvous.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
             )
-            self._meeting.wait_until(
-                lambda: self._meeting.told(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
+            self._rendezvous.wait_until(
+                lambda: self._rendezvous.posted(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
             )
-            self._committer.slot = str((self._meeting.told(_BEGIN_FILE) or {})["slot"])
+            self._committer.slot = str((self._rendezvous.posted(_BEGIN_FILE) or {})["slot"])
             with open_checkpoint(summary.path) as reader:
-                nbytes = self._send(crew, reader, list(shard_files(reader, rank)))
+                nbytes = self._send(workers, reader, list(shard_files(reader, rank)))
         except BaseException as error:
             with contextlib.suppress(OSError):
-                self._meeting.tell(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
+                self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
-        self._meeting.tell(_rank_file(rank), {"outcome": _COMPLETE})
-        self._meeting.wait_until(self._is_over, self._request.timeout_s, self._not_committed)
+        self._rendezvous.post(_rank_file(rank), {"outcome": _COMPLETE})
+        self._rendezvous.wait_until(self._is_over, self._request.timeout_s, self._not_committed)
         return self._summarise(summary, nbytes)
 
     def _wait_for_local(self) -> SaveSummary:
@@ -241,26 +248,26 @@ class _Upload:
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
-        if self._meeting.folder.is_dir():
+        if self._rendezvous.folder.is_dir():
             return False
         if not self._committer.is_committed():
             raise CheckpointError("rank 0 ended without committing it")
         return True
 
     def _not_begun(self) -> str:
-        return f"rank 0 did not begin the upload: {self._meeting.folder} is not seen"
+        return f"rank 0 did not begin the upload: {self._rendezvous.folder} is not seen"
 
     def _not_committed(self) -> str:
         return f"rank 0 did not commit within {self._request.timeout_s} s"
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def _send(self, crew: Crew, reader: CheckpointReader, files: list[str]) -> int:
+    def _send(self, workers: Workers, reader: CheckpointReader, files: list[str]) -> int:
         def advance(nbytes: int) -> None:
             if nbytes > 0:
                 self._check_alive()
 
-        return send_all(crew, reader.path, self._committer.target, files, advance)
+        return send_all(workers, reader.path, self._committer.target, files, advance)
 
     def _summarise(self, summary: SaveSummary, uploaded_bytes: int) -> SaveSummary:
         return replace(
@@ -275,14 +282,14 @@ class _Upload:
         """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
         if self._cancelled.is_set():
             raise CheckpointError("it was cancelled")
-        if self._request.rank == 0 or not self._meeting.folder.is_dir():
+        if self._request.rank == 0 or not self._rendezvous.folder.is_dir():
             return
-        if (told := self._meeting.told(ABORT_FILE)) is not None:
+        if (told := self._rendezvous.posted(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
         with owner_is_dead(self._lock_path) as dead:
             ended = dead
-        if ended and self._meeting.folder.is_dir():
-            told = self._meeting.told(ABORT_FILE) or {"reason": "it ended"}
+        if ended and self._rendezvous.folder.is_dir():
+            told = self._rendezvous.posted(ABORT_FILE) or {"reason": "it ended"}
             raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
 
 

@@ -13,7 +13,7 @@ from ..checkpoint.folder import FolderLike
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..errors import BudgetError
-from ..io.pool import Crew
+from ..io.pool import Workers
 from .commit import RemoteCommitter
 from .folder import RemoteFolder, open_folder
 from .retries import PATIENT
@@ -41,9 +41,9 @@ def common_files(reader: CheckpointReader) -> dict[str, int]:
     return {file: os.stat(reader.path / file).st_size for file in files}
 
 
-def send_all(crew: Crew, source: Path, target: RemoteFolder, files: Iterable[str], advance: Advance) -> int:
+def send_all(workers: Workers, source: Path, target: RemoteFolder, files: Iterable[str], advance: Advance) -> int:
     """Copy `files` from the folder `source` to `target`, several at a time; return their bytes. See `RemoteFolder.send`."""
-    return sum(crew.run([partial(target.send, source / file, file, advance) for file in files]))
+    return sum(workers.run([partial(target.send, source / file, file, advance) for file in files]))
 
 
 def commit_upload(committer: RemoteCommitter, reader: CheckpointReader, ranks: Iterable[int]) -> list[str]:
@@ -96,8 +96,8 @@ def upload_checkpoint(
             files = common_files(reader)
             for rank in range(record.world_size):
                 files |= shard_files(reader, rank)
-            with Crew(files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as crew:
-                send_all(crew, reader.path, committer.target, files, advance or (lambda _: None))
+            with Workers(files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
+                send_all(workers, reader.path, committer.target, files, advance or (lambda _: None))
             messages += commit_upload(committer, reader, range(record.world_size))
         except BaseException:
             committer.abort()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ..io.pool import Crew
+from ..io.pool import Workers
 from ..io.queue import Ticket
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ class ArrayOrder:
     """Carries out operations on arrays, by threads of its own: those on one array one after the other, as they came."""
 
     def __init__(self, num_threads: int = 2) -> None:
-        self._crew = Crew(num_threads, "zstore-store")
+        self._workers = Workers(num_threads, "zstore-store")
         self._pending: dict[str, Ticket[Any]] = {}
         """The last operation on each array."""
         self._failed: dict[str, BaseException] = {}
@@ -41,7 +41,7 @@ class ArrayOrder:
                     self._failed.pop(name, None)
                 return result
 
-            ticket = self._pending[name] = self._crew.submit(run)
+            ticket = self._pending[name] = self._workers.submit(run)
         return ticket
 
     def settle(self, names: Iterable[str]) -> None:
@@ -62,4 +62,4 @@ class ArrayOrder:
 
     def close(self) -> None:
         """End the threads once all operations ended."""
-        self._crew.close()
+        self._workers.close()

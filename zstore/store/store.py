@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
@@ -26,6 +26,7 @@ from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
+from .tiers.base import View
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ SMALL_SHARD_BYTES = 64 * 1024
 """Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
 
 
-class TensorStore:
+class TensorStore(Closing):
     """This rank's shards of named arrays. Close it, or use it in a `with` block.
 
     `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass
     in the caller's thread. Arrays must not be changed by two passes at once.
+
+    Over 300 lines: it is all that a rank may ask of its shards, and each method is a few lines over tiers and streams.
     """
 
     def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
@@ -192,19 +195,12 @@ class TensorStore:
         """
         self._check_open()
         source = as_numpy(data, self.spec(name))
-        local = self.local(name)
-        if first < 0 or first + source.size > local.valid_numel:
-            raise UsageError(
-                f"array {name!r}: elements [{first}, {first + source.size}) are not in a shard of {local.valid_numel}"
-            )
-        mode = Mode.FILL if source.size == local.valid_numel else Mode.UPDATE
+        stop = first + source.size
+        mode = Mode.FILL if self._require_in_shard(name, first, stop).valid_numel == source.size else Mode.UPDATE
 
         def run() -> None:
-            for tile in self._stream(self._pass_over(name, mode)):
-                low, high = max(tile.first, first), min(tile.stop, first + source.size)
-                if low < high:
-                    target = tile.views[0][low - tile.first : high - tile.first]
-                    copy_into(target, source[low - first : high - first])
+            for view, part in self._views(self._pass_over(name, mode), first, stop):
+                copy_into(view, source[part])
 
         return self._order.submit(name, run, changes=True)
 
@@ -214,10 +210,8 @@ class TensorStore:
         `out` is 1-D, contiguous, of the array's data type, and the caller's; a new array where it is None.
         """
         self._check_open()
-        local = self.local(name)
-        last = local.valid_numel if stop is None else stop
-        if not 0 <= first <= last <= local.valid_numel:
-            raise UsageError(f"array {name!r}: elements [{first}, {last}) are not in a shard of {local.valid_numel}")
+        last = self.valid_numel(name) if stop is None else stop
+        local = self._require_in_shard(name, first, last)
         dtype = numpy_dtype(local.spec.dtype)
         target = np.empty(last - first, dtype) if out is None else out
         usable = target.flags.c_contiguous and target.flags.writeable
@@ -230,14 +224,24 @@ class TensorStore:
         chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
 
         def run() -> Array:
-            for tile in self._stream(self._pass_over(name, Mode.READ, chunks)):
-                low, high = max(tile.first, first), min(tile.stop, last)
-                if low < high:
-                    source = tile.views[0][low - tile.first : high - tile.first]
-                    copy_out(source, target[low - first : high - first])
+            for view, part in self._views(self._pass_over(name, Mode.READ, chunks), first, last):
+                copy_out(view, target[part])
             return target
 
         return self._order.submit(name, run, changes=False)
+
+    def _require_in_shard(self, name: str, first: int, stop: int) -> LocalShard:
+        local = self.local(name)
+        if not 0 <= first <= stop <= local.valid_numel:
+            raise UsageError(f"array {name!r}: elements [{first}, {stop}) are not in a shard of {local.valid_numel}")
+        return local
+
+    def _views(self, what: Pass, first: int, stop: int) -> Iterator[tuple[View, slice]]:
+        """Yield views of an array's elements `[first, stop)`, and where in these each view lies."""
+        for tile in self._stream(what):
+            low, high = max(tile.first, first), min(tile.stop, stop)
+            if low < high:
+                yield tile.views[0][low - tile.first : high - tile.first], slice(low - first, high - first)
 
     def stream(
         self,
@@ -286,7 +290,7 @@ class TensorStore:
         self._check_open()
         self._order.settle(names)
         if not all(map(self.may_fill, names)):
-            raise UsageError("an array to be filled does not rest in the host's memory: use `stream` or `write`")
+            raise UsageError("`filling` takes arrays in host memory: use `stream` or `write`")
         tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
         with contextlib.ExitStack() as last_to_first:
             for tier, name in zip(tiers, names, strict=True):
@@ -404,9 +408,3 @@ class TensorStore:
                     last_to_first.callback(tier.close)
             last_to_first.callback(self.resources.queue.close)
             last_to_first.callback(self._order.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

@@ -34,7 +34,7 @@ _Ranks = list[tuple[BaseProcess, Connection]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Function:
     """Where a child finds its function: tests are not importable by name, so their file goes along."""
 
     module: str
@@ -107,7 +107,7 @@ def _started(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> 
     """Start the processes for the length of a `with` block."""
     context = loaded_context()
     module = sys.modules[fn.__module__]
-    place = _Place(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
+    place = _Function(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
         ranks: _Ranks = []
         try:
@@ -171,7 +171,9 @@ def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[i
     return places
 
 
-def _child(place: _Place, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]) -> None:
+def _child(
+    place: _Function, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]
+) -> None:
     gc.freeze()  # a collection that looked at all that was forked would copy its memory
     with open(Path(folder) / f"trace-{rank}", "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
@@ -187,7 +189,7 @@ def _child(place: _Place, rank: int, world_size: int, folder: str, results: Conn
         os._exit(0)
 
 
-def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> Any:
+def _run(place: _Function, rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> Any:
     import torch
     import torch.distributed as torch_dist
 
@@ -210,7 +212,7 @@ def _run(place: _Place, rank: int, world_size: int, folder: str, args: tuple[Any
     return value
 
 
-def _load(place: _Place) -> Callable[..., Any]:
+def _load(place: _Function) -> Callable[..., Any]:
     try:
         module = importlib.import_module(place.module)
     except ImportError:

@@ -21,7 +21,7 @@ def choose(names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[
     for pattern in (*include, *exclude):
         if not any(_matches(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
-            hint = f"; near it are {', '.join(near)}" if near else ""
+            hint = f"; close matches: {', '.join(near)}" if near else ""
             raise CheckpointMismatchError(f"{pattern!r} matches none of the {len(known)} names{hint}")
     return [
         name

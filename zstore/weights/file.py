@@ -9,13 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from ..format.arrays import Bytes
+from ..format.partition import round_up
 from ..io.buffers import PAGE_BYTES, Slabs
 from ..io.files import Files, OpenFile
-
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 4 * 1024 * 1024
 
@@ -45,7 +42,7 @@ class BlockFile:
         self._cleanup = contextlib.ExitStack()
         self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True, create=True))
         try:
-            files.allocate(self._file, _pages(nbytes))
+            files.allocate(self._file, round_up(nbytes, PAGE_BYTES))
         except BaseException:
             self._cleanup.close()
             raise
@@ -83,7 +80,7 @@ class BlockFile:
 
     def _write(self, number: int, block: _Block) -> None:
         size = min(BLOCK_BYTES, self.nbytes - number * BLOCK_BYTES)
-        padded = _pages(size)
+        padded = round_up(size, PAGE_BYTES)
         block.slab[size:padded] = 0
         self._files.write_from(self._file, block.slab[:padded], number * BLOCK_BYTES)
         with self._lock:
@@ -100,7 +97,3 @@ class BlockFile:
     def close(self) -> None:
         """Close the file as it is; a second call does nothing."""
         self._cleanup.close()
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

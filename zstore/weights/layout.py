@@ -7,13 +7,12 @@ holes); of the numbering and the index: Hugging Face's sharded checkpoints.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..format.arrays import numpy_dtype
+from ..format.arrays import Shaped
 
 SUFFIX = ".safetensors"
 STEM = "model"
@@ -42,7 +41,7 @@ SAFETENSORS_DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
+class Weight(Shaped):
     """A tensor to write."""
 
     name: str
@@ -52,21 +51,6 @@ class Weight:
     shape: tuple[int, ...]
     dtype: str
     """Data type that it is written in, by its Zarr name."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
-from ..format.arrays import MAX_NAME, numpy_dtype
+from ..format.arrays import MAX_NAME, Shaped
 from ..io.files import Files, OpenFile
 from .layout import SAFETENSORS_DTYPES
 
@@ -30,7 +30,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredWeight:
+class StoredWeight(Shaped):
     """A tensor in a file."""
 
     name: str
@@ -41,13 +41,8 @@ class StoredWeight:
     offset: int
     """Of its first byte in the file."""
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
 
-
-class WeightsReader:
+class WeightsReader(Closing):
     """The tensors of the safetensors files in `folder`: `model.safetensors`, or those that its index names, or the only
     one there is. Close it, or use it in a `with` block.
 
@@ -139,12 +134,6 @@ class WeightsReader:
         """Close the files; a second call does nothing."""
         self._ends.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *others: object) -> None:
-        self.close()
-
 
 def _json(text: bytes) -> Any:
     if text.count(b",") + text.count(b"[") + text.count(b"{") > _MAX_VALUES:
@@ -177,7 +166,7 @@ def _weight(name: str, entry: dict[str, Any], path: Path, data_offset: int, size
             f"{name!r} in {path} is of type {theirs}, which cannot be trained: expected one of {', '.join(_DTYPES)}"
         )
     weight = StoredWeight(name=name, dtype=_DTYPES[theirs], shape=shape, path=path, offset=data_offset + begin)
-    nbytes = weight.numel * numpy_dtype(weight.dtype).itemsize
+    nbytes = weight.nbytes
     if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - data_offset or end - begin != nbytes:
         raise ValueError(f"{name!r} of shape {shape} in {theirs} at bytes {begin} to {end} of {size - data_offset}")
     return weight

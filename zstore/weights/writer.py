@@ -8,12 +8,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
 from ..io.buffers import Slabs
@@ -33,7 +33,7 @@ class Lost:
     count: int
 
 
-class WeightsWriter:
+class WeightsWriter(Closing):
     """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
@@ -125,12 +125,6 @@ class WeightsWriter:
         """Close the files as they are; a second call does nothing."""
         for file in self._open.values():
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.checkpoint.keep import Keep
+from zstore.checkpoint.retention import Keep
 from zstore.engine.config.answers import read_answers
 from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys

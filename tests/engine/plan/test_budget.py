@@ -14,11 +14,11 @@ from tests.engine.bits import digest
 from tests.engine.models import batch
 from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
-from zstore.engine.params.tensors import as_torch
 from zstore.engine.plan import run as placing
 from zstore.errors import BudgetError
 from zstore.io.hostmemory import GroupMemory, HostMemory
 from zstore.sizes import format_bytes
+from zstore.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import build_model
 

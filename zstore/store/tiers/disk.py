@@ -341,7 +341,7 @@ class DiskPin:
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """See `PinnedShard.copy_into`."""
-        raise UsageError(f"array {self.local.spec.name!r}: a shard on disk is published as the file that it is")
+        raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`; of a shard of which nothing or not all was written, none."""
@@ -364,7 +364,7 @@ class DiskPin:
     def _require_layout(self, grid: Grid, shard: int) -> None:
         if (grid, shard) != (self.local.grid, self.local.shard):
             raise UsageError(
-                f"array {self.local.spec.name!r}: a shard on disk is published with the layout that it has"
+                f"array {self.local.spec.name!r}: a shard on disk can only be published with its own layout"
             )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:

@@ -52,7 +52,7 @@ class MemoryTier(Tier):
         """Return zeroed memory for the shard's unpadded elements."""
 
     def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
-        raise UsageError(f"array {local.spec.name!r}: only the device tier rests in memory of the caller's")
+        raise UsageError(f"array {local.spec.name!r}: only the device tier can use the caller's memory")
 
     def remove(self, name: str) -> None:
         """See `Tier.remove`."""
