@@ -89,6 +89,8 @@ class Restore:
         training.gather_resident(training.state.records)
         training.restart_accumulation()
         training.pending.torn = False
+        if training.world.rank == 0:
+            _log.info("loaded %s; at step %d", reader.location, training.counters.global_steps)
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:

@@ -313,7 +313,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(copied: Path) -> N
     for bomb in bombs:
         _forge(copied, lambda chunks, bomb=bomb: [_compress(module, bomb), *chunks[1:]])  # type: ignore[misc]
         with open_checkpoint(copied) as reader:
-            with pytest.raises(CorruptionError, match=r"chunk 0 of .* it is no (zstd|blosc) frame of"):
+            with pytest.raises(CorruptionError, match=r"chunk 0 of .* it is not a (zstd|blosc) frame of"):
                 reader.read_array("model/h.0.weight")
             faults = verify_checkpoint(reader)
         assert [fault.problem for fault in faults if "does not decode" in fault.problem]

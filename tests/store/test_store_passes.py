@@ -186,5 +186,5 @@ def test_memory_is_filled_where_it_rests(store: TensorStore, tier: str) -> None:
 def test_what_rests_on_disk_has_no_memory_to_fill(store: TensorStore) -> None:
     create(store, "disk", name="model/w")
     assert not store.may_fill("model/w")
-    with pytest.raises(UsageError, match="does not rest in the host's memory"), store.filling(["model/w"]):
+    with pytest.raises(UsageError, match="array 'model/w' is not in host memory"), store.filling(["model/w"]):
         pass

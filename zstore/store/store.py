@@ -289,8 +289,11 @@ class TensorStore(Closing):
         there, by as many threads as the caller likes. A failure leaves what was done."""
         self._check_open()
         self._order.settle(names)
-        if not all(map(self.may_fill, names)):
-            raise UsageError("`filling` takes arrays in host memory: use `stream` or `write`")
+        for name in names:
+            if not self.may_fill(name):
+                raise UsageError(
+                    f"array {name!r} is not in host memory, which `filling` needs: use `stream` or `write`"
+                )
         tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
         with contextlib.ExitStack() as last_to_first:
             for tier, name in zip(tiers, names, strict=True):

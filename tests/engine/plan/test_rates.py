@@ -191,6 +191,7 @@ def test_the_quick_start_runs_again_and_goes_on_where_bf16_is_slow(tmp_path: Pat
     again = python(quick_start(tmp_path) + steps, env=NO_16_BITS)
     assert json.loads(again.stdout) == [20, "torch.float32"]
     assert '"auto" takes fp32, since this CPU has no fast bf16' in again.stderr
+    assert f"loaded {tmp_path}/ckpt/step-00000010; at step 10" in again.stderr
     exec(quick_start(tmp_path), names)
     assert names["engine"].global_steps == 30
 
