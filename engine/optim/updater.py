@@ -60,7 +60,7 @@ class Updater:
     def __init__(self, store: TensorStore, transfers: Transfers) -> None:
         self._store = store
         self._transfers = transfers
-        self._crew: Workers | None = None
+        self._workers: Workers | None = None
         self._changed = threading.Condition()
         self._pending: dict[ParameterRecord, list[LatePin]] = {}
         """Records whose update is not done, and the pins that wait for it."""
@@ -78,14 +78,14 @@ class Updater:
         `over` is called from the thread when the update ended, well or badly.
         """
         self.complete()
-        if self._crew is None:
+        if self._workers is None:
             # Of daemon threads: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
-            self._crew = Workers(1, "zstore-update")
+            self._workers = Workers(1, "zstore-update")
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = self._crew.submit(partial(self._run, update, admit, over, self._transfers.stream_context()))
+        self._running = self._workers.submit(partial(self._run, update, admit, over, self._transfers.stream_context()))
 
     def _run(self, update: Update, admit: Admit | None, over: Callable[[], None], context: StreamContext) -> None:
         def admitted(record: ParameterRecord, wait: bool) -> bool:
@@ -174,9 +174,9 @@ class Updater:
     def close(self) -> None:
         """Complete what is under way and end the thread."""
         self.forget()
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
 
 class LatePin:

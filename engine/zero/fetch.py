@@ -63,7 +63,7 @@ class RowReader:
         self._store = store
         self._pool = pool
         self._transfers = transfers
-        self._crew: Workers | None = None
+        self._workers: Workers | None = None
         self._context = transfers.stream_context()
         self.ready: Ready = _nothing
         self.read_bytes = 0
@@ -72,9 +72,9 @@ class RowReader:
     def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> RowRead:
         """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
-        if self._crew is None:
-            self._crew, self._context = Workers(1, "zstore-prefetch"), self._transfers.stream_context()
-        reading.ticket = self._crew.submit(partial(self._serve, reading))
+        if self._workers is None:
+            self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.stream_context()
+        reading.ticket = self._workers.submit(partial(self._serve, reading))
         return reading
 
     def _serve(self, reading: RowRead) -> None:
@@ -115,9 +115,9 @@ class RowReader:
 
     def close(self) -> None:
         """End the thread after what was asked for."""
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ class GradientSpill:
         self._transfers = transfers
         self._arrays = arrays
         self._pool = store.make_pool(pool_bytes)
-        self._crew = Workers(1, "zstore-gradients")
+        self._workers = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
         self._squares: dict[ParameterRecord, float] = {}
         """Of the gradients that are there in this step."""
@@ -67,7 +67,9 @@ class GradientSpill:
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
         context = self._transfers.stream_context()
-        self._under_way.append((self._crew.submit(partial(self._write, self._arrays[record], rows, context)), nbytes))
+        self._under_way.append(
+            (self._workers.submit(partial(self._write, self._arrays[record], rows, context)), nbytes)
+        )
 
     def _make_room(self, record: ParameterRecord, rows: torch.Tensor) -> None:
         """Let the array of a parameter be one that can hold the values of `rows`."""
@@ -122,4 +124,4 @@ class GradientSpill:
 
     def close(self) -> None:
         """End the thread."""
-        self._crew.close()
+        self._workers.close()

@@ -135,6 +135,12 @@ def reference_digests(reference: Reference, rows: dict[str, tuple[int, int]]) ->
     return found
 
 
+def differing_arrays(engine: Engine, reference: Reference, rows: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the names of the reference's arrays of which the engine's rows have other bits."""
+    expected, mine = reference_digests(reference, rows), engine_digests(engine)
+    return [array for array in expected if mine.get(array) != expected[array]]
+
+
 def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given: Any) -> list[str]:
     """Return what differs between engine and plain loop, after each of so many steps; `given` goes to `initialize`."""
     differences: list[str] = []
@@ -170,10 +176,9 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
                     assert all(p.grad is None for p in engine.parameters())
                     engine.step()
                 assert engine.was_step_applied()
-                expected = reference_digests(reference, rows)
                 # Reading the state would wait for the update: let it run into the next forward.
-                found = engine_digests(engine) if case.overlap != "forward" or step == steps - 1 else expected
-                differences += [f"step {step}: {name}" for name in expected if found.get(name) != expected[name]]
+                if case.overlap != "forward" or step == steps - 1:
+                    differences += [f"step {step}: {name}" for name in differing_arrays(engine, reference, rows)]
                 if engine.get_global_grad_norm() != reference.norm:
                     differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
                 if losses != reference_losses(reference, rank, case, world_size, count):

@@ -163,19 +163,12 @@ with said_once():
 """
 
 
-LAUNCHED = """
-import sys
-from zstore.tools.train.launch import launch
-launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
-"""
-
-
 @pytest.mark.parametrize(
     ("when", "expected"), [("early", {"ranks 0, 2: the same", "rank 1: another"}), ("late", {"rank 1: mine"})]
 )
 def test_different_messages_are_all_said_and_those_who_only_stop_are_silent(when: str, expected: set[str]) -> None:
     done = warm.run(
-        [sys.executable, "-c", LAUNCHED, "3", FAILING, when], capture_output=True, text=True, env=ENVIRONMENT
+        [sys.executable, "-c", warm.LAUNCH, "3", FAILING, when], capture_output=True, text=True, env=ENVIRONMENT
     )
     *said, last = done.stderr.splitlines()
     assert {line.removeprefix("zstore: ") for line in said if line.startswith("zstore: ")} == expected

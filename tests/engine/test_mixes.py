@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zstore
-from tests.engine.bits import ADAM, digest, engine_digests, reference_digests, reference_losses
+from tests.engine.bits import ADAM, differing_arrays, digest, engine_digests, reference_losses
 from tests.engine.bits import Case as BitsCase
 from tests.engine.block_models import Base, ids_of, loss_of
 from tests.engine.models import Block
@@ -286,8 +286,7 @@ def train(name: str, rank: int, world_size: int, stage: int, **zero: Any) -> lis
                 if stage == 3 and not all_released(engine):
                     found.append(f"step {step}: still gathered after the backward")
                 engine.step()
-            expected, mine = reference_digests(reference, rows), engine_digests(engine)
-            found += [f"step {step}: {array}" for array in expected if mine.get(array) != expected[array]]
+            found += [f"step {step}: {array}" for array in differing_arrays(engine, reference, rows)]
             if losses != reference_losses(reference, rank, case, world_size):
                 found.append(f"step {step}: losses {losses}")
             buffers = dict(reference.at_rank(rank).named_buffers(remove_duplicate=False))

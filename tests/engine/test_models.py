@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zstore
-from tests.engine.bits import ADAM, engine_digests, reference_digests
+from tests.engine.bits import ADAM, differing_arrays
 from tests.engine.block_models import VOCAB, WIDTH, Base, ids_of, loss_of
 from tests.engine.models import Block
 from tests.engine.runs import all_released
@@ -246,8 +246,7 @@ def _train(rank: int, name: str, stage: int, offload: str, world_size: int) -> l
             if not all_released(engine):
                 found.append(f"step {step}: still gathered after the backward")
             engine.step()
-            expected, mine = reference_digests(reference, rows), engine_digests(engine)
-            found += [f"step {step}: {array}" for array in expected if mine.get(array) != expected[array]]
+            found += [f"step {step}: {array}" for array in differing_arrays(engine, reference, rows)]
             if float(loss.detach()) != reference.losses[rank][0]:
                 found.append(f"step {step}: loss {float(loss.detach())} != {reference.losses[rank][0]}")
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zstore
-from tests.engine.bits import ADAM, engine_digests, reference_digests
+from tests.engine.bits import ADAM, differing_arrays
 from tests.engine.runs import all_released
 from tests.engine.transformers_models import (
     ARCHITECTURES,
@@ -72,8 +72,7 @@ def train(name: str, rank: int, world_size: int, config: dict[str, Any]) -> list
             if not all_released(engine):
                 found.append(f"step {step}: still gathered after the backward")
             engine.step()
-            expected, mine = reference_digests(reference, rows), engine_digests(engine)
-            found += [f"step {step}: {array}" for array in expected if mine.get(array) != expected[array]]
+            found += [f"step {step}: {array}" for array in differing_arrays(engine, reference, rows)]
             if float(loss.detach()) != reference.losses[rank][0]:
                 found.append(f"step {step}: loss {float(loss.detach())} != {reference.losses[rank][0]}")
             if engine.get_global_grad_norm() != reference.norm:

@@ -120,19 +120,12 @@ def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
 # -- the launcher alone -----------------------------------------------------------------------------------------------
 
 
-LAUNCHED = """
-import sys
-from zstore.tools.train.launch import launch
-launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
-"""
-
-
 def test_every_rank_knows_the_others() -> None:
     code = (
         "import os, torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.tensor([int(os.environ['RANK'])]);"
         "d.all_reduce(t); assert t.item() == 3; assert os.environ['LOCAL_WORLD_SIZE'] == '3'; d.destroy_process_group()"
     )
-    warm.run([*PYTHON, LAUNCHED, "3", code], check=True, capture_output=True)
+    warm.run([*PYTHON, warm.LAUNCH, "3", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,14 @@ def _started(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> 
     """Start the processes for the length of a `with` block."""
     context = loaded_context()
     module = sys.modules[fn.__module__]
-    place = _Function(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
+    function = _Function(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
         ranks: _Ranks = []
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 process: BaseProcess = context.Process(
-                    target=_child, args=(place, rank, world_size, folder, theirs, args), daemon=True
+                    target=_child, args=(function, rank, world_size, folder, theirs, args), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -172,13 +172,13 @@ def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[i
 
 
 def _child(
-    place: _Function, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]
+    function: _Function, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]
 ) -> None:
     gc.freeze()  # a collection that looked at all that was forked would copy its memory
     with open(Path(folder) / f"trace-{rank}", "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         try:
-            value = _run(place, rank, world_size, folder, args)
+            value = _run(function, rank, world_size, folder, args)
         except BaseException:
             results.send((False, traceback.format_exc()))
         else:
@@ -189,7 +189,7 @@ def _child(
         os._exit(0)
 
 
-def _run(place: _Function, rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> Any:
+def _run(function: _Function, rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> Any:
     import torch
     import torch.distributed as torch_dist
 
@@ -202,7 +202,7 @@ def _run(place: _Function, rank: int, world_size: int, folder: str, args: tuple[
         GLOO_SOCKET_IFNAME="lo",
     )
     warnings.simplefilter("error")
-    fn = _load(place)
+    fn = _load(function)
     torch_dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     # One that ended at once would break the connections that another is still making.
     torch_dist.barrier()
@@ -212,18 +212,18 @@ def _run(place: _Function, rank: int, world_size: int, folder: str, args: tuple[
     return value
 
 
-def _load(place: _Function) -> Callable[..., Any]:
+def _load(function: _Function) -> Callable[..., Any]:
     try:
-        module = importlib.import_module(place.module)
+        module = importlib.import_module(function.module)
     except ImportError:
-        spec = importlib.util.spec_from_file_location(place.module, place.path or "")
+        spec = importlib.util.spec_from_file_location(function.module, function.path or "")
         if spec is None or spec.loader is None:
             raise
         module = importlib.util.module_from_spec(spec)
-        sys.modules[place.module] = module
+        sys.modules[function.module] = module
         spec.loader.exec_module(module)
     found: Any = module
-    for part in place.name.split("."):
+    for part in function.name.split("."):
         found = getattr(found, part)
     fn: Callable[..., Any] = found
     return fn
