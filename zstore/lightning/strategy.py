@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from zstore.engine import Init, initialize
+from zstore.engine.checkpoint.rng import load_rng_state, rng_state
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 
@@ -88,6 +89,8 @@ class EngineStrategy:
         self.source = read_source(config, stage)
         self._load_objects = load_objects
         self._engine: Engine | None = None
+        self._generators: dict[str, Any] | None = None
+        """Random number generators that a load brought back, until training starts."""
         super().__init__(**options)
 
     # -- what Lightning asks of a strategy --------------------------------------------------------------------------
@@ -183,7 +186,6 @@ class EngineStrategy:
 
     def _set_up_training(self, trainer: Any, module: Any, raw: dict[str, Any]) -> None:
         """Make or renew optimizer and schedules, and the engine around them."""
-        # Before a checkpoint is loaded, whose random number generators are not to be drawn from by the first epoch.
         trainer.fit_loop.setup_data()
         client, schedules = self._configured(module, raw)
         if self._engine is not None and self._engine.is_frozen:
@@ -227,6 +229,12 @@ class EngineStrategy:
                 f"{self.source.name}: there is a schedule in the config and one of configure_optimizers(): leave one out"
             )
         return client, schedules
+
+    def on_train_start(self) -> None:
+        """Go on with the random numbers of the checkpoint that was loaded."""
+        generators, self._generators = self._generators, None
+        if generators is not None:
+            load_rng_state(generators)
 
     def on_predict_start(self) -> None:
         """Raise UsageError where ranks would gather parameters for different numbers of batches."""
@@ -320,6 +328,10 @@ class EngineStrategy:
         strict = bool(self.lightning_module.strict_loading)
         folder, tag = place.to_load()
         _, state = self.engine.load_checkpoint(folder, tag, load_module_only=not fitting, load_module_strict=strict)
+        if fitting:
+            # Loaders take up their positions as they are made; what they draw meanwhile is not the run's.
+            self.lightning_module.trainer.fit_loop._combined_loader = None
+            self._generators = rng_state()
         version = {"pytorch-lightning_version": import_module(self.library).__version__, "state_dict": {}}
         if _STATE not in state:
             if fitting:
