@@ -112,7 +112,7 @@ class Batches:
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._first = state["next"]
+        self._first = state["next"] % len(self._batches)
 
 
 def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Trainer:
