@@ -89,6 +89,8 @@ class EngineStrategy:
         self.source = read_source(config, stage)
         self._load_objects = load_objects
         self._engine: Engine | None = None
+        self._trainable: list[torch.nn.Parameter] = []
+        """Parameters that a frozen engine took the gradients from."""
         self._generators: dict[str, Any] | None = None
         """Random number generators that a load brought back, until training starts."""
         super().__init__(**options)
@@ -173,7 +175,8 @@ class EngineStrategy:
         if trainer.state.fn.value == "fit":
             self._set_up_training(trainer, module, raw)
         elif self._engine is None:
-            self._engine = initialize(model=module, config=_without_optimizer(raw), frozen=True)[0]
+            self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self._engine = initialize(model=module, config=raw, frozen=True)[0]
         self.precision_plugin.clip_norm = self.engine.gradient_clipping()
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
@@ -186,10 +189,10 @@ class EngineStrategy:
 
     def _set_up_training(self, trainer: Any, module: Any, raw: dict[str, Any]) -> None:
         """Make or renew optimizer and schedules, and the engine around them."""
+        if self._engine is not None and self._engine.training_state.config.frozen:
+            self._thaw(self._engine)
         trainer.fit_loop.setup_data()
         client, schedules = self._configured(module, raw)
-        if self._engine is not None and self._engine.is_frozen:
-            self.close()
         if self._engine is None:
             settings = self.source.settings
             answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": _batch_size(trainer)}
@@ -201,6 +204,19 @@ class EngineStrategy:
         self._engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [self._engine.optimizer]
         self.lr_scheduler_configs = schedules
+
+    def _thaw(self, frozen: Engine) -> None:
+        """Take the module back from the engine that evaluated it. Raises UsageError where its weights are not whole."""
+        training = frozen.training_state
+        if training.hooks is not None or training.config.precision != "fp32":
+            raise UsageError(
+                "fit() after validate(), test() or predict() of the same module, which rounded or sharded its weights: call "
+                "fit() first, with Trainer(num_sanity_val_steps=-1) to validate before the first step, or give fit() a new "
+                "module"
+            )
+        self.close()
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
 
     def _configured(self, module: Any, raw: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, list[Any]]:
         """Return the optimizer and the schedules of `configure_optimizers`; no optimizer where the config has it."""
@@ -380,12 +396,6 @@ def _hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimi
     for group, fresh in zip(present.param_groups, client.param_groups, strict=True):
         group.update({name: value for name, value in fresh.items() if name != "params"})
     client.param_groups = present.param_groups
-
-
-def _without_optimizer(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an engine that trains nothing."""
-    kept = {name: value for name, value in raw.items() if name not in ("optimizer", "scheduler")}
-    return kept | {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 1}
 
 
 def _batch_size(trainer: Any) -> int:
