@@ -52,6 +52,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     auto: Mapping[str, Any] | None = None,
     _files: Files | None = None,
     _streams: Streams | None = None,
+    _engine: type[Engine] = Engine,
 ) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -103,7 +104,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             training = wire(
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
-            engine = Engine(training, monitors)
+            engine = _engine(training, monitors)
         except BaseException:
             monitors.close()
             raise
