@@ -53,6 +53,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     frozen: bool = False,
     _files: Files | None = None,
     _streams: Streams | None = None,
+    _engine: type[Engine] = Engine,
 ) -> tuple[Engine, Any, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -113,7 +114,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             training = wire(
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
-            engine = Engine(training, monitors)
+            engine = _engine(training, monitors)
         except BaseException:
             monitors.close()
             raise
