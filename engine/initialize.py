@@ -17,6 +17,7 @@ from zstore.io.files import Files
 from zstore.ranks.world import World
 
 from .build.init import require_no_init
+from .build.model import take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -71,6 +72,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
     require_no_init("initialize()")
+    model, compiler = take_uncompiled(model)
     show_messages()
     answers = read_answers(auto)
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
@@ -104,6 +106,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
             engine = Engine(training, monitors)
+            if compiler is not None:
+                training.compile(compiler)
         except BaseException:
             monitors.close()
             raise

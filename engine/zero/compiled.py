@@ -68,6 +68,7 @@ class CompiledUnits:
     def __init__(self, hooks: UnitHooks, compiler: Compiler) -> None:
         """Compile what can be. Raises UsageError for a compiler that captures CUDA graphs."""
         _require_no_cuda_graphs(compiler)
+        hooks.stay_out_of_graphs()
         self._former: list[tuple[nn.Module, Any]] = []
         """Modules with what they had as a forward of their own, in place of their class's."""
         self.names: list[str] = []
@@ -173,7 +174,7 @@ def _alone(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[N
         former.append((own, before, after, parameters))
         own["_forward_pre_hooks"] = _others(before, hook_ids)
         own["_forward_hooks"] = _others(after, hook_ids)
-        own["_parameters"] = dict(parameters.items())
+        own["_parameters"] = parameters if type(parameters) is dict else dict(parameters.items())
     try:
         yield
     finally:

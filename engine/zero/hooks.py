@@ -77,6 +77,13 @@ class UnitHooks:
         """What modules call these hooks."""
         return frozenset(handle.id for handle in self._handles)
 
+    def stay_out_of_graphs(self) -> None:
+        """Let torch.compile break its graph where a parameter is read that has to be gathered first."""
+        on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
+        for module in self._watched:
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters.on_read = on_read
+
     def _add(self, unit: Unit) -> None:
         sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
         if not sharded:
@@ -267,13 +274,13 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
-        self._on_read = on_read
+        self.on_read = on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter, gathered where that can be."""
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._on_read(parameter)
+            self.on_read(parameter)
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
