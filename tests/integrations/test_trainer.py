@@ -36,9 +36,7 @@ def _quiet() -> None:
 
 
 def _train(kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], **train: Any) -> Any:
-    trainer = kind(
-        llama(), arguments(folder, **run), train_dataset=Texts(14), eval_dataset=Texts(6, seed=3), **extra
-    )
+    trainer = kind(llama(), arguments(folder, **run), train_dataset=Texts(14), eval_dataset=Texts(6, seed=3), **extra)
     trainer.train(**train)
     return trainer
 
@@ -60,7 +58,9 @@ def _beside(rank: int, folder: str, world_size: int) -> None:
     assert bool(state) == (rank == 0)
     assert found.evaluate()["eval_loss"] == pytest.approx(wanted.evaluate()["eval_loss"], rel=1e-6)
     predicted, truth = found.predict(Texts(3, seed=4)), wanted.predict(Texts(3, seed=4))
-    torch.testing.assert_close(torch.tensor(predicted.predictions), torch.tensor(truth.predictions), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(predicted.predictions), torch.tensor(truth.predictions), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
