@@ -128,8 +128,8 @@ def _check_counts(counters: Mapping[str, Any]) -> None:
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to go on with: at another world size the saved global batch is kept, but where the caller names
-    the boundaries of steps, whose loop goes on with its own.
+    """Return the batch sizes to go on with: at another world size the saved global batch is kept, but where the caller
+    names the boundaries of steps, and so says how large they are.
 
     Raises CheckpointMismatchError that lists the world sizes at which that works.
     """

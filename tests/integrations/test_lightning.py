@@ -34,7 +34,13 @@ def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     strategy.close()
 
     resumed = {
-        name: fit(make_trainer(name, 2), make_net(dropout=0.0, lr=1.0), rank, ckpt_path=str(base / name / "start.ckpt"), weights_only=False)
+        name: fit(
+            make_trainer(name, 2),
+            make_net(dropout=0.0, lr=1.0),
+            rank,
+            ckpt_path=str(base / name / "start.ckpt"),
+            weights_only=False,
+        )
         for name in ("ddp", "zstore")
     }
     return {
