@@ -1,8 +1,8 @@
 """Train a small model with Lightning on zstore: optimizer state on disk, at stage 3; started again, it goes on where it was.
 
-    python examples/lightning_fit.py                      # one rank
-    python examples/lightning_fit.py --devices 2          # Lightning starts the second
-    torchrun --nproc-per-node 2 examples/lightning_fit.py --devices 2
+python examples/lightning_fit.py                      # one rank
+python examples/lightning_fit.py --devices 2          # Lightning starts the second
+torchrun --nproc-per-node 2 examples/lightning_fit.py --devices 2
 """
 
 import argparse

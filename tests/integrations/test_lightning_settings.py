@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import time
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -104,7 +103,7 @@ def test_trainer_and_config_agree_or_it_is_an_error(
 
 
 def test_a_strategy_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean|nearest|zero_optimization"):
+    with pytest.raises(ConfigError, match="did you mean"):
         ZstoreStrategy({"zero_optimisation": {"stage": 2}})
     with pytest.raises(ConfigError, match=r"zstore.keep would .*save_top_k"):
         ZstoreStrategy({"zstore": {"keep": {"last": 2}}})
@@ -269,7 +268,7 @@ def _refusals(rank: int, folder: str) -> None:
             fit(make_trainer(strategy, **options), make_net(kind), 0, **ckpt)
 
     one = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    refused(UsageError, "5 optimizers, .* parameter group", Two, **one)
+    refused(UsageError, "7 optimizers, .* parameter group", Two, **one)
     refused(UsageError, "backward.. is overridden", Backward)
     refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* norm of 0.2: set Trainer\(gradient_clip_val=0.7\)", Clips)
     refused(UsageError, "clips by the global norm", gradient_clip_algorithm="value")
@@ -298,7 +297,6 @@ def _one_after_the_other(rank: int, folder: str) -> int:
     _settings(rank, folder)
     _evaluation(rank, folder)
     _refusals(rank, folder)
-    print("SECONDS", time.process_time())
     return sum(path.is_dir() and not path.is_symlink() for path in Path(folder, "a").iterdir())
 
 
