@@ -270,7 +270,7 @@ def _refusals(rank: int, folder: str) -> None:
     one = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     refused(UsageError, "7 optimizers, .* parameter group", Two, **one)
     refused(UsageError, "backward.. is overridden", Backward)
-    refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* norm of 0.2: set Trainer\(gradient_clip_val=0.7\)", Clips)
+    refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* gradient_clipping to 0.7", Clips, gradient_clip_val=None)
     refused(UsageError, "clips by the global norm", gradient_clip_algorithm="value")
     refused(UsageError, 'StochasticWeightAveraging: .* strategy="ddp"', callbacks=[StochasticWeightAveraging(0.1)])
     saves = ModelCheckpoint(base, save_weights_only=True)
