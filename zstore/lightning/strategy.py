@@ -87,6 +87,12 @@ class EngineStrategy:
                 f"DDPStrategy that it takes: {', '.join(_OPTIONS)}"
             )
         self.source = read_source(config, stage)
+        method = options.get("start_method", "popen")
+        if method != "popen" and self.source.settings.zero_optimization.stage == 3:
+            raise UsageError(
+                f"start_method {method!r} brings whole weights back to the process that starts the ranks, and at stage 3 there "
+                "are none: leave it out, start the script by torchrun, or choose a stage below"
+            )
         self._load_objects = load_objects
         self._engine: Engine | None = None
         self._trainable: list[torch.nn.Parameter] = []
@@ -110,8 +116,8 @@ class EngineStrategy:
 
     @property
     def checkpoint_io(self) -> Any:
-        """Not used: the engine saves. Setting it raises UsageError."""
-        return None
+        """What brings weights back from ranks that were spawned or forked; the engine saves. Setting it raises UsageError."""
+        return import_module(f"{self.library}.plugins").TorchCheckpointIO()
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
@@ -133,7 +139,10 @@ class EngineStrategy:
     def engine(self) -> Engine:
         """The engine of the module in use. Raises UsageError before `fit`, `validate`, `test` or `predict` set it up."""
         if self._engine is None:
-            raise UsageError("there is no engine yet: it is made within trainer.fit(), validate(), test() or predict()")
+            raise UsageError(
+                "there is no engine here: trainer.fit(), validate(), test() and predict() make one, in ranks that were spawned "
+                "or forked in those alone"
+            )
         return self._engine
 
     def _run_config(self, trainer: Any) -> dict[str, Any]:
@@ -332,8 +341,9 @@ class EngineStrategy:
             engine.save_checkpoint(
                 place.folder, place.tag, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
             )
-        if self.is_global_zero:
-            place.link()
+        with engine.world.agreeing():
+            if self.is_global_zero:
+                place.link()
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
