@@ -56,4 +56,4 @@ trainer = L.Trainer(
     enable_progress_bar=False,
 )
 trainer.fit(Regression(), DataLoader(data, batch_size=8), ckpt_path="last")
-print(f"rank {trainer.global_rank}: {trainer.global_step} steps, loss {trainer.callback_metrics['loss']:.3f}")
+print(f"rank {trainer.global_rank}: {trainer.global_step} steps, loss {trainer.callback_metrics.get('loss', 0):.3f}")

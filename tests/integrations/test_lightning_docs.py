@@ -37,4 +37,8 @@ def test_lightning_starts_the_ranks_of_the_example(tmp_path: Path) -> None:
     told = warm.run(command, capture_output=True, text=True, check=True, timeout=100)
     shown = sorted(re.findall(r"rank \d: \d+ steps, loss 0\.", told.stdout))
     assert shown == ["rank 0: 32 steps, loss 0.", "rank 1: 32 steps, loss 0."]
+    # torchrun starts them as well, and all was trained already.
+    command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    told = warm.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert sorted(re.findall(r"rank \d: \d+ steps", told.stdout)) == ["rank 0: 32 steps", "rank 1: 32 steps"]
     assert {info.record.world_size for info in tags(tmp_path / "checkpoints")} == {2}

@@ -307,7 +307,8 @@ def test_settings_of_a_trainer_and_evaluation_and_refusals(tmp_path: Path, capsy
     # What was saved is there for the commands.
     assert ls_command(tmp_path / "a") == ls_command(tmp_path / "b") == 0
     shown = capsys.readouterr()
-    assert shown.out.count("epoch=") == saved  # links too
+    assert shown.out.count("epoch=") == saved - 1  # links too, of which one is last.ckpt
+    assert "last.ckpt" in shown.out
     assert "epoch=1 step=5.ckpt" in shown.out
     assert "final.ckpt" in shown.out
     assert not shown.err
