@@ -2,8 +2,9 @@
 
 One transformer of random weights (29 M parameters by default) on random inputs, one process, fp32. **Step**: a pair is a short
 `fit()` of each, in turn in one process, so that noise meets both; who is first changes from pair to pair. The engine keeps all
-in memory. A ratio is the median over pairs of the engine's median step to the other's. **Save**: state and parameters rest on
-disk; the bytes of files that `trainer.save_checkpoint()` makes anew, of all that belong to the checkpoint.
+in memory. A ratio is the median over pairs of the engine's median step to the other's, by the clock and of the processor's
+time. **Save**: state and parameters rest on disk; the bytes of files that `trainer.save_checkpoint()` makes anew, of all that
+belong to the checkpoint.
 
     python -m bench.lightning [--pairs 10] [--steps 5] [--width 512] [--layers 9] [--path FOLDER] [--json FILE]
 """
@@ -63,7 +64,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     step = _steps(options)
     print(
         f"step: zstore {step['engine_s']:.4f} s, Lightning alone {step['other_s']:.4f} s; ratio {step['ratio']:.3f} "
-        f"(goal {_GOALS['step']:.2f})"
+        f"(goal {_GOALS['step']:.2f}), of processor time {step['processor_ratio']:.3f}"
     )
     return {"save": save, "step": step}
 
@@ -76,8 +77,9 @@ class _Model(lightning.LightningModule):  # type: ignore[misc]
             nn.TransformerEncoderLayer(width, width // 64 or 1, 4 * width, 0.0, batch_first=True) for _ in range(layers)
         ]
         self.layers = nn.ModuleList(made)
-        self.seconds: list[float] = []
-        self._since: float | None = None
+        self.seconds: list[tuple[float, float]] = []
+        """Of each step but the first: by the clock, and of the processor in all threads."""
+        self._since: tuple[float, float] | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (hidden,) = batch
@@ -93,9 +95,9 @@ class _Model(lightning.LightningModule):  # type: ignore[misc]
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Note the seconds since the step before; the first has none."""
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         if self._since is not None:
-            self.seconds.append(now - self._since)
+            self.seconds.append((now[0] - self._since[0], now[1] - self._since[1]))
         self._since = now
 
 
@@ -112,28 +114,30 @@ class _Run:
         data = torch.randn(samples, _TOKENS, options.width, generator=torch.Generator().manual_seed(0))
         self._loader = DataLoader(TensorDataset(data), _SEQUENCES)
 
-    def fit(self) -> float:
-        """Train for one more epoch; return the median seconds of a step."""
+    def fit(self) -> tuple[float, float]:
+        """Train for one more epoch; return the median seconds of a step, by the clock and of the processor."""
         self.trainer.fit_loop.max_epochs += 1
         self.trainer.fit(self.module, self._loader)
-        return statistics.median(self.module.seconds)
+        clock, processor = zip(*self.module.seconds, strict=True)
+        return statistics.median(clock), statistics.median(processor)
 
 
 def _steps(options: argparse.Namespace) -> Mapping[str, Any]:
     """Return the seconds of a step of both, and their ratio."""
     pair = [_Run(options, ZstoreStrategy(stage=0)), _Run(options, "auto")]
-    rows: list[list[float]] = []
+    rows: list[list[tuple[float, float]]] = []
     for number in range(options.pairs + 1):
-        row = [0.0, 0.0]
+        row = [(0.0, 0.0), (0.0, 0.0)]
         for which in (0, 1) if number % 2 else (1, 0):
             row[which] = pair[which].fit()
         if number:
             rows.append(row)
     pair[0].trainer.strategy.close()
     return {
-        "engine_s": statistics.median(mine for mine, _ in rows),
-        "other_s": statistics.median(theirs for _, theirs in rows),
-        "ratio": statistics.median(mine / theirs for mine, theirs in rows),
+        "engine_s": statistics.median(mine[0] for mine, _ in rows),
+        "other_s": statistics.median(theirs[0] for _, theirs in rows),
+        "ratio": statistics.median(mine[0] / theirs[0] for mine, theirs in rows),
+        "processor_ratio": statistics.median(mine[1] / theirs[1] for mine, theirs in rows),
         "pairs_s": rows,
     }
 

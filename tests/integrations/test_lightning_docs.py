@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
+from bench import lightning
 from tests import warm
 from tests.integrations.lightning_runs import quiet
 from zstore.checkpoint.reader import tags
@@ -42,3 +44,16 @@ def test_lightning_starts_the_ranks_of_the_example(tmp_path: Path) -> None:
     told = warm.run(command, capture_output=True, text=True, check=True, timeout=100)
     assert sorted(re.findall(r"rank \d: \d+ steps", told.stdout)) == ["rank 0: 32 steps", "rank 1: 32 steps"]
     assert {info.record.world_size for info in tags(tmp_path / "checkpoints")} == {2}
+
+
+def _benchmark(rank: int, folder: str) -> None:
+    sizes = ["--pairs", "1", "--steps", "2", "--width", "64", "--layers", "2"]
+    sys.argv = ["lightning", *sizes, "--path", folder, "--json", f"{folder}/figures.json"]
+    lightning.main()
+
+
+def test_the_benchmark_measures_a_step_and_a_save(tmp_path: Path) -> None:
+    run_ranks(_benchmark, 1, str(tmp_path))
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["step"]["ratio"] > 0
+    assert 0 < figures["save"]["new_bytes"] < figures["save"]["total_bytes"]
