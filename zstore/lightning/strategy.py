@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -26,13 +25,14 @@ import torch
 from zstore.engine import Init, initialize
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
 from zstore.engine.engine import Engine
-from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
 from .files import Place, remove
+from .fitting import batch_size, configured, hand_on_settings
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
-from .settings import TrainerValues, check_optimizer, compute_dtype, for_trainer, read_source
+from .settings import TrainerValues, compute_dtype, for_trainer, read_source
 
 _log = logging.getLogger("zstore")
 
@@ -55,7 +55,8 @@ class EngineStrategy:
     of whoever wrote it. `options` are those of DDPStrategy that start ranks: `start_method`, `timeout`,
     `process_group_backend`, `cluster_environment`, `accelerator`, `parallel_devices`.
 
-    Raises ConfigError that names every problem of the config, UsageError for an option that has no meaning here.
+    Raises ConfigError that names every problem of the config, UsageError for an option that has no meaning here. Over 300
+    lines because it is all that Lightning asks of a strategy.
     """
 
     library: str
@@ -201,15 +202,15 @@ class EngineStrategy:
         if self._engine is not None and self._engine.training_state.config.frozen:
             self._thaw(self._engine)
         trainer.fit_loop.setup_data()
-        client, schedules = self._configured(module, raw)
+        client, schedules = configured(self.library, self.source, module, raw)
         if self._engine is None:
             settings = self.source.settings
-            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": _batch_size(trainer)}
+            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": batch_size(trainer)}
             if settings.scheduler is not None:
                 answers["scheduler.params.total_num_steps"] = max(1, int(trainer.estimated_stepping_batches))
             self._engine = initialize(model=module, config=raw, optimizer=client, auto=answers)[0]
         elif client is not None:
-            _hand_on_settings(client, self._engine.optimizer)
+            hand_on_settings(client, self._engine.optimizer)
         self._engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [self._engine.optimizer]
         self.lr_scheduler_configs = schedules
@@ -226,34 +227,6 @@ class EngineStrategy:
         self.close()
         for parameter in self._trainable:
             parameter.requires_grad_(True)
-
-    def _configured(self, module: Any, raw: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, list[Any]]:
-        """Return the optimizer and the schedules of `configure_optimizers`; no optimizer where the config has it."""
-        made = import_module(f"{self.library}.core.optimizer")
-        with warnings.catch_warnings():
-            if "optimizer" in raw:
-                warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
-            optimizers, schedules = made._init_optimizers_and_lr_schedulers(module)
-        if len(optimizers) > 1:
-            raise UsageError(
-                f"configure_optimizers() returned {len(optimizers)} optimizers, and the engine has one: return one with a "
-                'parameter group for each, or train with strategy="ddp"'
-            )
-        client = optimizers[0]
-        if isinstance(client, made._MockOptimizer):
-            if "optimizer" not in raw:
-                raise ConfigError(
-                    f'{self.source.name}: configure_optimizers() returned None, and there is no "optimizer" section: write '
-                    "one, or return an optimizer"
-                )
-            client = None
-        else:
-            check_optimizer(self.source, client)
-        if schedules and "scheduler" in raw:
-            raise ConfigError(
-                f"{self.source.name}: there is a schedule in the config and one of configure_optimizers(): leave one out"
-            )
-        return client, schedules
 
     def on_train_start(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""
@@ -390,32 +363,6 @@ class EngineStrategy:
         """Remove a checkpoint (rank 0)."""
         if self.is_global_zero:
             remove(Place.of(os.fspath(filepath)), self.engine.training_state.config.storage_options)
-
-
-def _hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    """Let the engine's groups have the settings of a new optimizer, whose schedules drive them from now on.
-
-    Raises UsageError where the groups differ.
-    """
-    sizes = [[len(group["params"]) for group in one.param_groups] for one in (client, present)]
-    if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"configure_optimizers() returned groups of {sizes[0]} parameters, and the engine of the earlier fit() has groups "
-            f"of {sizes[1]}: return the same groups, or call trainer.strategy.close() and fit a new module"
-        )
-    for group, fresh in zip(present.param_groups, client.param_groups, strict=True):
-        group.update({name: value for name, value in fresh.items() if name != "params"})
-    client.param_groups = present.param_groups
-
-
-def _batch_size(trainer: Any) -> int:
-    """Return the samples of a micro-batch, as the first training loader has them; 1 where it does not tell."""
-    loader = trainer.fit_loop._combined_loader
-    for one in [] if loader is None else loader.flattened:
-        size = getattr(one, "batch_size", None) or getattr(getattr(one, "batch_sampler", None), "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return 1
 
 
 def _numbers(trainer: Any) -> dict[str, float]:
