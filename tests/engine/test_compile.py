@@ -1,0 +1,173 @@
+"""`engine.compile` where parameters come and go: units are compiled within their gather."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.block_models import WIDTH, Base, ids_of
+from tests.engine.models import Block
+from tests.engine.runs import all_released
+from zstore.engine import Engine
+from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
+
+# torch hides this one itself, where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+STEPS, ACCUMULATION = 3, 2
+CLOSE = 2e-5  # relative, of losses in fp32
+
+
+class Graphs:
+    """A backend that counts the graphs that it compiles."""
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        self.count = 0
+        self._compile = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined]
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.count += 1
+        return self._compile(graph, inputs)
+
+
+class Feed(nn.Module):
+    """A unit within a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ self.weight)
+
+
+class Outer(nn.Module):
+    """Holds a unit, and a parameter of its own, which it reads after that one was released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.feed = Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fed: torch.Tensor = x + self.gain * self.feed(x)
+        return fed
+
+
+class Net(Base):
+    """Blocks with and without checkpointing, nested units, a tied head, a block in which nothing is trained."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__([Block(WIDTH) for _ in range(4)])
+        self.outer = Outer()
+        self.head.weight = self.embed.weight
+        self.blocks[3].requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.outer(self.blocks[0](x))
+        for block, reentrant in ((self.blocks[1], False), (self.blocks[2], True)):
+            x = checkpoint(block, x, use_reentrant=reentrant) if torch.is_grad_enabled() else block(x)
+        logits = self.head(self.norm(self.blocks[3](x)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+COMPILED = ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "outer.feed"]
+
+
+def start(model: nn.Module, rest: str = "none", nvme: str | Path = "", **keys: Any) -> Engine:
+    offload = {"device": rest} | ({"nvme_path": str(nvme)} if rest == "nvme" else {})
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": offload}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+        "steps_per_print": 0,
+    }
+    return zstore.initialize(model=model, config=config | keys)[0]
+
+
+def step(engine: Engine) -> list[float]:
+    losses = []
+    for micro in range(ACCUMULATION):
+        loss = engine(ids_of(engine.global_steps, 2 * micro + engine.global_rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def evaluated(engine: Engine) -> float:
+    with torch.no_grad():
+        return float(engine(ids_of(50, engine.global_rank)))
+
+
+def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> list[float]:
+    """Losses of steps with all between them that changes values."""
+    losses = [*step(engine), evaluated(engine)]
+    after_first()
+    losses += [loss for _ in range(STEPS) for loss in step(engine)]
+    name = "blocks.0.up.weight"
+    values = engine.get_full_parameter(name)
+    assert values is not None
+    engine.set_full_parameter(name, values * 0.5)
+    losses += step(engine)
+    with zstore.gather(engine.module.outer, modifier_rank=0):
+        engine.module.outer.gain.data.mul_(2.0)
+    with zstore.gather(engine.module.blocks[1]):
+        losses += [evaluated(engine)]
+        loss = engine(ids_of(70, engine.global_rank))
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+    loss = engine(ids_of(71, engine.global_rank))
+    engine.backward(loss)
+    engine.step()
+    return [*losses, loss.item()]
+
+
+def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
+    """Train plainly and compiled; return the units that were compiled, and how many graphs there were after the first
+    step and at the end."""
+    graphs, counts = Graphs(), []
+    (folder / "nvme").mkdir(exist_ok=True)
+    with start(Net(), rest, folder / "nvme") as plain:
+        expected = train(plain)
+        plain.save_checkpoint(str(folder), "plain")
+        expected += step(plain)
+        names = list(engine_digests(plain))
+    with start(Net(), rest, folder / "nvme") as engine:
+        assert not engine.is_compiled
+        engine.compile(graphs)
+        assert engine.is_compiled
+        losses = train(engine, lambda: counts.append(graphs.count))
+        engine.load_checkpoint(str(folder), "plain")
+        losses += step(engine)
+        assert losses == pytest.approx(expected, rel=CLOSE)
+        assert all_released(engine)
+        assert list(engine_digests(engine)) == names
+        engine.save_checkpoint(str(folder), "compiled")
+        compiled = engine.training_state.compiled
+    with start(Net(), rest, folder / "nvme") as plain:
+        plain.load_checkpoint(str(folder), "compiled")
+        assert not compiled.names or plain.load_report is not None
+    return compiled.names, counts[0], graphs.count
+
+
+def test_scratch(tmp_path: Path) -> None:
+    print(compare(tmp_path, "nvme"))
+    assert 0
