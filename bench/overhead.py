@@ -9,6 +9,9 @@ of the engine's seconds to the other's, by the clock and by the processor time o
 Where there is a CUDA device one process computes there, and the clock is stopped once it is done; `--others` sets it beside
 FSDP2 and DeepSpeed, where that is installed, on a group of one rank. Several processes are of the CPU.
 
+`--others compiled` sets the engine beside itself with its units compiled by inductor, where parameters come and go: at
+stage 3 with `--offload-param`. Then the ratio is what compiling gains.
+
     python -m bench.overhead [--pairs 20] [--processes 1 2] [--precisions fp32 bf16] [--stages 0 1 2 3] [--json FILE]
 """
 
@@ -21,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +60,11 @@ def main() -> None:
         "--others",
         nargs="+",
         default=["plain"],
-        choices=["plain", "FSDP2", "DeepSpeed"],
-        help="what one process is compared with; FSDP2 at stage 3 only",
+        choices=["plain", "FSDP2", "DeepSpeed", "compiled"],
+        help="what one process is compared with; FSDP2 and compiled at stage 3 only",
+    )
+    parser.add_argument(
+        "--offload-param", default="none", choices=["none", "cpu"], help="where the engine's parameters rest"
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
@@ -93,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for pairing in _pairings(options, shape):
         if pairing.processes > 1:
             row = _slowest(run_ranks(_pairs_of_rank, pairing.processes, pairing, timeout_s=3600))
-        elif pairing.other == "plain":
+        elif pairing.other in {"plain", "compiled"}:
             row = _pairs(0, pairing)
         else:
             with _group_of_one(pairing.device):
@@ -116,11 +122,12 @@ class _Pairing:
     shape: dict[str, int]
     pairs: int
     device: str
+    offload_param: str
 
 
 def _pairings(options: argparse.Namespace, shape: dict[str, int]) -> Iterator[_Pairing]:
     for processes, precision, stage in itertools.product(options.processes, options.precisions, options.stages):
-        alone = [other for other in options.others if other != "FSDP2" or stage == 3]
+        alone = [other for other in options.others if other not in {"FSDP2", "compiled"} or stage == 3]
         for other in alone if processes == 1 else ["DDP" if stage < 2 else "FSDP2"]:
             yield _Pairing(
                 processes=processes,
@@ -130,6 +137,7 @@ def _pairings(options: argparse.Namespace, shape: dict[str, int]) -> Iterator[_P
                 shape=shape,
                 pairs=options.pairs,
                 device=options.device if processes == 1 else "cpu",  # several talk over gloo
+                offload_param=options.offload_param,
             )
 
 
@@ -167,9 +175,14 @@ def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
     others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step, "DeepSpeed": _deepspeed_step}
     stage, precision, shape, device = pairing.stage, pairing.precision, pairing.shape, pairing.device
     generator = torch.Generator().manual_seed(rank)
-    engine = _engine(stage, precision, shape, pairing.processes)
-    with engine:
-        other = others[pairing.other](stage, precision, shape, device)
+    with ExitStack() as engines:
+        engine = engines.enter_context(_engine(pairing))
+        if pairing.other == "compiled":
+            compiled = engines.enter_context(_engine(pairing))
+            compiled.compile()
+            other = _engine_step(compiled)
+        else:
+            other = others[pairing.other](stage, precision, shape, device)
         steps: list[tuple[int, Step]] = [(0, _engine_step(engine)), (1, other)]
         times: list[list[list[float]]] = []
         losses = [0.0, 0.0]
@@ -235,15 +248,18 @@ def _build(shape: dict[str, int]) -> Gpt:
     )
 
 
-def _engine(stage: int, precision: str, shape: dict[str, int], world_size: int) -> zstore.engine.Engine:
-    bf16 = precision == "bf16"
+def _engine(pairing: _Pairing) -> zstore.engine.Engine:
+    bf16, shape = pairing.precision == "bf16", pairing.shape
+    zero: dict[str, Any] = {"stage": pairing.stage}
+    if pairing.offload_param != "none":
+        zero["offload_param"] = {"device": pairing.offload_param}
     config = {
-        "train_batch_size": shape["batch"] * world_size,
+        "train_batch_size": shape["batch"] * pairing.processes,
         "train_micro_batch_size_per_gpu": shape["batch"],
         "gradient_clipping": _CLIP if bf16 else 0.0,
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": _LR}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
     }
     engine, *_ = zstore.initialize(model=_build(shape), config=config)
     return engine

@@ -77,7 +77,7 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
         (lambda: nn.Sequential(scripted()), {"stage": 0}, "module '0' is scripted"),
         (turning, {"stage": 0}, "parameter 'turn' is torch.complex64"),
         (lambda: compiled(in_place=True), OFFLOADED, "module '0' is compiled"),
-        (lambda: compiled(in_place=False), OFFLOADED, "module '' is compiled"),
+        (lambda: nn.Sequential(compiled(in_place=False)), OFFLOADED, "module '0' is compiled"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(make: Callable[[], nn.Module], zero: dict[str, Any], message: str) -> None:
