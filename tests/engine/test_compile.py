@@ -25,7 +25,10 @@ from zstore.testing.ranks import run_ranks
 
 HIDDEN = "The .grad attribute of a Tensor that is not a leaf"
 """A warning that torch hides itself, where warnings are no errors."""
-pytestmark = pytest.mark.filterwarnings(f"ignore:{HIDDEN}:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{HIDDEN}:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # as inductor is imported
+]
 
 STEPS, ACCUMULATION = 1, 2
 CLOSE = 2e-5  # relative, of losses in fp32
@@ -68,21 +71,20 @@ class Outer(nn.Module):
 
 
 class Net(Base):
-    """Blocks with and without checkpointing, nested units, a tied head, a block in which nothing is trained."""
+    """Blocks with and without checkpointing, nested units, a tied head."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__([Block(WIDTH) for _ in range(4)])
+        super().__init__([Block(WIDTH) for _ in range(3)])
         self.outer = Outer()
         self.head.weight = self.embed.weight
-        self.blocks[3].requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         x = self.outer(self.blocks[0](x))
         for block, reentrant in ((self.blocks[1], False), (self.blocks[2], True)):
             x = checkpoint(block, x, use_reentrant=reentrant) if torch.is_grad_enabled() else block(x)
-        logits = self.head(self.norm(self.blocks[3](x)))
+        logits = self.head(self.norm(x))
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -173,9 +175,9 @@ def compare_rank(rank: int, folder: str) -> tuple[list[str], int, int]:
 
 def test_compiled_units_train_as_eager_ones_and_share_their_graphs(tmp_path: Path) -> None:
     for names, first, last in run_ranks(compare_rank, 2, str(tmp_path)):
-        assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "outer.feed"]
-        # A block, as it is trained, recomputed and evaluated, and frozen; the unit within the other.
-        assert first == last <= 7
+        assert names == ["blocks.0", "blocks.1", "blocks.2", "outer.feed"]
+        # A block as it is trained, recomputed and evaluated, and the unit within the other: less than one a call.
+        assert first == last <= 5
 
 
 class Numbered(nn.Module):
@@ -196,17 +198,19 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
 
     def make() -> Base:
         torch.manual_seed(0)
-        return Base([Numbered(number) for number in range(10)])
+        blocks = [Numbered(number) for number in range(10)]
+        blocks[3].scale.register_forward_hook(lambda _, args, output: output + args[0])  # the user's own
+        blocks[5].requires_grad_(False)
+        return Base(list(blocks))
 
-    graphs, seen = Graphs("eager"), []
+    graphs = Graphs("eager")
     model = make()
     with start(make(), "nvme", nvme) as plain:
         expected = step(plain) + step(plain)
     with start(torch.compile(model, backend=graphs), "nvme", nvme) as engine:  # type: ignore[arg-type]
         assert engine.module is model
-        engine.module.blocks[0].scale.register_forward_hook(lambda *_: seen.append(1))
         assert step(engine) == pytest.approx(expected[:ACCUMULATION], rel=CLOSE)
-        assert (graphs.count, len(seen)) == (10, ACCUMULATION)
+        assert graphs.count == 10
         assert step(engine) == pytest.approx(expected[ACCUMULATION:], rel=CLOSE)
         assert graphs.count == 10
         # A module within a unit, called by itself.
@@ -264,7 +268,7 @@ def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.soak
-def test_inductor_trains_as_eager(tmp_path: Path) -> None:
+def test_inductor_trains_as_eager() -> None:
     with start(Net(), "cpu") as plain:
         expected = train(plain)
     with start(Net(), "cpu") as engine:
