@@ -194,7 +194,9 @@ class Settings(Section):
     """Let the engine run torch.autocast."""
     sparse_attention: Unread = refused(None, "choose the attention in the model")
     """Sparse attention kernels."""
-    compile: Unread = refused(None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3")
+    compile: Unread = refused(
+        None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
+    )
     """DeepCompile."""
     elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
     """Batch sizes from a list of world sizes."""
