@@ -190,7 +190,7 @@ def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDi
 def _room_for_graphs(sharing: int) -> Iterator[None]:
     """Allow a function that is the forward of several modules as many graphs as each would have by itself: blocks may
     differ in a number that is part of a graph, as the index of the layer."""
-    config = torch._dynamo.config  # type: ignore[attr-defined]
+    config = torch._dynamo.config
     former = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)
     try:

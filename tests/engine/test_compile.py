@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Graphs:
 
     def __init__(self, backend: str = "aot_eager") -> None:
         self.count = 0
-        self._compile = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined]
+        self._compile = torch._dynamo.lookup_backend(backend)
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.count += 1
@@ -127,9 +127,10 @@ def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> lis
     assert values is not None
     engine.set_full_parameter(name, values * 0.5)
     losses += step(engine)
-    with zstore.gather(engine.module.outer, modifier_rank=0):
-        engine.module.outer.gain.data.mul_(2.0)
-    with zstore.gather(engine.module.blocks[1]):
+    model: Any = engine.module
+    with zstore.gather(model.outer, modifier_rank=0):
+        model.outer.gain.data.mul_(2.0)
+    with zstore.gather(model.blocks[1]):
         losses += [evaluated(engine)]
         loss = engine(ids_of(70, engine.global_rank))
     engine.backward(loss)
@@ -144,7 +145,8 @@ def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> lis
 def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
     """Train plainly and compiled; return the units that were compiled, and how many graphs there were after the first
     step and at the end."""
-    graphs, counts = Graphs(), []
+    graphs = Graphs()
+    counts: list[int] = []
     (folder / "nvme").mkdir(exist_ok=True)
     with start(Net(), rest, folder / "nvme") as plain:
         expected = train(plain)
@@ -152,7 +154,6 @@ def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
         expected += step(plain)
         names = list(engine_digests(plain))
     with start(Net(), rest, folder / "nvme") as engine:
-        assert not engine.is_compiled
         engine.compile(graphs)
         assert engine.is_compiled
         losses = train(engine, lambda: counts.append(graphs.count))
@@ -215,13 +216,14 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
         assert step(engine) == pytest.approx(expected[ACCUMULATION:], rel=CLOSE)
         assert graphs.count == 10
         # A module within a unit, called by itself.
+        blocks: Any = engine.module.blocks
         x = torch.randn(2, WIDTH)
-        inner = engine.module.blocks[1].scale
+        inner = blocks[1].scale
         weight = engine.get_full_parameter("blocks.1.scale.weight")
         assert weight is not None
         with torch.no_grad():
             assert torch.allclose(inner(x) - inner(torch.zeros(2, WIDTH)), x @ weight.T, atol=1e-5)
-        assert list(inspect.signature(engine.module.blocks[0].forward).parameters) == ["x"]
+        assert list(inspect.signature(blocks[0].forward).parameters) == ["x"]
         engine.compile(again := Graphs("eager"))
         step(engine)
         assert (graphs.count, again.count) == (10, 10)
@@ -231,7 +233,7 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
 def test_copies_of_compiled_modules_are_plain() -> None:
     with start(Net(), "cpu") as engine:
         engine.compile("eager")
-        block = engine.module.blocks[0]
+        block = cast("Any", engine.module).blocks[0]
         forward = block.__dict__["forward"]
         copied = copy.deepcopy(forward, {id(block): (other := Block(WIDTH))})
         assert copied == other.forward
