@@ -49,7 +49,10 @@ class Commands(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        told = {"epilog": getattr(module, "EPILOG", None), "context_settings": getattr(module, "CONTEXT_SETTINGS", None)}
+        told = {
+            "epilog": getattr(module, "EPILOG", None),
+            "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
+        }
         one.command(name, help=COMMANDS[str(name)], **told)(for_typer(getattr(module, f"{name}_command")))
         return name, typer.main.get_command(one), rest
 

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from .ending import Ended
+from .ending import Ended, leave
 from .options import RunOptions
 from .plan import Plan, make_plan
-from .remote import leave
 
 CONTEXT_SETTINGS = {
     # What follows the script is the script's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ class Ended:
     """Which failed first."""
     came: Sequence[int] = ()
     """Signals that were passed on to them, in order."""
+    hint: str = "its output above"
+    """Where to look for what happened."""
 
     @property
     def stopped(self) -> bool:
@@ -51,10 +54,21 @@ class Ended:
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
         if self.came:
-            print(f"zstore: {where and f'{where}: '}stopped by {signal.Signals(self.came[-1]).name}", file=sys.stderr, flush=True)
+            print(
+                f"zstore: {where and f'{where}: '}stopped by {signal.Signals(self.came[-1]).name}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         first = self.first or self.failed[0]
         code = self.codes[first]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         order = " first" if self.failed[1:] else ""
-        print(f"zstore: {first}{where and f' on {where}'} {how}{order}; see its output above", file=sys.stderr, flush=True)
+        print(f"zstore: {first}{where and f' on {where}'} {how}{order}; see {self.hint}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> None:
+    """End the process. Not by way of the interpreter: a thread of torch's agent may still wait for other machines."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

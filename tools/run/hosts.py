@@ -39,7 +39,9 @@ def parse_hostfile(text: str, *, name: str) -> list[Host]:
         if host in hosts:
             raise UsageError(f"{where}: host {host!r} stands there twice; give each machine one line")
         if slots < 1:
-            raise UsageError(f"{where}: expected at least one slot, got slots={slots}; remove the line to leave {host} out")
+            raise UsageError(
+                f"{where}: expected at least one slot, got slots={slots}; remove the line to leave {host} out"
+            )
         hosts[host] = Host(name=host, slots=tuple(range(slots)))
     if not hosts:
         raise UsageError(f"{name}: no host in the file; expected a line HOST slots=N for each machine")

@@ -16,6 +16,8 @@ from .plan import Start
 from .signals import Wakeups
 
 _LOOK_S = 0.1
+_SSH_FAILED = 255
+"""Exit code of ssh where it failed itself."""
 _SLACK_S = 10.0
 """What the way to a machine and back may take beyond what its ranks have."""
 
@@ -108,7 +110,9 @@ class Machines:
     def ended(self) -> Ended:
         """Return how they ended."""
         codes = {name: process.wait() for name, process in self._processes.items()}
-        return Ended(codes=codes, first=self._first, came=tuple(self._came))
+        lost = self._first is not None and codes[self._first] == _SSH_FAILED
+        hint = "above: ssh could not connect, or lost the connection" if lost else "its output above"
+        return Ended(codes=codes, first=self._first, came=tuple(self._came), hint=hint)
 
 
 def _tell(process: subprocess.Popen[bytes], line: str) -> None:

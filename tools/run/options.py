@@ -24,10 +24,14 @@ class RunOptions:
     """What the command line says. None or "": not given."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = None
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = (
+        None
+    )
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"),
+        typer.Option(
+            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"
+        ),
     ] = None
     nnodes: Annotated[
         int | None,
@@ -45,12 +49,15 @@ class RunOptions:
     ] = ""
     as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = False
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = (
+        False
+    )
     no_local_rank: Annotated[
         bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
     ] = False
     launcher: Annotated[
-        str, typer.Option("--launcher", help="How other machines are reached: auto, ssh, slurm or none.", metavar="NAME")
+        str,
+        typer.Option("--launcher", help="How other machines are reached: auto, ssh, slurm or none.", metavar="NAME"),
     ] = "auto"
     launcher_args: Annotated[
         str, typer.Option("--launcher-args", help="More arguments for ssh or srun, as one word.", metavar="ARGS")
@@ -85,7 +92,9 @@ class RunOptions:
     rdzv_id: Annotated[
         str, typer.Option("--rdzv-id", help="Name of the run, the same on all machines.", metavar="NAME")
     ] = "zstore"
-    standalone: Annotated[bool, typer.Option("--standalone", help="On this machine alone, whatever Slurm says.")] = False
+    standalone: Annotated[bool, typer.Option("--standalone", help="On this machine alone, whatever Slurm says.")] = (
+        False
+    )
     export: Annotated[list[str] | None, typer.Option("--export", help=_EXPORT, metavar="NAME[=VALUE]")] = None
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="Start ranks anew so often after a failure; on one machine.", min=0)

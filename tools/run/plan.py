@@ -156,7 +156,9 @@ def _one_of_several(options: RunOptions, environment: Mapping[str, str]) -> Job:
     job = _alone(options, environment)
     if options.rdzv_endpoint:
         if options.hostfile or options.include or options.exclude:
-            raise UsageError("--rdzv-endpoint: --hostfile, --include and --exclude do not go with it; set CUDA_VISIBLE_DEVICES")
+            raise UsageError(
+                "--rdzv-endpoint: --hostfile, --include and --exclude do not go with it; set CUDA_VISIBLE_DEVICES"
+            )
         return dataclasses.replace(job, rdzv_endpoint=options.rdzv_endpoint, num_nodes=options.nnodes or 1, node_rank=0)
     num_nodes, rank, address = options.nnodes, options.node_rank, options.master_addr
     hosts: list[Host] = []
@@ -209,7 +211,9 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
 def _travelling(options: RunOptions, environment: Mapping[str, str]) -> Job:
     """The job for other machines, with the variables that it needs there."""
     if options.max_restarts:
-        raise UsageError("--max-restarts: ranks start anew on one machine only; start a run of several again as a whole")
+        raise UsageError(
+            "--max-restarts: ranks start anew on one machine only; start a run of several again as a whole"
+        )
     job = _alone(options, environment)
     theirs = passed_on(environment) | (deepspeed_file(environment) if options.as_deepspeed else {})
     return dataclasses.replace(job, environment=theirs | job.environment)
@@ -224,7 +228,9 @@ def _far_end(environment: Mapping[str, str]) -> list[str]:
 def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[Host]) -> Plan:
     first = hosts[0].name
     # Not localhost: that is another machine on each of them.
-    address = options.master_addr or (socket.gethostname() if first in ("localhost", "127.0.0.1") and hosts[1:] else first)
+    address = options.master_addr or (
+        socket.gethostname() if first in ("localhost", "127.0.0.1") and hosts[1:] else first
+    )
     job = _travelling(options, environment)
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(_far_end(environment))}"
     # ssh takes the first value that it gets of an option, so the user's come first.
@@ -242,8 +248,7 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[H
         for rank, host in enumerate(hosts)
     ]
     starts = [
-        Start(name=host.name, command=(*ssh, host.name, shell), job=one)
-        for host, one in zip(hosts, jobs, strict=True)
+        Start(name=host.name, command=(*ssh, host.name, shell), job=one) for host, one in zip(hosts, jobs, strict=True)
     ]
     return Plan(job=jobs[0], starts=tuple(starts))
 

@@ -37,7 +37,12 @@ def run_ranks(job: Job, control: Control | None = None) -> Ended:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     # Not torch's 1: the update of offloaded state runs on these threads.
     own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(_cores() // num_ranks or 1)))
-    with _environment(own), _spec(job, num_ranks) as spec, agent(spec, job.shutdown_timeout_s) as one, Wakeups() as wakeups:
+    with (
+        _environment(own),
+        _spec(job, num_ranks) as spec,
+        agent(spec, job.shutdown_timeout_s) as one,
+        Wakeups() as wakeups,
+    ):
         work = _Work(one, wakeups)
         work.start()
         while work.is_alive() and not one.may_leave():
@@ -77,7 +82,7 @@ class _Work(threading.Thread):
             self._agent.run()
         except NeverStarted:
             pass
-        except Exception as error:  # noqa: BLE001 - whatever torch raises where machines do not meet
+        except Exception as error:
             self.error = error
         finally:
             self._wakeups.wake()

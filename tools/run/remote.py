@@ -8,13 +8,7 @@ import sys
 from zstore.errors import UsageError, ZstoreError
 
 from .control import Control
-
-
-def leave(code: int) -> None:
-    """End the process. Not by way of the interpreter: a thread of torch's agent may still wait for other machines."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+from .ending import leave
 
 
 def main() -> int:
