@@ -3,8 +3,9 @@
 `Popen` and `run` stand in for those of `subprocess` where a command begins with this Python and goes on with `-c`, `-m` or a
 script; others they leave to it. What they start is a process of its own, with its own arguments, environment, standard
 streams and signals, and it ends as Python does; only its imports were done before. What it starts with this Python itself,
-as a launcher does its ranks, are forks of it, and so are scripts on PATH whose first line names this Python. With `anew=True`, and in `pytest --new-processes`, all are started as a user
-does it. Not for tests of what is imported, or of how much memory an interpreter takes.
+as a launcher does its ranks, are forks of it, and so are scripts on PATH whose first line names this Python. With
+`anew=True`, and in `pytest --new-processes`, all are started as a user does it; with NEW_PROCESSES in a process's
+variables, those that it starts. Not for tests of what is imported, or of how much memory an interpreter takes.
 """
 
 from __future__ import annotations
@@ -252,7 +253,8 @@ def _execute_child(self: Any, *passed: Any) -> None:
     script = shutil.which(interpreter)
     if script is not None and _is_ours(script):
         interpreter, words = sys.executable, [script, *words]
-    if interpreter != sys.executable or (words[0].startswith("-") and words[0] not in {"-c", "-m", "-u"}):
+    anew = os.environ.get(NEW_PROCESSES) or interpreter != sys.executable
+    if anew or (words[0].startswith("-") and words[0] not in {"-c", "-m", "-u"}):
         _execute_anew(self, *passed)
         return
     start = _Start(

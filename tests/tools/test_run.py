@@ -105,6 +105,29 @@ def test_ranks_find_each_other_and_get_the_arguments_as_they_are(tmp_path: Path,
     assert out == [f"{rank}/2 3 {[str(rank), '2', '1,3', 'a b']} {words}" for rank in (0, 1)]
 
 
+def test_the_script_of_the_page_runs_as_it_is_printed(tmp_path: Path, environment: dict[str, str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    (tmp_path / "hello.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    code, out, _ = finish(tmp_path, environment, "--nproc", "2", "hello.py")
+    assert (code, out) == (0, ["rank 0 of 2: 3", "rank 1 of 2: 3"])
+
+
+def test_a_script_of_deepspeed_runs_on_zstore(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import argparse, os, deepspeed\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)\n"
+        "args = deepspeed.add_config_arguments(parser).parse_args()\n"
+        "deepspeed.init_distributed()\n"
+        "os.write(1, f'{args.local_rank} {args.deepspeed_config}\\n'.encode())\n"
+    )
+    # The script's rank has imported nothing before.
+    environment[warm.NEW_PROCESSES] = "1"
+    words = ["--as-deepspeed", "--num_gpus", "1", "theirs.py", "--deepspeed_config", "ds.json"]
+    code, out, err = finish(tmp_path, environment, *words)
+    assert (code, out) == (0, ["0 ds.json"]), err
+
+
 def test_the_first_rank_to_fail_gives_the_code(tmp_path: Path, environment: dict[str, str]) -> None:
     code, _, err = finish(tmp_path, environment, "--num_gpus", "2", "fails.py")
     assert code == 1
@@ -148,7 +171,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment:
     [
         (["nowhere.py"], "zstore: no script 'nowhere.py'"),
         (["--no-python", "no-such-program"], "zstore: --no-python: no program 'no-such-program' on PATH"),
-        (["--hostfile", "hosts", "--include", "c", "sums.py"], "unknown host 'c'; expected one of 127.0.0.1, localhost"),
+        (
+            ["--hostfile", "hosts", "--include", "c", "sums.py"],
+            "unknown host 'c'; expected one of 127.0.0.1, localhost",
+        ),
         (["--nproc", "3", "--hostfile", "hosts", "sums.py"], "host '127.0.0.1' has 2 slots"),
     ],
 )
@@ -215,7 +241,9 @@ def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[s
 def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str, way: str) -> None:
     words = [*RUN, "--nnodes", "2", "--nproc", "1"]
     meet = {
-        "ranks": [["--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", free_port] for rank in (0, 1)],
+        "ranks": [
+            ["--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", free_port] for rank in (0, 1)
+        ],
         "endpoint": [["--rdzv-endpoint", f"127.0.0.1:{free_port}"]] * 2,
     }[way]
     runs = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import typer
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import UsageError
+from zstore.tools import cli
 from zstore.tools.run import plan as planning
+from zstore.tools.run.command import EPILOG
 from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
 from zstore.tools.run.job import Job
 from zstore.tools.run.options import RunOptions
@@ -41,12 +46,14 @@ def pools_and_filters(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, set[in
     return pool, named, "@".join(words)
 
 
+@settings(max_examples=30)
 @given(POOLS, st.sampled_from(["", "# a comment\n", "\n"]))
 def test_a_hostfile_gives_its_hosts_in_order(slots: dict[str, int], between: str) -> None:
     text = "".join(f"{between}{name}  slots={count} # so many\n" for name, count in slots.items())
     assert parse_hostfile(text, name="hosts") == pool_of(slots)
 
 
+@settings(max_examples=40)
 @given(pools_and_filters())
 def test_include_and_exclude_share_out_all_slots(case: tuple[dict[str, int], dict[str, set[int]], str]) -> None:
     pool, named, text = case
@@ -63,19 +70,18 @@ def test_include_and_exclude_share_out_all_slots(case: tuple[dict[str, int], dic
         assert {(host.name, slot) for host in left for slot in host.slots or ()} == everything - wanted
 
 
+@settings(max_examples=60)
 @given(st.text(max_size=30))
 def test_any_text_is_a_filter_or_wrong_usage(text: str) -> None:
-    for parse in (lambda: parse_filter(text, option="--include"), lambda: parse_hostfile(text, name="f")):
-        try:
-            parse()
-        except UsageError:
-            pass
-    try:
+    with contextlib.suppress(UsageError):
+        parse_filter(text, option="--include")
+    with contextlib.suppress(UsageError):
+        parse_hostfile(text, name="hosts")
+    with contextlib.suppress(UsageError):
         assert all(parse_nodelist(text))
-    except UsageError:
-        pass
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=6), st.integers(1, 4), NAMES)
 def test_a_list_of_nodes_is_what_slurm_means(numbers: list[int], width: int, head: str) -> None:
     ranges = ",".join(str(number).zfill(width) for number in numbers)
@@ -303,3 +309,32 @@ def test_files_of_deepspeed_are_read_for_its_scripts(
     os.unlink("env")
     assert [start.name for start in planned(as_deepspeed=True).starts] == ["a", "b"]
     assert planned().starts == ()
+
+
+# -- the command line -----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs/launch.md"
+
+
+def parsed(line: str) -> RunOptions:
+    """The options of a command line, as `zstore` reads it."""
+    group: Any = typer.main.get_command(cli.app)
+    _, name, *rest = shlex.split(line, comments=True)
+    _, command, rest = group.resolve_command(group.make_context("zstore", [name]), [name, *rest])
+    return RunOptions(**command.make_context("run", rest).params)
+
+
+def test_every_command_line_that_is_printed_is_understood() -> None:
+    text = PAGE.read_text() + EPILOG
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("zstore run ")]
+    assert len(lines) > 25
+    for line in lines:
+        options = parsed(line)
+        assert options.script.endswith((".py", ".sh", ".train")), line
+
+
+def test_options_of_torchrun_and_deepspeed_are_understood() -> None:
+    options = parsed("zstore run --num_gpus 2 --master_port 1 --no_python -H hosts x --num_gpus 3 -- --help")
+    assert (options.nproc, options.master_port, options.no_python, options.hostfile) == (2, 1, True, Path("hosts"))
+    assert (options.script, options.args) == ("x", ["--num_gpus", "3", "--", "--help"])
+    assert parsed("zstore run --nproc-per-node 2 --num_nodes 3 --launcher PDSH x").launcher == "ssh"
