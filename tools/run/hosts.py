@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zstore.errors import UsageError
 
-_HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(\s.*)?")
+_HOSTFILE_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(\s.*)?")
 _SYNTAX = "expected HOST[:SLOT,...], several joined by @, as in worker-0@worker-1:0,2"
 
 
