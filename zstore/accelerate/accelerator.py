@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -173,6 +174,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         named = isinstance(optimizer, DummyOptim)
         if named and "optimizer" not in self.config:
             raise ConfigError(f'{self.config_source}: DummyOptim stands for the config\'s "optimizer": add the section')
+        gc.collect()  # an engine that nobody has any more may hold the folder on disk
         engine, *_ = initialize(
             model=model,
             optimizer=None if named else optimizer,

@@ -30,7 +30,7 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints, suppress_progress_bars
 
 from zstore.accelerate.accelerator import Accelerator
 from zstore.accelerate.config import read_source
@@ -299,7 +299,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         """Write all that Trainer writes beside the weights (rank 0)."""
         own = folder / _TEMPORARY
         shutil.rmtree(own, ignore_errors=True)
-        self._save(os.fspath(own), state_dict={})
+        with suppress_progress_bars():
+            self._save(os.fspath(own), state_dict={})
         shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model*.safetensors*"), dirs_exist_ok=True)
         shutil.rmtree(own)
 
@@ -361,6 +362,12 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                         best_model_checkpoint=self.state.best_model_checkpoint,
                         use_mtime=True,
                     )
+
+    def close(self) -> None:
+        """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
+        ranks). A model whose parameters are sharded can be used no more."""
+        self._complete_save()
+        self.accelerator.close_engines()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Complete the last save, then end as Trainer does."""
