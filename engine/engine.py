@@ -34,7 +34,6 @@ from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .loader import TrainingLoader
-from .optim.optimizer import ZeroOptimizer
 from .params.tensors import cast_floating
 from .report.monitors import Monitors
 from .report.progress import RunReport
@@ -132,6 +131,7 @@ class Engine(nn.Module):
         The engine divides by the accumulation steps, scales in fp16, and averages over ranks. With `scale_wrt_gas=False` it
         does not divide: the loss is divided already.
         """
+        self.training_state.require_optimizer("engine.backward()")
         if loss.numel() != 1:
             raise UsageError(
                 f"engine.backward() expects a loss of one element, got shape {tuple(loss.shape)}; take its mean first"
@@ -154,6 +154,7 @@ class Engine(nn.Module):
         Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
+        training.require_optimizer("engine.step()")
         if self.access.open_blocks:
             self.access.require_no_block("engine.step()")
         accumulation = training.accumulation
@@ -237,6 +238,7 @@ class Engine(nn.Module):
         in the middle of an accumulation.
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
+        training.require_optimizer(call)
         training.resize(self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size)))
 
     @contextlib.contextmanager
@@ -270,6 +272,7 @@ class Engine(nn.Module):
         Raises StopIteration, before anything is computed, where the iterator has fewer, UsageError in the middle of an
         accumulation.
         """
+        self.training_state.require_optimizer("engine.train_batch()")
         if self.training_state.counters.micro_steps % self.gradient_accumulation_steps():
             raise UsageError(
                 "train_batch() in the middle of an accumulation: complete the step with engine.step() first"
@@ -456,6 +459,7 @@ class Engine(nn.Module):
         Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
         """
+        self.training_state.require_optimizer("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
             folder=save_dir,
@@ -533,6 +537,7 @@ class Engine(nn.Module):
         within that `step()`, and once in the next one, which raises UsageError for what cannot be stored. Raises UsageError
         outside the main thread.
         """
+        self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
         if client_state is not None:
             self._unchecked.append(client_state)
@@ -602,9 +607,9 @@ class Engine(nn.Module):
         return self.training_state.world.device
 
     @property
-    def optimizer(self) -> ZeroOptimizer:
-        """The optimizer that `initialize` returned."""
-        return self.training_state.optimizer
+    def optimizer(self) -> Any:
+        """The `ZeroOptimizer` that `initialize` returned; None of a frozen engine."""
+        return None if self.training_state.config.frozen else self.training_state.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -666,7 +671,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group at the next step."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.training_state.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before the

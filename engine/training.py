@@ -260,6 +260,14 @@ class Training:
         former, self.accumulation.batch = self.accumulation.batch, batch
         self.earlier_samples += self.counters.global_steps * (former.train_batch_size - batch.train_batch_size)
 
+    def require_optimizer(self, call: str) -> None:
+        """Raise UsageError where nothing is trained."""
+        if self.config.frozen:
+            raise UsageError(
+                f"{call}: this engine was made with frozen=True, so it has no optimizer and keeps no gradients. For training "
+                "call initialize() without frozen=True; save_16bit_model() writes the weights"
+            )
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
