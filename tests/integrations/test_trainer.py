@@ -35,8 +35,10 @@ def _quiet() -> None:
     warnings.simplefilter("default")  # accelerate's, of threads and devices
 
 
-def _train(kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], **train: Any) -> Any:
-    trainer = kind(llama(), arguments(folder, **run), train_dataset=Texts(14), eval_dataset=Texts(6, seed=3), **extra)
+def _train(
+    kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], samples: int = 14, **train: Any
+) -> Any:
+    trainer = kind(llama(), arguments(folder, **run), train_dataset=Texts(samples), eval_dataset=Texts(6, seed=3), **extra)
     trainer.train(**train)
     return trainer
 
@@ -83,14 +85,14 @@ def _resume(rank: int, folder: str, world_size: int) -> list[float]:
         "save_total_limit": 2,
     }
     extra = {"zstore_config": config(place / "nvme")}
-    whole = _train(zstore.hf.Trainer, place / "whole", run, extra)
+    whole = _train(zstore.hf.Trainer, place / "whole", run, extra, 16)
     kept = sorted(path.name for path in (place / "whole").glob("checkpoint-*"))
     assert kept == ["checkpoint-6", "checkpoint-8"] if world_size == 1 else ["checkpoint-2", "checkpoint-4"]
     if rank == 0:
         shutil.rmtree(place / "whole" / kept[-1])
     torch.distributed.barrier()
     whole.close()
-    resumed = _train(zstore.hf.Trainer, place / "whole", run, extra, resume_from_checkpoint=True)
+    resumed = _train(zstore.hf.Trainer, place / "whole", run, extra, 16, resume_from_checkpoint=True)
     assert history(resumed, "loss") == history(whole, "loss")
     assert history(resumed, "learning_rate") == history(whole, "learning_rate")
     return history(whole, "loss")
@@ -107,9 +109,8 @@ def _go_on_at_two_ranks(rank: int, folder: str) -> list[float]:
         "save_strategy": "no",
     }
     extra = {"zstore_config": config(place / "nvme")}
-    resumed = _train(
-        zstore.hf.Trainer, place / "two", run, extra, resume_from_checkpoint=os.fspath(place / "whole" / "checkpoint-6")
-    )
+    middle = os.fspath(place / "whole" / "checkpoint-6")
+    resumed = _train(zstore.hf.Trainer, place / "two", run, extra, 16, resume_from_checkpoint=middle)
     assert resumed.args.gradient_accumulation_steps == 1
     return history(resumed, "loss")
 
