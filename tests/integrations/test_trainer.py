@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
@@ -38,7 +36,9 @@ def _quiet() -> None:
 def _train(
     kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], samples: int = 14, **train: Any
 ) -> Any:
-    trainer = kind(llama(), arguments(folder, **run), train_dataset=Texts(samples), eval_dataset=Texts(6, seed=3), **extra)
+    trainer = kind(
+        llama(), arguments(folder, **run), train_dataset=Texts(samples), eval_dataset=Texts(6, seed=3), **extra
+    )
     trainer.train(**train)
     return trainer
 

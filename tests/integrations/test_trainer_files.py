@@ -17,8 +17,9 @@ from transformers.utils import logging as transformers_logging
 import zstore.hf
 from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
+from tests.tools.commands import run
+from zstore.hf.checkpoints import committed
 from zstore.testing.ranks import run_ranks
-from zstore.tools.cli import main
 
 RUN = {
     "num_train_epochs": 1,
@@ -38,14 +39,15 @@ RUN = {
 class _Watch(TrainerCallback):  # type: ignore[misc]
     """Looks at each checkpoint as soon as it is saved."""
 
-    seen: list[bool]
-
     def __init__(self) -> None:
-        self.seen = []
+        self.steps: list[int] = []
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self.seen.append((folder / f"step-{state.global_step}" / "metadata.json").exists() or bool(list(folder.glob("step-*"))))
+        found = committed(folder)
+        assert found is not None
+        assert (folder / "model.safetensors").exists()
+        self.steps.append(found.record.step)
 
 
 def _trainer(kind: type, folder: Path, **extra: Any) -> Any:
@@ -57,8 +59,8 @@ def _files_beside(rank: int, folder: str) -> None:
     warnings.simplefilter("default")
     transformers_logging.disable_progress_bar()
     place = Path(folder)
+    first = _trainer(Trainer, place / "first").evaluate()["eval_loss"]
     wanted = _trainer(Trainer, place / "plain")
-    first = wanted.evaluate()["eval_loss"]
     wanted.train()
     own = config(place / "nvme")
     found = _trainer(zstore.hf.Trainer, place / "ours", zstore_config=own)
@@ -80,7 +82,7 @@ def _files_beside(rank: int, folder: str) -> None:
     found.train()  # again, with the same engine
     wanted.train()
     assert history(found, "loss") == pytest.approx(history(wanted, "loss"), rel=2e-3)
-    assert watch.seen == [True] * 3
+    assert watch.steps == [4, 5, 6]
     found.close()
     only = zstore.hf.Trainer(llama(), arguments(place / "only"), eval_dataset=Texts(6, seed=3), zstore_config=own)
     assert only.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-6)
@@ -113,8 +115,14 @@ def _generate(rank: int, place: Path) -> None:
             transformers.T5Config(**shape, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
         )
         args = Seq2SeqTrainingArguments(
-            os.fspath(place / "t5"), **QUIET, max_steps=2, predict_with_generate=True, generation_max_length=8,
-            save_strategy="no", per_device_train_batch_size=1, per_device_eval_batch_size=1,
+            os.fspath(place / "t5"),
+            **QUIET,
+            max_steps=2,
+            predict_with_generate=True,
+            generation_max_length=8,
+            save_strategy="no",
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
         )
         collate = transformers.DataCollatorForSeq2Seq(tokenizer(), model)
         trainer = kind(model, args, data_collator=collate, train_dataset=data, eval_dataset=data, **extra)
@@ -123,11 +131,9 @@ def _generate(rank: int, place: Path) -> None:
     torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]))
 
 
-def test_folders_evaluation_and_generation_are_those_of_trainer_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_evaluation_and_generation_are_those_of_trainer_alone(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_files_beside, 2, os.fspath(tmp_path), timeout_s=120)
-    assert main(["ls", os.fspath(tmp_path / "ours"), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = json.loads(run("ls", os.fspath(tmp_path / "ours"), "--json").stdout)
     assert "checkpoint-3/step-3" in {one["tag"] for one in listed["checkpoints"]}
+    assert [one["tag"] for one in listed["checkpoints"] if one["newest"]] == ["checkpoint-3/step-3"]

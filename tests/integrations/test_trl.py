@@ -51,9 +51,7 @@ def _dpo(kind: type, place: Path, **extra: Any) -> Any:
 
 def _grpo(kind: type, place: Path, **extra: Any) -> Any:
     """Its reference model is loaded from the folder beside, as trl does it; texts end at different lengths."""
-    args = GRPOConfig(
-        os.fspath(place), num_generations=2, max_completion_length=5, beta=0.1, **RUN, save_strategy="no"
-    )
+    args = GRPOConfig(os.fspath(place), num_generations=2, max_completion_length=5, beta=0.1, **RUN, save_strategy="no")
     model = transformers.AutoModelForCausalLM.from_pretrained(place.parent / "model")
     data = preferences(12).remove_columns(["chosen", "rejected"])
     return kind(model, _reward, args, train_dataset=data, processing_class=tokenizer(), **extra)

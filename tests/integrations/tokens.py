@@ -12,7 +12,28 @@ from transformers import PreTrainedTokenizerFast
 
 datasets.disable_progress_bars()
 
-_WORDS = "the cat dog bird sat ran flew on under over a mat house tree and then red blue small big".split()
+_WORDS = [
+    "the",
+    "cat",
+    "dog",
+    "bird",
+    "sat",
+    "ran",
+    "flew",
+    "on",
+    "under",
+    "over",
+    "a",
+    "mat",
+    "house",
+    "tree",
+    "and",
+    "then",
+    "red",
+    "blue",
+    "small",
+    "big",
+]
 
 
 def tokenizer() -> Any:
@@ -21,13 +42,20 @@ def tokenizer() -> Any:
     made = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", bos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
     )
 
 
 def texts(samples: int, words: int = 6) -> Any:
     """Sentences of different lengths."""
-    lines = [" ".join(_WORDS[(3 * row + 5 * n) % len(_WORDS)] for n in range(words + row % 3)) for row in range(samples)]
+    lines = [
+        " ".join(_WORDS[(3 * row + 5 * n) % len(_WORDS)] for n in range(words + row % 3)) for row in range(samples)
+    ]
     return datasets.Dataset.from_dict({"text": lines})
 
 

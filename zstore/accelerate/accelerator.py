@@ -156,6 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         answers: dict[str, Any] = {
             **self._precision_answers(),
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_clipping": 0.0,  # until the loop calls clip_grad_norm_()
             # The smallest, as that of a loader for training; sizes are for counts alone, since this loop cuts the batches.
             "train_micro_batch_size_per_gpu": min(sizes, default=1),
         }

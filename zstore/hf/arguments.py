@@ -10,10 +10,14 @@ import torch
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from zstore.accelerate.config import ask_for_precision, compiling, mismatch_text, section, written
+from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, UsageError
 
 _log = logging.getLogger("zstore")
 
+_ELEMENT_WISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_WHOLE = ("adafactor", "adamw_anyprecision", "grokadamw", "stable_adamw")
+"""Values of `optim`: what steps each element by itself, and what needs whole tensors."""
 _NAMES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -77,6 +81,21 @@ def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
     ]
     if differing:
         raise ConfigError(mismatch_text(source, differing))
+
+
+def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
+    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _ELEMENT_WISE or written(raw, "optimizer") is not None:
+        return
+    config = load_config(raw, name=source)
+    offloads = any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
+    if optim not in _WHOLE or config.stage > 0 or offloads:
+        where = " at stage 0 without offload" if optim in _WHOLE else ""
+        raise UsageError(
+            f'TrainingArguments(optim="{optim}"): the engine steps shards, tile by tile; choose one of '
+            f"{', '.join(_ELEMENT_WISE)}" + (f", or use it{where}" if where else "")
+        )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -40,7 +40,15 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError
 
-from .arguments import answers_of, check_arguments, check_matches, complete_config, keeps_global_batch, writes_weights
+from .arguments import (
+    answers_of,
+    check_arguments,
+    check_matches,
+    check_optim,
+    complete_config,
+    keeps_global_batch,
+    writes_weights,
+)
 from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
 
 _log = logging.getLogger("zstore")
@@ -110,6 +118,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         raw, source = read_source(self._zstore_config, "zstore_config")
         complete_config(raw, self.args)
         check_matches(raw, source, self.args)
+        check_optim(raw, source, self.args)
         super().create_accelerator_and_postprocess()
         mine = {**self._accelerator_args, "mixed_precision": self.args.mixed_precision}
         self._writes_weights = writes_weights(raw)
