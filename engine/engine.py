@@ -42,6 +42,7 @@ from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
+from .zero.compiled import make_compiler
 
 _log = logging.getLogger("zstore")
 
@@ -738,16 +739,22 @@ class Engine(nn.Module):
         self.close()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile the model's forward with torch, as `model.compile(backend=backend, **compile_kwargs)` does.
+        """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
-        Raises UsageError where parameters are sharded, for they come and go within the forward.
+        Where parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
+        gather; blocks of one class share graphs. Else the model is compiled as a whole. Names of parameters stay. Call it on
+        every rank; again, to compile with other arguments.
+        Raises UsageError for arguments that torch.compile does not take, where inductor has no C++ compiler, and where
+        parameters come and go for modes with CUDA graphs.
         """
-        if self.training_state.hooks is not None:
-            raise UsageError(
-                "engine.compile(): parameters come and go within the forward, which cannot be traced: leave it out, or use a "
-                "stage below 3 without offload_param"
-            )
-        self.training_state.model.compile(backend=backend, **(compile_kwargs or {}), **options)
+        self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or some of its units, is compiled."""
+        training = self.training_state
+        units = training.compiled is not None and bool(training.compiled.names)
+        return units or training.model._compiled_call_impl is not None
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

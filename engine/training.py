@@ -29,6 +29,7 @@ from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
 from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
+from .zero.compiled import CompiledUnits, Compiler
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
 from .zero.norm import global_norm, scale_factor
@@ -228,6 +229,8 @@ class Training:
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
     """Takes the steps of an optimizer that must see whole tensors."""
+    compiled: CompiledUnits | None = None
+    """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
     earlier_samples: int = 0
     """Samples that steps of other batch sizes had more than those of the present one."""
@@ -267,6 +270,15 @@ class Training:
                 f"{call}: this engine was made with frozen=True, so it has no optimizer and keeps no gradients. For training "
                 "call initialize() without frozen=True; save_16bit_model() writes the weights"
             )
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.hooks is None:
+            self.model._compiled_call_impl = compiler(self.model._call_impl)
+            return
+        if self.compiled is not None:
+            self.compiled.remove()
+        self.compiled = CompiledUnits(self.hooks, compiler)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -457,6 +469,8 @@ class Training:
         """Give hooks, memory, threads and the run folder back."""
         self.pending.close()
         self.gradients.close()
+        if self.compiled is not None:
+            self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
         self.state.store.close()
