@@ -19,17 +19,21 @@ parser.add_argument("--out", type=Path, default=Path("sft-run"), help="folder of
 parser.add_argument("--steps", type=int, default=10)
 options = parser.parse_args()
 
-words = ["<pad>", "<eos>", *"a small model learns to say again what it was told many times".split()]
+words = ["<pad>", "<eos>", "a", "small", "model", "learns", "to", "say", "again", "what", "it", "was", "told"]
 vocabulary = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
 vocabulary.pre_tokenizer = Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
 
 torch.manual_seed(0)
 base = LlamaForCausalLM(  # your own: AutoModelForCausalLM.from_pretrained(...), or zstore.from_pretrained(...)
-    LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(words))
+    LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(words)
+    )
 )
 config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-trainer = wrap(SFTTrainer)(  # in place of SFTTrainer(
+trainer = wrap(
+    SFTTrainer
+)(  # in place of SFTTrainer(
     base,
     SFTConfig(
         str(options.out),

@@ -10,7 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from zstore.hf import Trainer  # in place of transformers' own
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--out", type=Path, default=Path("trainer-run"), help="folder of checkpoints and of the state on disk")
+parser.add_argument(
+    "--out", type=Path, default=Path("trainer-run"), help="folder of checkpoints and of the state on disk"
+)
 parser.add_argument("--steps", type=int, default=20)
 options = parser.parse_args()
 

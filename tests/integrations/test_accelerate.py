@@ -161,8 +161,6 @@ def test_arguments_that_zstore_does_not_serve_are_refused(monkeypatch: pytest.Mo
         make()
     with pytest.raises(UsageError, match="data parallel"):
         make(parallelism_config=object(), zstore_config=wanted)
-    with pytest.raises(UsageError, match="whole model"):
-        make(dynamo_backend="inductor", zstore_config=wanted)
     with pytest.raises(ConfigError, match="mixed_precision"):
         make(mixed_precision="bf16", zstore_config={**wanted, "bf16": {"enabled": False}})
     with pytest.raises(UsageError, match="fp8"):

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import warm
 from tests.integrations.trainers import VOCAB, Texts
-from tests.tools.commands import run_here
-from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCAB}
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": VOCAB,
+}
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"SHAPE": SHAPE, "DATA": Texts(8), "SWAP_FOLDER": str(tmp_path / "swap")}
+    names |= {name: str(tmp_path / name) for name in ("OUT", "STATE", "WEIGHTS")}
+    (tmp_path / "swap").mkdir()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainer.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+        if "trainer" in names:
+            names.pop("trainer").close()
+    names["accelerator"].free_memory()
+    assert {path.name for path in Path(names["OUT"]).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert (Path(names["WEIGHTS"]) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "left"),
+    [
+        ("trainer", ["--steps", "10"], "model.safetensors"),
+        ("sft_lora", ["--steps", "1"], "adapter_model.safetensors"),
+        ("accelerate_loop", ["--epochs", "1"], "weights/model.safetensors"),
+    ],
+)
+def test_an_example_runs(tmp_path: Path, name: str, words: list[str], left: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--out", str(tmp_path / "out"), *words]
+    done = warm.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / left).exists()

@@ -12,28 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 datasets.disable_progress_bars()
 
-_WORDS = [
-    "the",
-    "cat",
-    "dog",
-    "bird",
-    "sat",
-    "ran",
-    "flew",
-    "on",
-    "under",
-    "over",
-    "a",
-    "mat",
-    "house",
-    "tree",
-    "and",
-    "then",
-    "red",
-    "blue",
-    "small",
-    "big",
-]
+_WORDS = ["the", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "over", "a", "mat", "house", "tree", "and"]
+_WORDS += ["then", "red", "blue", "small", "big"]
 
 
 def tokenizer() -> Any:

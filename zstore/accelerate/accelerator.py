@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -24,7 +25,7 @@ from zstore.engine.initialize import initialize
 from zstore.errors import ConfigError, UsageError
 from zstore.weights.layout import MAX_FILE_BYTES
 
-from .config import ask_for_precision, compiling, mismatch_text, read_source, refuse_launchers, written
+from .config import ask_for_precision, mismatch_text, read_source, refuse_launchers, written
 from .optimizer import EngineOptimizer, EngineScheduler
 from .weights import replace_weights
 
@@ -37,6 +38,8 @@ _REFUSED = {
     "parallelism_config": "zstore is data parallel alone; zero_optimization.stage of the config shards the model",
 }
 """Arguments of accelerate's Accelerator, and why each is refused."""
+_DEFAULTS = (None, False, "default")
+"""Of arguments of torch.compile."""
 
 
 _log = logging.getLogger("zstore")
@@ -62,13 +65,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._asked_precision = str(asked).lower()
         if self._asked_precision not in {"no", "fp16", "bf16"}:
             raise UsageError(f'Accelerator(mixed_precision="{asked}"): expected "no", "fp16" or "bf16"')
+        self._compiling = _compiling(named)
         self.config, self.config_source = self._read_config(zstore_config)
         load_config(self.config, name=self.config_source)
         self.engine: Engine | None = None
         """The engine of the model that is trained; None until it is prepared."""
         self._frozen: list[Engine] = []
-        # Autocast and its scaler would do again what the engine does.
-        super().__init__(**{**named, "mixed_precision": "no"})
+        # Autocast, its scaler and torch.compile would do again what the engine does.
+        super().__init__(**{**named, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")})
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
         """Return the config as it was read, completed by what it leaves to this loop, and its source."""
@@ -184,6 +188,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             auto=answers,
         )
         self._check_device(engine)
+        if self._compiling is not None:
+            backend, how = self._compiling
+            engine.compile(backend, how)
         self.engine = engine
         return self._added(engine)
 
@@ -397,11 +404,16 @@ def _refuse(named: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if named.get(name) is not None:
             raise UsageError(f"Accelerator({name}=...): {why}")
-    for name in ("dynamo_backend", "dynamo_plugin"):
-        asked = named.get(name)
-        backend = str(getattr(asked, "backend", asked) or "NO").rpartition(".")[2]
-        if backend.upper() != "NO":
-            raise UsageError(f"Accelerator({name}=...): {compiling(backend)}")
+
+
+def _compiling(named: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Take what is asked of torch.compile out of the arguments; return the backend and its arguments, None for none."""
+    plugin, backend = named.pop("dynamo_plugin", None), named.pop("dynamo_backend", None)
+    if plugin is None:
+        plugin = TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=str(backend))
+    backend = plugin.backend.value.lower()
+    how = {name: getattr(plugin, name) for name in ("mode", "fullgraph", "dynamic", "options")}
+    return None if backend == "no" else (backend, {key: value for key, value in how.items() if value not in _DEFAULTS})
 
 
 def _refuse_placed(model: nn.Module) -> None:

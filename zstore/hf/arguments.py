@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from zstore.accelerate.config import ask_for_precision, compiling, mismatch_text, section, written
+from zstore.accelerate.config import ask_for_precision, mismatch_text, section, written
 from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, UsageError
 
@@ -128,8 +128,6 @@ def _problems(args: Any) -> Iterator[str]:
         yield "TrainingArguments(fsdp=...): leave it out; zero_optimization.stage of the config shards the model"
     if getattr(args, "parallelism_config", None) is not None:
         yield "TrainingArguments(parallelism_config=...): zstore is data parallel alone; leave it out"
-    if args.torch_compile:
-        yield f"TrainingArguments: {compiling('torch_compile=True')}"
     if args.save_on_each_node:
         yield "TrainingArguments(save_on_each_node=True): all machines write into one shared output_dir; leave it out"
     if args.save_only_model and args.load_best_model_at_end:

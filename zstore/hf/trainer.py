@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
 from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
@@ -102,6 +102,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self._accelerator_args: dict[str, Any] = {}
         self._unfinished: tuple[str, str] | None = None
         """Folder and tag of a save in the background."""
+        self._in_checkpoint = False
+        """Whether `checkpoint-N` is being saved, and not weights alone."""
         super().__init__(*args, **kwargs)
 
     # -- construction -----------------------------------------------------------------------------------------------
@@ -109,8 +111,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Return the accelerator's arguments, without what would do again what the engine does."""
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        self._accelerator_args = {**found, "mixed_precision": "no", "deepspeed_plugin": None}
-        return dict(self._accelerator_args)
+        self._accelerator_args = {**found, "deepspeed_plugin": None}
+        return {**self._accelerator_args, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, then put ours in its place."""
@@ -120,10 +122,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         check_matches(raw, source, self.args)
         check_optim(raw, source, self.args)
         super().create_accelerator_and_postprocess()
-        mine = {**self._accelerator_args, "mixed_precision": self.args.mixed_precision}
         self._writes_weights = writes_weights(raw)
         self._keeps_global_batch = keeps_global_batch(raw)
-        self.accelerator = TrainerAccelerator(raw, source, self.args, **mine)
+        self.accelerator = TrainerAccelerator(raw, source, self.args, **self._accelerator_args)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -282,7 +283,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        in_checkpoint = _internal_call and not self.args.save_only_model
+        in_checkpoint = self._in_checkpoint and not self.args.save_only_model
         if self._saves_whole:
             self._save_gathered(engine, folder, skip=in_checkpoint and not self._writes_weights)
         else:
@@ -316,11 +317,11 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save `checkpoint-N`; see [Note: saves in the background] (all ranks)."""
         self._complete_save()
-        limit = self.args.save_total_limit
+        limit, self._in_checkpoint = self.args.save_total_limit, True
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self.args.save_total_limit = limit
+            self.args.save_total_limit, self._in_checkpoint = limit, False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save everything that is the engine's, and the schedule (all ranks)."""
