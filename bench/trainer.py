@@ -4,8 +4,8 @@ One Llama of random weights (29 M parameters by default) on random tokens, one p
 of each, in turn in one process, so that noise meets both; who is first changes from pair to pair. The engine keeps all in
 memory. A ratio is the median over pairs of the engine's median step to the other's. **Save**: state and parameters rest on
 disk; the bytes of files that a `checkpoint-N` makes anew, of all that belong to it but the weights for other software.
-**Memory**: the most that the process had resident in that training, less what it had before the model was made, under a
-`host_budget_bytes`.
+**Memory**: the most that a process of its own has resident in training, less what it had before the model was made, under a
+`host_budget_bytes` and with Trainer alone, whose own state is known.
 
     python -m bench.trainer [--pairs 10] [--steps 5] [--hidden 512] [--layers 8] [--path FOLDER] [--json FILE]
 """
@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import zstore.hf
 from bench.machine import machine
 from bench.process import forget_peak, peak_bytes, resident_bytes
 from zstore.checkpoint.usage import size_bytes, stored_files
+from zstore.testing.ranks import run_ranks
 
 _GOALS = {"step": 1.03, "save_percent": 2.0}
 _SEQUENCES = 4
@@ -62,9 +64,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"save: {save['new_bytes'] / 1e6:.2f} MB anew of {save['total_bytes'] / 1e6:.1f} MB, {save['percent']:.2f} % (goal "
         f"{_GOALS['save_percent']:.0f} %); with the weights for other software {save['weights_bytes'] / 1e6:.1f} MB more"
     )
+    figures["memory"] = memory = _memory(options, folder)
     print(
-        f"memory: at most {save['peak_bytes'] / 2**20:.0f} MiB more than before the model was made, with a budget of "
-        f"{options.budget / 2**20:.0f} MiB"
+        f"memory: peak {memory['engine_peak_bytes'] / 2**20:.0f} MiB, Trainer alone {memory['other_peak_bytes'] / 2**20:.0f} "
+        f"MiB; of it not training state {memory['beside_state_bytes'] / 2**20:.0f} MiB, so that zstore's is "
+        f"{memory['engine_state_bytes'] / 2**20:.0f} MiB of a budget of {options.budget / 2**20:.0f} MiB"
     )
     figures["step"] = step = _steps(options, folder)
     print(
@@ -163,35 +167,61 @@ def _steps(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _save(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return what one save takes of a run from disk, and the most of the host's memory that the engine took."""
+def _config_of_disk(folder: Path, budget_bytes: int | None) -> dict[str, Any]:
+    """Return a config with parameters and state on disk; with a budget as much of them in memory as it holds."""
     offload = {"device": "nvme", "nvme_path": os.fspath(folder)}
-    config = {
+    config: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        "zstore": {"host_budget_bytes": options.budget},
     }
-    before = resident_bytes()
+    return config if budget_bytes is None else {**config, "zstore": {"host_budget_bytes": budget_bytes}}
+
+
+def _save(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return what one save takes of a run from disk."""
+    config = _config_of_disk(folder, None)
     trainer = _trainer(options, folder / "disk", config, save_strategy="steps", save_steps=2)
-    trainer.add_callback(_Peak())  # of the training alone: until then the model is whole in memory
     trainer.train()
-    peak = peak_bytes() - before
     newest = max((folder / "disk").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     files = stored_files(newest)
     weights = sum(path.stat().st_size for path in newest.glob("model*.safetensors"))
     # A file of the state that rests on disk has a name in the run folder too, and the weights two in the checkpoint.
     new_bytes = sum(file.num_bytes for file in files.values() if file.is_freed) - weights
     total_bytes = size_bytes(files) - weights
-    figures = {
+    trainer.close()
+    return {
         "new_bytes": new_bytes,
         "total_bytes": total_bytes,
         "percent": 100 * new_bytes / total_bytes,
         "weights_bytes": weights,
-        "peak_bytes": peak,
+    }
+
+
+def _memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the peaks of resident memory of both, each in a process of its own, and what is not training state in them."""
+    ours, alone = (
+        run_ranks(_peak, 1, options, os.fspath(folder), budget, timeout_s=600)[0] for budget in (True, False)
+    )
+    # Parameters, gradients and two moments in fp32: the rest is activations, and what Python and torch take.
+    beside = alone - 16 * _model(options).num_parameters()
+    return {
+        "engine_peak_bytes": ours,
+        "other_peak_bytes": alone,
+        "beside_state_bytes": beside,
+        "engine_state_bytes": ours - beside,
         "budget_bytes": options.budget,
     }
-    trainer.close()
-    return figures
+
+
+def _peak(rank: int, options: argparse.Namespace, folder: str, with_budget: bool) -> int:
+    """Return the most bytes that a training has resident, less what the process had before the model was made."""
+    warnings.simplefilter("default")
+    before = resident_bytes()
+    config = _config_of_disk(Path(folder), options.budget) if with_budget else None
+    trainer = _trainer(options, Path(folder) / "memory", config)
+    trainer.add_callback(_Peak())  # of the training alone: until then the model is whole in memory
+    trainer.train()
+    return peak_bytes() - before
 
 
 if __name__ == "__main__":

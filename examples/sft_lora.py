@@ -43,6 +43,7 @@ trainer = wrap(
         logging_steps=5,
         bf16=False,
         report_to="none",
+        use_cpu=not torch.cuda.is_available(),
     ),
     train_dataset=Dataset.from_dict({"text": [" ".join(words[2 + n % 4 :]) for n in range(32)]}),
     processing_class=tokenizer,

@@ -42,6 +42,7 @@ arguments = TrainingArguments(
     save_steps=10,
     save_total_limit=2,
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], zstore_config=config)
 trainer.train(resume_from_checkpoint=any(options.out.glob("checkpoint-*")))

@@ -114,7 +114,7 @@ def _named_by_the_config(rank: int, folder: str) -> None:
     accelerator = zstore.accelerate.Accelerator(zstore_config=named, cpu=True)
     model = llama()
     placeholder = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.0)
-    loader = DataLoader(Texts(8), batch_size=2)
+    loader = DataLoader(Texts(16), batch_size=2)
     schedule = DummyScheduler(placeholder, total_num_steps=10, warmup_num_steps=3)
     model, optimizer, loader, schedule = accelerator.prepare(model, placeholder, loader, schedule)
     rates = []
@@ -124,7 +124,7 @@ def _named_by_the_config(rank: int, folder: str) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    assert rates == pytest.approx([0.01, 0.0, 0.0063, 0.01][: len(rates)], rel=1e-2), rates
+    assert rates == pytest.approx([0.0, 0.0, 0.00063, 0.001], rel=1e-2)
     accelerator.backward(model(**batch).loss)
     optimizer.zero_grad()  # forgets it
     with pytest.raises(UsageError, match="without"):

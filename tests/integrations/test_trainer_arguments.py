@@ -15,6 +15,7 @@ from transformers import Trainer
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
+from zstore.hf.arguments import check_arguments
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -57,7 +58,7 @@ def test_arguments_that_zstore_does_not_serve_are_refused(
         _make(tmp_path, wanted, **changes)
 
 
-def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(tmp_path, device="cpu", gradient_clipping=0.5, bf16={"enabled": True})
     wanted["optimizer"]["params"]["lr"] = 3e-4
     with pytest.raises(ConfigError) as refused:
@@ -68,6 +69,11 @@ def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path) -> N
         _make(tmp_path, None)
     with pytest.raises(ConfigError, match="stage"):
         _make(tmp_path, {"zero_optimization": {"stage": 7}})
+    alone = arguments(tmp_path)
+    assert alone.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(UsageError, match="use_cpu=True"):
+        check_arguments(alone)
     with pytest.raises(UsageError, match=r"wrap\(\)"):
         zstore.hf.wrap(Texts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -39,15 +40,22 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "left"),
+    ("launcher", "name", "words", "left"),
     [
-        ("trainer", ["--steps", "10"], "model.safetensors"),
-        ("sft_lora", ["--steps", "1"], "adapter_model.safetensors"),
-        ("accelerate_loop", ["--epochs", "1"], "weights/model.safetensors"),
+        (["torch.distributed.run", "--nproc-per-node", "2"], "trainer", ["--steps", "10"], "model.safetensors"),
+        ([], "sft_lora", ["--steps", "1"], "adapter_model.safetensors"),
+        (
+            ["accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "bf16"],
+            "accelerate_loop",
+            ["--epochs", "1"],
+            "weights/model.safetensors",
+        ),
     ],
 )
-def test_an_example_runs(tmp_path: Path, name: str, words: list[str], left: str) -> None:
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--out", str(tmp_path / "out"), *words]
-    done = warm.run(command, capture_output=True, text=True, timeout=200)
+def test_an_example_runs(tmp_path: Path, launcher: list[str], name: str, words: list[str], left: str) -> None:
+    script = [str(ROOT / "examples" / f"{name}.py"), "--out", str(tmp_path / "out"), *words]
+    command = [sys.executable, *(["-m", *launcher] if launcher else []), *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = warm.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / left).exists()

@@ -258,5 +258,5 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     trainer.main()
     figures = json.loads(out.read_text())
     assert figures["step"]["ratio"] > 0
-    assert 0 < figures["save"]["new_bytes"] < figures["save"]["total_bytes"]
+    assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]

@@ -38,6 +38,8 @@ _REFUSED = {
     "parallelism_config": "zstore is data parallel alone; zero_optimization.stage of the config shards the model",
 }
 """Arguments of accelerate's Accelerator, and why each is refused."""
+_TAG = "state"
+"""Of the checkpoint in a folder of `save_state`."""
 _DEFAULTS = (None, False, "default")
 """Of arguments of torch.compile."""
 
@@ -72,6 +74,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The engine of the model that is trained; None until it is prepared."""
         self._frozen: list[Engine] = []
         # Autocast, its scaler and torch.compile would do again what the engine does.
+        # The engine computes on CUDA or on the CPU, whatever else there is.
+        named.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**{**named, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")})
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
@@ -337,14 +341,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything into `output_dir`: model and optimizer as a checkpoint of zstore under `step-` and the step, the
-        rest as accelerate does (all ranks). Return the folder. `kwargs` go to `Engine.save_checkpoint`."""
+        """Save everything into `output_dir`, in place of what was saved there: model and optimizer as the checkpoint `state`
+        of zstore, the rest as accelerate does (all ranks). Return the folder. `kwargs` go to `Engine.save_checkpoint`."""
         if self.engine is None:
             return str(super().save_state(output_dir, safe_serialization, **kwargs))
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights.clear()
-            self._trained().save_checkpoint(folder, **{"overwrite": True, **kwargs})
+            self._trained().save_checkpoint(folder, **{"tag": _TAG, "overwrite": True, **kwargs})
 
         with self._hidden(), _last(self._save_model_state_pre_hook, save):
             return str(super().save_state(output_dir, safe_serialization))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -136,6 +137,11 @@ def _problems(args: Any) -> Iterator[str]:
         yield "TrainingArguments(auto_find_batch_size=True): the engine keeps its batch size; set per_device_train_batch_size"
     if is_torch_xla_available() or is_sagemaker_mp_enabled():
         yield "zstore trains on GPUs and CPUs, not on TPUs or with SageMaker's model parallelism"
+    if args.world_size == 1 < int(os.environ.get("WORLD_SIZE", "1")):
+        yield (
+            "this process is one of several, but TrainingArguments found no process group, since there is no GPU: pass "
+            "use_cpu=True to them"
+        )
     if args.n_gpu > 1:
         number = torch.cuda.device_count()
         yield (

@@ -15,11 +15,12 @@ looks at the folder right after it: a callback with an `on_save` of its own, `pu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.trainer_utils import rotate_checkpoints, suppress_progress_bars
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import logging as transformers_logging
 
 from zstore.accelerate.accelerator import Accelerator
 from zstore.accelerate.config import read_source
@@ -146,7 +148,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             accelerator.close_engines()  # model_init made another one
             self.optimizer = None
         if accelerator.engine is not None:
-            self.optimizer.zero_grad()  # of a training that was interrupted
+            self.optimizer.forget()  # of a training that was interrupted
             return
         if self.engine is not None:
             raise UsageError(
@@ -309,7 +311,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         """Write all that Trainer writes beside the weights (rank 0)."""
         own = folder / _TEMPORARY
         shutil.rmtree(own, ignore_errors=True)
-        with suppress_progress_bars():
+        with _no_progress_bars():  # they would tell of no weights
             self._save(os.fspath(own), state_dict={})
         shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model*.safetensors*"), dirs_exist_ok=True)
         shutil.rmtree(own)
@@ -387,6 +389,18 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
 _WEIGHTS_KEY = "stage3_gather_16bit_weights_on_model_save"
 _TEMPORARY = ".zstore-files"
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Let transformers draw none in the block."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _is_peft(model: nn.Module) -> bool:
