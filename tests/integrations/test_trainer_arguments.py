@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -146,4 +147,36 @@ def test_a_resume_without_a_whole_checkpoint_names_the_newest_that_is(tmp_path: 
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     trainer.train(resume_from_checkpoint=True)  # takes that one
     assert trainer.state.global_step == 2
+    trainer.close()
+
+
+class _Pushing(zstore.hf.Trainer):  # type: ignore[misc,valid-type]
+    """Notes what would go to the hub, in place of sending it."""
+
+    pushed: list[set[str]]
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        self.pushed = []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed.append(set(os.listdir(checkpoint_folder)))
+
+    def _finish_current_push(self) -> None:
+        pass
+
+
+def test_what_goes_to_the_hub_is_whole_when_it_goes(tmp_path: Path) -> None:
+    run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True}
+    wanted = config(tmp_path, device="cpu")
+    trainer = _Pushing(llama(**TINY), arguments(tmp_path, **run), train_dataset=Texts(4), zstore_config=wanted)
+    trainer.train()
+    assert [
+        found >= {"model.safetensors", "config.json", f"step-{n}"} for n, found in enumerate(trainer.pushed, 1)
+    ] == [
+        True,
+        True,
+    ]
+    # As `push_to_hub()` calls it.
+    trainer.save_model(_internal_call=True)
+    assert (tmp_path / "model.safetensors").exists()
     trainer.close()
