@@ -59,7 +59,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=given,
-        **({"frozen": True} if frozen else {}),
+        frozen=frozen,
         _engine=DeepSpeedEngine,
     )
     if not isinstance(engine, DeepSpeedEngine):
