@@ -50,7 +50,9 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     }
     idle = [name for name, asked in others.items() if asked]
     if idle:
-        _log.warning("deepspeed.checkpointing.configure: no effect of %s; torch checkpoints the blocks", ", ".join(idle))
+        _log.warning(
+            "deepspeed.checkpointing.configure: no effect of %s; torch checkpoints the blocks", ", ".join(idle)
+        )
 
 
 def is_configured() -> bool:

@@ -25,7 +25,9 @@ def _maker(name: str) -> Callable[..., NamedSchedule]:
         return named_schedule(section, optimizer)
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"Return the schedule {name} over an optimizer; arguments are those of the config's `scheduler.params`."
+    make.__doc__ = (
+        f"Return the schedule {name} over an optimizer; arguments are those of the config's `scheduler.params`."
+    )
     return make
 
 

@@ -54,7 +54,14 @@ _CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_che
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
-    for start, what in (("", "world_size"), ("", "rank"), ("", "group"), ("_", "world_size"), ("_", "rank"), ("_", "group"))
+    for start, what in (
+        ("", "world_size"),
+        ("", "rank"),
+        ("", "group"),
+        ("_", "world_size"),
+        ("_", "rank"),
+        ("_", "group"),
+    )
     if kind != "expert" or what != "group"
 )
 

@@ -90,6 +90,8 @@ def _adam(
 ) -> torch.optim.Optimizer:
     for what, asked in refused.items():
         if asked:
-            raise UsageError(f"{name}({what}) is not supported: moments are always bias-corrected, by plain Adam; leave it out")
+            raise UsageError(
+                f"{name}({what}) is not supported: moments are always bias-corrected, by plain Adam; leave it out"
+            )
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     return kind(params, **settings)

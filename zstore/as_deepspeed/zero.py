@@ -80,7 +80,9 @@ class Init(PlainInit):
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise UsageError("deepspeed.zero.Init: weights are not quantized; leave zero_quantized_... out")
         if param_swapper is not None:
-            raise UsageError("deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out")
+            raise UsageError(
+                "deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out"
+            )
         self._marking: RemovableHandle | None = None
         source = config if config is not None else config_dict_or_path
         super().__init__(

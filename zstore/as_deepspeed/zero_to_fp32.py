@@ -51,7 +51,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     the folder exists.
     """
     if not safe_serialization:
-        _log.warning("convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir)
+        _log.warning(
+            "convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir
+        )
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
     consolidate_command(checkpoint_dir, Path(output_dir), Dtype.FP32, size, which=which)
