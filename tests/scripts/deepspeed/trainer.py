@@ -64,7 +64,8 @@ def main() -> None:
     print(f"rank {rank} losses {json.dumps([losses, norms])}", flush=True)
     print(f"rank {rank} after {trainer.evaluate()['eval_loss']!r}", flush=True)
     trainer.save_model(os.path.join(args.out, "final"))
-    print(f"rank {rank} saved {sorted(os.listdir(os.path.join(args.out, 'final')))}", flush=True)
+    if rank == 0:
+        print(f"rank 0 saved {sorted(os.listdir(os.path.join(args.out, 'final')))}", flush=True)
 
 
 if __name__ == "__main__":
