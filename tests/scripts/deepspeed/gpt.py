@@ -176,7 +176,9 @@ def main():
         state = get_fp32_state_dict_from_zero_checkpoint(args.save)
         assert torch.equal(state["head.weight"], master)
         fresh = load_state_dict_from_zero_checkpoint(GPT(), args.save)
-        print_rank_0(f"saved {sorted(os.listdir(args.save))} sum {sum(p.double().sum().item() for p in fresh.parameters())!r}")
+        print_rank_0(
+            f"saved {sorted(os.listdir(args.save))} sum {sum(p.double().sum().item() for p in fresh.parameters())!r}"
+        )
 
 
 if __name__ == "__main__":

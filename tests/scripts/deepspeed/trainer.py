@@ -1,4 +1,4 @@
-"""Trainer with `--deepspeed ds.json`: evaluate, train, save, and resume."""
+"""Trainer with `--deepspeed ds.json`: train, save, resume, evaluate."""
 
 # ruff: noqa: T201
 
@@ -15,7 +15,7 @@ def main() -> None:
     parser.add_argument("--deepspeed")
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--evaluate_first", action="store_true")
+    parser.add_argument("--evaluate_only", action="store_true")
     parser.add_argument("--resume_from_checkpoint")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
@@ -32,7 +32,6 @@ def main() -> None:
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        weight_decay=0.1,
         lr_scheduler_type="cosine",
         warmup_steps=2,
         logging_steps=1,
@@ -56,8 +55,9 @@ def main() -> None:
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=data[:4])
     rank = training.process_index
-    if args.evaluate_first:
-        print(f"rank {rank} before {trainer.evaluate()['eval_loss']!r}", flush=True)
+    if args.evaluate_only:
+        print(f"rank {rank} after {trainer.evaluate()['eval_loss']!r}", flush=True)
+        return
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]

@@ -1,0 +1,138 @@
+"""`TrainingArguments(deepspeed=...)` under `zstore.as_deepspeed`, beside the plain Trainer, in one run of two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zstore.testing.ranks import run_ranks
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "deepspeed" / "trainer.py"
+LOOKED = ("accelerate.utils", "accelerate.accelerator", "transformers.integrations.deepspeed", "transformers.trainer")
+
+
+def answer_import() -> None:
+    """Install in a process that has these loaded already, for the sake of speed: they look for DeepSpeed as they are
+    imported, and look again here. And let accelerate know of gloo without `use_cpu`: by itself it takes a machine without
+    GPUs for one rank."""
+    import accelerate.state
+
+    from zstore.as_deepspeed import install
+
+    before: list[Any] = [sys.modules.pop(name) for name in LOOKED]
+    install()
+    sys.modules.update(zip(LOOKED, before, strict=True))
+    for module in before[:3]:
+        importlib.reload(module)
+    before[3].DeepSpeedSchedulerWrapper = before[0].DeepSpeedSchedulerWrapper
+    prepare = accelerate.state.PartialState._prepare_backend
+
+    def with_gloo(self: Any, cpu: bool = False, *others: Any) -> Any:
+        backend, kind = prepare(self, cpu, *others)
+        return (backend or "gloo", kind)
+
+    accelerate.state.PartialState._prepare_backend = with_gloo
+
+
+def script(*words: object) -> dict[str, Any]:
+    """Run the script with arguments, in this process; return what this rank printed after each first word."""
+    sys.argv = [str(SCRIPT), *map(str, words)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the libraries are their own
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    lines = [line.split(" ", 3) for line in printed.getvalue().splitlines() if line.startswith("rank ")]
+    return {word: rest for _, _, word, rest in lines}
+
+
+def write_config(folder: Path, zero: dict[str, Any], **sections: Any) -> Path:
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    path = folder / f"{len(list(folder.glob('*.json')))}.json"
+    path.write_text(
+        json.dumps(dict.fromkeys(sizes, "auto") | {"bf16": {"enabled": "auto"}, "zero_optimization": zero} | sections)
+    )
+    return path
+
+
+def trainers(rank: int, where: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+    answer_import()
+    logging.set_verbosity_error()
+    folder = Path(where)
+    model = folder / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if rank == 0:
+        torch.manual_seed(0)
+        plain = LlamaConfig(vocab_size=64, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True, **sizes)
+        LlamaForCausalLM(plain).save_pretrained(model)
+    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    disk = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    stage3 = {"stage": 3, "offload_optimizer": disk, "offload_param": disk, "stage3_param_persistence_threshold": 100}
+    stage3 |= {"reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True}
+    configs = {}
+    if rank == 0:
+        (folder / "nvme").mkdir()
+        configs = {
+            "stage2": write_config(folder, {"stage": 2}, optimizer=adam),
+            "stage3": write_config(folder, stage3),
+        }
+    box = [configs]
+    dist.broadcast_object_list(box, src=0)
+    configs = box[0]
+
+    found = {"plain": script("--model", model, "--out", folder / "plain")}
+    for name, config in configs.items():
+        found[name] = script("--model", model, "--out", folder / name, "--deepspeed", config)
+    again = ("--resume_from_checkpoint", folder / "stage3" / "checkpoint-2", "--deepspeed", configs["stage3"])
+    found["resumed"] = script("--model", model, "--out", folder / "resumed", *again)
+    final = ("--model", folder / "stage3" / "final", "--out", folder / "evaluated")
+    found["evaluated"] = script(*final, "--evaluate_only", "--deepspeed", configs["stage3"])
+    lora = ("--lora", "--best", "--deepspeed", configs["stage3"])
+    found["lora"] = script("--model", model, "--out", folder / "lora", *lora)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    yield folder, run_ranks(trainers, 2, str(folder), timeout_s=200)
+
+
+def test_losses_and_norms_are_those_of_the_plain_trainer(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in runs[1]:
+        losses, norms = json.loads(found["plain"]["losses"])
+        assert len(losses) == 4
+        for name in ("stage2", "stage3", "resumed"):
+            theirs = json.loads(found[name]["losses"])
+            assert theirs[0] == pytest.approx(losses, rel=1e-5), name
+            assert theirs[1] == pytest.approx(norms, rel=1e-4), name
+            assert float(found[name]["after"]) == pytest.approx(float(found["plain"]["after"]), rel=1e-5)
+
+
+def test_what_was_saved_is_what_was_trained(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ((first, _)) = runs
+    assert first["stage3"]["saved"] == first["plain"]["saved"]
+    assert float(first["evaluated"]["after"]) == pytest.approx(float(first["stage3"]["after"]), rel=1e-6)
+    assert sorted(path.name for path in (folder / "stage3").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert (folder / "stage3" / "checkpoint-4" / "global_step4").is_dir()
+
+
+def test_an_adapter_is_trained_and_saved_alone(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ((first, _)) = runs
+    losses, _ = json.loads(first["lora"]["losses"])
+    assert losses[-1] < losses[0]
+    assert "adapter_model.safetensors" in first["lora"]["saved"]
+    assert not list((folder / "lora").glob("*/model.safetensors"))
