@@ -1,7 +1,5 @@
 """A script for DeepSpeed, as it is: `zstore run --as-deepspeed examples/deepspeed_script.py`."""
 
-# ruff: noqa: T201
-
 import argparse
 import tempfile
 

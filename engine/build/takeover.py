@@ -20,7 +20,8 @@ class BuiltModel:
     """What `initialize` takes over of a model that may have been built in shards.
 
     With `copies`, a config that uses the same folders otherwise is no error, as a reference model's may that leaves out what
-    it is not trained by: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that were changed after they were released (all ranks).
+    it is not trained by: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that were
+    changed after they were released (all ranks).
     """
 
     def __init__(self, model: nn.Module, world: World, *, copies: bool = False) -> None:

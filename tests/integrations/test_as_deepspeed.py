@@ -231,7 +231,7 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert type(optimizers.DeepSpeedCPUAdam(parameters, adamw_mode=False)) is torch.optim.Adam
     assert type(optimizers.FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
     assert type(optimizers.DeepSpeedCPUAdagrad(parameters)) is torch.optim.Adagrad
-    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", -1))
+    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "-1"))
     with utils.OnDevice(torch.bfloat16, device="meta"):
         made = torch.nn.Linear(2, 2)
     assert made.weight.is_meta

@@ -9,7 +9,6 @@ import json
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,9 @@ def trainers(rank: int, where: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trainer")
-    yield folder, run_ranks(trainers, 2, str(folder), timeout_s=200)
+    return folder, run_ranks(trainers, 2, str(folder), timeout_s=200)
 
 
 def test_losses_and_norms_are_those_of_the_plain_trainer(runs: tuple[Path, list[dict[str, Any]]]) -> None:

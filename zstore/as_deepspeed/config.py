@@ -17,8 +17,9 @@ from zstore.engine.config.config import read_config
 def cleaned(source: Any) -> Any:
     """Return a config with what DeepSpeed passes over left out: a copy, where it is a dict.
 
-    That is `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, keys with a
-    dot at the top, which trl writes, and `activation_checkpointing`, which `deepspeed.checkpointing` reads. A path, or a dict as base64-encoded JSON, is read first; anything else is returned as it is.
+    That is `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, keys with
+    a dot at the top, which trl writes, and `activation_checkpointing`, which `deepspeed.checkpointing` reads. A path, or a
+    dict as base64-encoded JSON, is read first; anything else is returned as it is.
     """
     raw = raw_config(source)
     if not isinstance(raw, Mapping):

@@ -1,7 +1,5 @@
 """A GPT in the shape of those that train with DeepSpeed and without Megatron: everything that such scripts import."""
 
-# ruff: noqa: T201
-
 import argparse
 import os
 import random
@@ -138,7 +136,7 @@ def main():
     plain = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = adam(groups, lr=3e-3, betas=(0.9, 0.95))
-    model_engine, optimizer, _, lr_scheduler = deepspeed.initialize(
+    model_engine, optimizer, _, _ = deepspeed.initialize(
         args=args,
         model=model,
         optimizer=optimizer,

@@ -1,7 +1,5 @@
 """What a process sees of DeepSpeed: names that are there, names that are not, a version; and what its children see."""
 
-# ruff: noqa: T201
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Trainer with `--deepspeed ds.json`: train, save, resume, evaluate."""
 
-# ruff: noqa: T201
-
 import argparse
 import json
 import os
