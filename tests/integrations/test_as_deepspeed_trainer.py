@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "deepspeed" / "trainer.py"
@@ -91,6 +92,14 @@ def trainers(rank: int, where: str) -> dict[str, Any]:
     box = [configs]
     dist.broadcast_object_list(box, src=0)
     configs = box[0]
+
+    import accelerate.state
+    import deepspeed
+
+    accelerate.state.PartialState._shared_state["num_processes"] = 1
+    with pytest.raises(UsageError, match="there are 2 ranks, and accelerate knows of 1"):
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config={})
+    accelerate.state.PartialState._shared_state.clear()
 
     found = {"plain": script("--model", model, "--out", folder / "plain")}
     for name, config in configs.items():

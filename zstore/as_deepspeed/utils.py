@@ -49,7 +49,7 @@ class RepeatingLoader:
         except StopIteration:
             self._epoch += 1
             sampler = getattr(self.loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self._epoch)
             self._batches = iter(self.loader)
             return next(self._batches)
