@@ -17,7 +17,7 @@ import pytest
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "deepspeed" / "trainer.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "deepspeed"
 LOOKED = ("accelerate.utils", "accelerate.accelerator", "transformers.integrations.deepspeed", "transformers.trainer")
 
 
@@ -44,13 +44,14 @@ def answer_import() -> None:
     accelerate.state.PartialState._prepare_backend = with_gloo
 
 
-def script(*words: object) -> dict[str, Any]:
-    """Run the script with arguments, in this process; return what this rank printed after each first word."""
-    sys.argv = [str(SCRIPT), *map(str, words)]
+def script(*words: object, name: str = "trainer") -> dict[str, Any]:
+    """Run a script with arguments, in this process; return what this rank printed after each first word."""
+    path = str(SCRIPTS / f"{name}.py")
+    sys.argv = [path, *map(str, words)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the libraries are their own
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     lines = [line.split(" ", 3) for line in printed.getvalue().splitlines() if line.startswith("rank ")]
     return {word: rest for _, _, word, rest in lines}
 
@@ -64,37 +65,52 @@ def write_config(folder: Path, zero: dict[str, Any], **sections: Any) -> Path:
     return path
 
 
+def write_model(folder: Path) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    plain = LlamaConfig(vocab_size=64, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(plain).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def stage3(folder: Path) -> dict[str, Any]:
+    (folder / "nvme").mkdir()
+    disk = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    offload = {"offload_optimizer": disk, "offload_param": disk, "stage3_param_persistence_threshold": 100}
+    return {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        **offload,
+    }
+
+
 def trainers(rank: int, where: str) -> dict[str, Any]:
+    import accelerate.state
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM, logging
+    from transformers import logging
 
     answer_import()
+    import deepspeed
+
     logging.set_verbosity_error()
     folder = Path(where)
     model = folder / "model"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if rank == 0:
-        torch.manual_seed(0)
-        plain = LlamaConfig(vocab_size=64, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True, **sizes)
-        LlamaForCausalLM(plain).save_pretrained(model)
-    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-    disk = {"device": "nvme", "nvme_path": str(folder / "nvme")}
-    stage3 = {"stage": 3, "offload_optimizer": disk, "offload_param": disk, "stage3_param_persistence_threshold": 100}
-    stage3 |= {"reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True}
     configs = {}
     if rank == 0:
-        (folder / "nvme").mkdir()
+        write_model(folder)
+        adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
         configs = {
             "stage2": write_config(folder, {"stage": 2}, optimizer=adam),
-            "stage3": write_config(folder, stage3),
+            "stage3": write_config(folder, stage3(folder)),
         }
     box = [configs]
     dist.broadcast_object_list(box, src=0)
     configs = box[0]
-
-    import accelerate.state
-    import deepspeed
 
     accelerate.state.PartialState._shared_state["num_processes"] = 1
     with pytest.raises(UsageError, match="there are 2 ranks, and accelerate knows of 1"):
@@ -117,6 +133,34 @@ def trainers(rank: int, where: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trainer")
     return folder, run_ranks(trainers, 2, str(folder), timeout_s=200)
+
+
+def preferences(rank: int, where: str) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+    from transformers import logging
+
+    answer_import()
+    logging.set_verbosity_error()
+    folder = Path(where)
+    config = folder / "0.json"
+    if rank == 0:
+        write_model(folder)
+        write_config(folder, stage3(folder))
+    dist.barrier()
+    words = ("--model", folder / "model", "--out", folder / "out")
+    ours = ("--deepspeed", config)
+    kinds: tuple[tuple[str, ...], ...] = ((), ("--grpo",))
+    return [script(*words, *kind, *how, name="preferences") for kind in kinds for how in ((), ours)]
+
+
+@pytest.mark.soak
+def test_reference_models_and_generation_are_those_of_the_plain_trainers(tmp_path: Path) -> None:
+    for dpo, our_dpo, grpo, our_grpo in run_ranks(preferences, 2, str(tmp_path), timeout_s=200):
+        plain = json.loads(dpo["losses"])
+        assert len(plain) == 3
+        assert json.loads(our_dpo["losses"]) == pytest.approx(plain, rel=1e-4)
+        assert len(json.loads(grpo["losses"])) == len(json.loads(our_grpo["losses"])) == 3
+        assert json.loads(our_grpo["losses"])[0] == pytest.approx(json.loads(grpo["losses"])[0], abs=1e-4)
 
 
 def test_losses_and_norms_are_those_of_the_plain_trainer(runs: tuple[Path, list[dict[str, Any]]]) -> None:
