@@ -247,6 +247,88 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
+    from zstore.as_deepspeed import engine as engines
+    from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero
+    from zstore.as_deepspeed.zero_types import ZeroParamStatus
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 8},
+    }
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_schedules.WarmupLR(client, warmup_max_lr=0.1, warmup_num_steps=4)
+    engine, optimizer, loader, scheduler = initialize.initialize(
+        model=model, optimizer=lambda _: client, config=config, lr_scheduler=schedule
+    )
+    with engine:
+        assert isinstance(engine, engines.DeepSpeedEngine)
+        assert (engine.optimizer, loader, scheduler) == (optimizer, None, schedule)
+        assert engine.config == config
+        assert optimizer.optimizer is engine.client_optimizer is engine.basic_optimizer is client
+        assert (engine.optimizer_name(), engine.scheduler_name(), engine.dynamic_loss_scale()) == ("sgd", None, True)
+        assert (engine.dp_world_size, engine.mp_world_size) == (1, 1)
+        assert engine.zero_offload_param() == {"device": "cpu"}
+        assert (engine.zero_offload_optimizer(), engine.zero_cpu_offload()) == (None, False)
+        assert not engine.zero_gather_16bit_weights_on_model_save()
+        assert (groups.get_data_parallel_world_size(), groups._get_sequence_parallel_world_size()) == (1, 1)
+        weight: Any = model.weight
+        bias: Any = model.bias
+        assert (weight.ds_shape, weight.ds_numel, bias.ds_id) == (weight.shape, 16, weight.ds_id + 1)
+        assert (weight.ds_status, bias.ds_status) == (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE)
+        with zero.GatheredParameters({bias, weight, torch.zeros(1)}, modifier_rank=0):
+            assert weight.ds_status is ZeroParamStatus.AVAILABLE
+            weight.data.fill_(1)
+        assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        with pytest.raises(AttributeError, match=r"engine\.allreduce_gradients is not there.*engine\.step"):
+            engine.allreduce_gradients()
+        with pytest.raises(UsageError, match="lr_kwargs"):
+            engine.step(lr_kwargs={"epoch": 1})
+        overflows = []
+        for _ in range(20):
+            engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).float().pow(2).mean() * 256)
+            engine.step()
+            overflows.append(optimizer.overflow)
+            if not optimizer.overflow:
+                break
+        assert len(overflows) > 1
+        assert overflows == [True] * (len(overflows) - 1) + [False]
+        for _ in range(2):
+            engine.save_checkpoint(str(tmp_path))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step{len(overflows)}", "latest"]
+        path, _ = engine.load_checkpoint(str(tmp_path), None, True, True, True)
+        assert path is not None
+        with pytest.raises(UsageError, match="custom_load_fn"):
+            engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
+        whole = engine._zero3_consolidated_16bit_state_dict()
+        assert whole is not None
+        assert whole["weight"].dtype is torch.float16
+        with pytest.raises(UsageError, match="sharded"):
+            model.state_dict()
+        runtime.see_memory_usage("here", force=True)
+        assert utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0].shape == weight.shape
+    batches = utils.RepeatingLoader([1, 2])
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_an_engine_without_an_optimizer_evaluates() -> None:
+    from zstore.as_deepspeed import initialize
+
+    config = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 0}}
+    engine, *others = initialize.initialize(model=torch.nn.Linear(2, 1), config=config)
+    with engine:
+        assert (engine.optimizer, engine.client_optimizer, engine.optimizer_name(), others) == (
+            None,
+            None,
+            None,
+            [None] * 3,
+        )
+        assert engine(torch.ones(1, 2)).shape == (1, 1)
+
+
 def test_the_page_lists_the_names_that_are_there() -> None:
     page = (ROOT / "docs" / "deepspeed.md").read_text()
     table = page.partition("| what scripts import | |")[2].partition("\n\n")[0]

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import runpy
 import sys
 import warnings
@@ -46,6 +47,10 @@ def answer_import() -> None:
 
 def script(*words: object, name: str = "trainer") -> dict[str, Any]:
     """Run a script with arguments, in this process; return what this rank printed after each first word."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     path = str(SCRIPTS / f"{name}.py")
     sys.argv = [path, *map(str, words)]
     printed = io.StringIO()
@@ -135,7 +140,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run_ranks(trainers, 2, str(folder), timeout_s=200)
 
 
-def preferences(rank: int, where: str) -> list[dict[str, Any]]:
+def others(rank: int, where: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from transformers import logging
 
@@ -147,20 +152,32 @@ def preferences(rank: int, where: str) -> list[dict[str, Any]]:
         write_model(folder)
         write_config(folder, stage3(folder))
     dist.barrier()
-    words = ("--model", folder / "model", "--out", folder / "out")
-    ours = ("--deepspeed", config)
-    kinds: tuple[tuple[str, ...], ...] = ((), ("--grpo",))
-    return [script(*words, *kind, *how, name="preferences") for kind in kinds for how in ((), ours)]
+    words = ("--model", folder / "model")
+    found = []
+    for number, how in enumerate(((), ("--deepspeed", config))):
+        out = ("--out", folder / f"out-{number}", *how)
+        found.append(
+            {
+                "dpo": script(*words, *out, name="preferences"),
+                "grpo": script(*words, *out, "--grpo", name="preferences"),
+                "loop": script(*words, *out, name="accelerate_loop"),
+            }
+        )
+    return found
 
 
 @pytest.mark.soak
-def test_reference_models_and_generation_are_those_of_the_plain_trainers(tmp_path: Path) -> None:
-    for dpo, our_dpo, grpo, our_grpo in run_ranks(preferences, 2, str(tmp_path), timeout_s=200):
-        plain = json.loads(dpo["losses"])
-        assert len(plain) == 3
-        assert json.loads(our_dpo["losses"]) == pytest.approx(plain, rel=1e-4)
-        assert len(json.loads(grpo["losses"])) == len(json.loads(our_grpo["losses"])) == 3
-        assert json.loads(our_grpo["losses"])[0] == pytest.approx(json.loads(grpo["losses"])[0], abs=1e-4)
+def test_trl_and_accelerate_train_as_without_deepspeed(tmp_path: Path) -> None:
+    for plain, ours in run_ranks(others, 2, str(tmp_path), timeout_s=200):
+        told = [{name: json.loads(each["losses"]) for name, each in kind.items()} for kind in (plain, ours)]
+        assert len(told[0]["dpo"]) == 3
+        assert told[1]["dpo"] == pytest.approx(told[0]["dpo"], rel=1e-4)
+        assert len(told[0]["grpo"]) == len(told[1]["grpo"]) == 3
+        assert told[1]["grpo"][0] == pytest.approx(told[0]["grpo"][0], abs=1e-4)
+        for their_epoch, our_epoch in zip(told[0]["loop"], told[1]["loop"], strict=True):
+            assert our_epoch == pytest.approx(their_epoch, rel=1e-4)
+        assert told[1]["loop"][1] == told[1]["loop"][2]
+    assert (tmp_path / "out-1" / "final" / "model.safetensors").exists()
 
 
 def test_losses_and_norms_are_those_of_the_plain_trainer(runs: tuple[Path, list[dict[str, Any]]]) -> None:
