@@ -57,6 +57,8 @@ class Texts(Dataset[dict[str, Any]]):
 
 def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
     """Arguments of a short run on the CPU that talks to nobody."""
+    if not hasattr(TrainingArguments, "activation_checkpointing") and "activation_checkpointing" in changes:
+        changes["gradient_checkpointing"] = changes.pop("activation_checkpointing")  # its name before transformers 5.22
     return TrainingArguments(
         **{
             "output_dir": os.fspath(folder),
