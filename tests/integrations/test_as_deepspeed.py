@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import warm
 from zstore.as_deepspeed import install
@@ -249,7 +250,7 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
     from zstore.as_deepspeed import engine as engines
-    from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero
+    from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero, zero_to_fp32
     from zstore.as_deepspeed.zero_types import ZeroParamStatus
 
     torch.manual_seed(0)
@@ -308,6 +309,10 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
         assert whole["weight"].dtype is torch.float16
         with pytest.raises(UsageError, match="sharded"):
             model.state_dict()
+        weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        assert torch.equal(weights["weight"], engine.get_full_parameter("weight"))
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights["weight"])
         runtime.see_memory_usage("here", force=True)
         assert utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0].shape == weight.shape
     batches = utils.RepeatingLoader([1, 2])

@@ -117,7 +117,8 @@ def trainers(rank: int, where: str) -> dict[str, Any]:
     dist.broadcast_object_list(box, src=0)
     configs = box[0]
 
-    accelerate.state.PartialState._shared_state["num_processes"] = 1
+    alone = {"num_processes": 1, "distributed_type": "DistributedType.DEEPSPEED"}
+    accelerate.state.PartialState._shared_state.update(alone)
     with pytest.raises(UsageError, match="there are 2 ranks, and accelerate knows of 1"):
         deepspeed.initialize(model=torch.nn.Linear(1, 1), config={})
     accelerate.state.PartialState._shared_state.clear()

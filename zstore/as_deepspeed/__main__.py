@@ -10,8 +10,6 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 
-from zstore.engine.runtime.messages import show_messages
-
 from .installing import put_in_place
 
 USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank] SCRIPT [ARGUMENTS]
@@ -53,7 +51,6 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_ALONE)
-    show_messages()
     put_in_place()
     target, *arguments = words
     if is_module:

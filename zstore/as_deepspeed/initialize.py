@@ -74,9 +74,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 def _require_agreement() -> None:
     """Raise UsageError where accelerate counts other ranks than there are: each would train on all of the data."""
-    state = sys.modules.get("accelerate.state")
-    known = None if state is None else state.PartialState._shared_state.get("num_processes")
-    if known is None or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
+    module = sys.modules.get("accelerate.state")
+    state = {} if module is None else module.PartialState._shared_state
+    known = state.get("num_processes")
+    prepares = str(state.get("distributed_type")).endswith("DEEPSPEED")
+    if not prepares or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
         return
     raise UsageError(
         f"there are {torch_dist.get_world_size()} ranks, and accelerate knows of {known}: with DeepSpeed it finds several "

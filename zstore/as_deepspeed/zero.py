@@ -96,6 +96,9 @@ class Init(PlainInit):
             mem_efficient_linear=mem_efficient_linear,
             _from_rank_0=True,
         )
+        if module is not None and enabled:
+            for parameter in module.parameters():
+                mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
 
     def __enter__(self) -> Self:
         self._enabled = self._enabled and not Init._blocks
