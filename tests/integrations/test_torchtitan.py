@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -192,3 +193,21 @@ def test_saves_by_a_process_beside_training(runs: tuple[Path, dict[str, Any]], t
 def test_options_that_cannot_be_are_refused(option: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CheckpointManager.Config(**option)
+
+
+def test_the_example_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples/torchtitan_checkpoint.py"
+    done = warm.run([sys.executable, str(script), "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["1", "2", "3", "4", "5", "6"]
+    with open_checkpoint(tmp_path / "checkpoint") as reader:
+        assert verify_checkpoint(reader) == []
+        assert reader.record.step == STEPS
+
+
+def test_the_config_of_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs/torchtitan.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["checkpoint"].keep_latest_k == 3
