@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 import zstore.dcp
 
@@ -41,7 +41,7 @@ def save_twice(state: dict[str, Any], folder: Path, make: Callable[[Path], Any])
     for number in range(2):
         state["model"]["w3"] += number
         started = time.perf_counter()
-        dcp.save(state, storage_writer=make(folder / f"step-{number}"))
+        save(state, storage_writer=make(folder / f"step-{number}"))
         os.sync()
         seconds.append(time.perf_counter() - started)
     return seconds[0], seconds[1], new_bytes(folder / "step-1")
@@ -56,7 +56,7 @@ def stalls(
     for number in range(_ROUNDS + 1):
         state["model"]["w0"] += 1
         started = time.perf_counter()
-        result: Any = dcp.async_save(
+        result: Any = async_save(
             state,
             storage_writer=make(folder / f"step-{number}"),
             process_group=group,
@@ -82,11 +82,11 @@ def main() -> None:
 def measure(folder: Path, mib: int) -> None:
     """Measure with a state dict of `mib` MiB, and print what was found."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     rows = mib * 2**20 // 10 // 4096 // 4
     state = {"model": {f"w{i}": torch.randn(rows, 4096) for i in range(10)}}
     writers: dict[str, Callable[[Path], Any]] = {
-        "torch": dcp.FileSystemWriter,
+        "torch": FileSystemWriter,
         "zstore": zstore.dcp.Writer,
     }
     for name, make in writers.items():
@@ -97,11 +97,14 @@ def measure(folder: Path, mib: int) -> None:
     for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
         shared = kind is AsyncCheckpointerType.PROCESS
         for name, make in writers.items():
-            theirs = DefaultStager(StagingOptions(False, shared, False, False))
-            stager: Any = zstore.dcp.Stager(shared_memory=shared) if name == "zstore" else theirs
+            stager: Any = zstore.dcp.Stager(shared_memory=shared)
+            if name == "torch":
+                # By a thread, what `async_save` makes by itself; by a process, one whose memory is shared and kept, too.
+                stager = DefaultStager(StagingOptions(False, True, False, False)) if shared else None
             held, done = stalls(state, folder / name, make, stager, kind)
             print(f"{name}, by a {kind.value}: {1000 * held:.0f} ms until training goes on, {done:.2f} s until saved")
-            stager.close()
+            if stager is not None:
+                stager.close()
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from safetensors.torch import load_file
 
@@ -108,6 +109,14 @@ def resume_alone(rank: int, folder: str) -> list[str]:
         found += [run.digest(), run.train().close()]
     last = {"last_save_model_only": True, "export_dtype": "bfloat16"}
     Run(CheckpointManager, f"{folder}/last", **last).train().close()
+    # Behind a URL, where old ones are removed as well.
+    Run(CheckpointManager, "memory://titan", keep_latest_k=2, enable_first_step_checkpoint=True).train(5).close()
+    run = Run(CheckpointManager, "memory://titan", seed=6)
+    assert run.load()
+    assert run.step == 4
+    files = fsspec.filesystem("memory")
+    found.append(run.train().close())
+    found += sorted(entry["name"] for entry in files.ls("/titan/checkpoint") if entry["type"] == "directory")
     return found
 
 
@@ -134,7 +143,8 @@ def test_what_two_ranks_saved_resumes_on_one(runs: tuple[Path, dict[str, Any]], 
     for name in ("theirs", "sync"):
         shutil.copytree(runs[0] / name, tmp_path / name)
     (found,) = run_ranks(resume_alone, 1, str(tmp_path))
-    assert found[:2] == found[2:]
+    assert found[:2] == found[2:4]
+    assert found[5:] == [f"/titan/checkpoint/step-{step}" for step in (2, 4, 6)]
     # The last save of the weights alone, cast.
     with open_checkpoint(tmp_path / "last/checkpoint") as reader:
         dtypes = {name: array.spec.dtype for name, array in reader.arrays.items()}

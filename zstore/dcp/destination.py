@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -136,7 +135,7 @@ class RemoteDestination:
         metadata = (self.folder / METADATA_FILE).read_bytes()
         self._committer.commit(record, metadata, self._sizes | files)
 
-    def _documents(self) -> Mapping[str, int]:
+    def _documents(self) -> dict[str, int]:
         """Return path and bytes of manifests and metadata, but for the one that is written last."""
         found = {
             os.path.relpath(path, self.folder): os.stat(path).st_size

@@ -88,7 +88,7 @@ class PinnedTensor(torch.Tensor):
 
     def __new__(cls, tensor: Any, items: list[WriteItem]) -> Self:
         """Return it, without memory of its own."""
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(cls, tensor.shape, dtype=tensor.dtype)
         return made
 
@@ -118,11 +118,13 @@ class PinnedTensor(torch.Tensor):
         """See `torch.distributed.checkpoint`."""
         return _Pinned(self._pins[_place(index)])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PinnedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse to compute: the values are not in memory."""
         raise UsageError(f"{func} on a tensor that was staged for a save by zstore.dcp.Writer: it only can be saved")
 

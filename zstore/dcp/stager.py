@@ -27,6 +27,7 @@ class Stager(AsyncStager):
     def __init__(self, *, shared_memory: bool = False, in_background: bool = False) -> None:
         self._shared_memory = shared_memory
         self._kept: Any = None
+        self._last: Future[dict[str, Any]] | None = None
         self._in_background = in_background
         self._executor: ThreadPoolExecutor | None = None
         self._stream: Any = None
@@ -42,7 +43,8 @@ class Stager(AsyncStager):
             state_dict = _take_out(state_dict, (), pins)
         if self._executor is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
-            return self._executor.submit(lambda: _put_back(self._copy_beside(state_dict), pins))
+            self._last = self._executor.submit(lambda: _put_back(self._copy_beside(state_dict), pins))
+            return self._last
         copy = _put_back(self._copy(state_dict), pins)
         if not self._in_background:
             return copy
@@ -61,11 +63,16 @@ class Stager(AsyncStager):
             self._kept = stager
         return stager.stage(state_dict)  # type: ignore[no-any-return]
 
+    def synchronize_staging(self) -> None:
+        """Wait until the copy that `stage` began last is made."""
+        if self._last is not None:
+            self._last.result()
+
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
         if self._executor is not None:
             self._executor.shutdown()
-        kept, self._kept = self._kept, None
+        kept, self._kept, self._last = self._kept, None, None
         if kept is not None:
             kept.close()
 

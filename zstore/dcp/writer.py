@@ -190,8 +190,8 @@ def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[t
     for item in plan.items:
         written = item.tensor_data
         if written is not None:
-            looks_up = isinstance(planner, DefaultSavePlanner)
-            if not (looks_up and isinstance(planner.lookup_object(item.index), Resting)):
+            value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) else None
+            if not isinstance(value, Resting):
                 found.append((writer.share.arrays[item.index.fqn], _box(written)))
     return found
 
