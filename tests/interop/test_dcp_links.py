@@ -192,6 +192,11 @@ def save_resting(rank: int, folder: str) -> bool:
         future.result(60)
         dcp.save(state, storage_writer=zstore.dcp.Writer(f"{folder}/out/step-3"))
         dcp.load(state, storage_reader=zstore.dcp.Reader(f"{folder}/out/step-1"))
+        for number in range(3):
+            # Uneven rows, and plans that neither rank sends again.
+            uneven = {"model": {"w": distribute_tensor(values[:77] * number, mesh, [Shard(0)])}}
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(uneven, storage_writer=zstore.dcp.Writer(f"{folder}/cached/{number}"), planner=planner)
         assert "leave out async_checkpointer_type" in pickle_of(stager.stage(state))
         return all(
             np.array_equal(store.read(tensor.array).wait().reshape(-1), each.reshape(-1).numpy())
@@ -210,6 +215,10 @@ def pickle_of(state: Any) -> str:
 def test_what_rests_on_disk_is_linked(tmp_path: Path) -> None:
     assert run_ranks(save_resting, 2, str(tmp_path)) == [True] * 2
     values = np.arange(ROWS * COLS, dtype=np.float32).reshape(ROWS, COLS)
+    for number in range(3):
+        with open_checkpoint(tmp_path / "cached" / str(number)) as reader:
+            assert verify_checkpoint(reader) == []
+            assert np.array_equal(reader.read_array("model/w"), values[:77] * number)
     for step, sign in ((1, 1), (2, 1), (3, -1)):
         with open_checkpoint(tmp_path / "out" / f"step-{step}") as reader:
             assert verify_checkpoint(reader) == []
