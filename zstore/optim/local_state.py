@@ -189,7 +189,7 @@ class LocalState:
         if isinstance(local, StoredTensor):
             if local.array.state is self.arrays and local.array.name == array:
                 return  # it was loaded in place
-            local = local.values()
+            local = local.read()
         shown = self._shown(record, array)
         target = shown.to_local() if isinstance(shown, DTensor) else shown
         if isinstance(target, StoredTensor):

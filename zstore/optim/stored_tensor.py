@@ -89,7 +89,7 @@ class StoredTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def read(self) -> torch.Tensor:
         """Return the values in a new plain tensor in host memory."""
         read = self.array.read()
         if self.box.sizes == self.box.shape:
@@ -111,7 +111,7 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         first = args[0] if args else None
         if isinstance(first, StoredTensor):
-            if func in _SAME:
+            if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
                 return StoredTensor(first.array, first.box)
             if func is _aten.is_pinned.default:
                 return False
@@ -124,21 +124,21 @@ class StoredTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values."""
-        return self.values().numpy(force=force)
+        return self.read().numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the values."""
-        return self.values().tolist()
+        return self.read().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the values, as torch's `to`, but always in memory of their own."""
-        return self.values().to(*args, **kwargs)
+        return self.read().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
+        return self.read().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.values()
+        return self.read()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -151,7 +151,7 @@ def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _plain(value: Any) -> Any:
-    return value.values() if isinstance(value, StoredTensor) else value
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, StoredTensor):
             return value
         if id(value) not in copies:
-            copies[id(value)] = (value, value.values())
+            copies[id(value)] = (value, value.read())
         return copies[id(value)][1]
 
     result = func(*tree_map(copy_of, args), **tree_map(copy_of, kwargs))
