@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import signal
 import time
 import weakref
@@ -33,7 +34,6 @@ from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .loader import TrainingLoader
-from .optim.optimizer import ZeroOptimizer
 from .params.tensors import cast_floating
 from .report.monitors import Monitors
 from .report.progress import RunReport
@@ -42,6 +42,7 @@ from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
+from .zero.compiled import make_compiler
 
 _log = logging.getLogger("zstore")
 
@@ -131,6 +132,7 @@ class Engine(nn.Module):
         The engine divides by the accumulation steps, scales in fp16, and averages over ranks. With `scale_wrt_gas=False` it
         does not divide: the loss is divided already.
         """
+        self.training_state.require_optimizer("engine.backward()")
         if loss.numel() != 1:
             raise UsageError(
                 f"engine.backward() expects a loss of one element, got shape {tuple(loss.shape)}; take its mean first"
@@ -153,6 +155,7 @@ class Engine(nn.Module):
         Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
+        training.require_optimizer("engine.step()")
         if self.access.open_blocks:
             self.access.require_no_block("engine.step()")
         accumulation = training.accumulation
@@ -178,6 +181,28 @@ class Engine(nn.Module):
                 self.steps.take()
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()
+
+    @_phase("step")
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Return the norm of the gradients that the next `step()` takes, over all ranks, unscaled, before clipping; from now
+        on steps clip to `max_norm`, 0 or infinity: they do not (all ranks).
+
+        Call it between the last `backward` of a step and its `step()`, which uses the norm that was taken here. Raises
+        UsageError without such a backward, and where updates run in the backward, before the norm is known.
+        """
+        training = self.training_state
+        if math.isnan(max_norm) or max_norm < 0:
+            raise UsageError(f"clip_grad_norm_: expected a norm of at least 0, got {max_norm}")
+        clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        if clip_norm and training.pending.in_backward is not None:
+            raise UsageError(
+                f'clip_grad_norm_({max_norm}): with "step_overlap": "backward" parameters are updated before the norm is '
+                'known: write "gradient_clipping" into the config'
+            )
+        if training.accumulation.is_new:
+            raise UsageError("clip_grad_norm_() without a backward: call it between backward() and step()")
+        training.clip_norm = clip_norm
+        return training.measure() / training.scaler.scale
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -214,6 +239,7 @@ class Engine(nn.Module):
         in the middle of an accumulation.
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
+        training.require_optimizer(call)
         training.resize(self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size)))
 
     @contextlib.contextmanager
@@ -247,6 +273,7 @@ class Engine(nn.Module):
         Raises StopIteration, before anything is computed, where the iterator has fewer, UsageError in the middle of an
         accumulation.
         """
+        self.training_state.require_optimizer("engine.train_batch()")
         if self.training_state.counters.micro_steps % self.gradient_accumulation_steps():
             raise UsageError(
                 "train_batch() in the middle of an accumulation: complete the step with engine.step() first"
@@ -433,6 +460,7 @@ class Engine(nn.Module):
         Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
         """
+        self.training_state.require_optimizer("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
             folder=save_dir,
@@ -510,6 +538,7 @@ class Engine(nn.Module):
         within that `step()`, and once in the next one, which raises UsageError for what cannot be stored. Raises UsageError
         outside the main thread.
         """
+        self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
         if client_state is not None:
             self._unchecked.append(client_state)
@@ -579,9 +608,9 @@ class Engine(nn.Module):
         return self.training_state.world.device
 
     @property
-    def optimizer(self) -> ZeroOptimizer:
-        """The optimizer that `initialize` returned."""
-        return self.training_state.optimizer
+    def optimizer(self) -> Any:
+        """The `ZeroOptimizer` that `initialize` returned; None of a frozen engine."""
+        return None if self.training_state.config.frozen else self.training_state.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -643,7 +672,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group at the next step."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.training_state.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before the
@@ -691,7 +720,7 @@ class Engine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Return the norm that gradients are clipped to; 0.0: they are not."""
-        return self.training_state.config.gradient_clipping
+        return self.training_state.clip_norm
 
     def steps_per_print(self) -> int:
         """Return the steps from one line of progress to the next; 0: none."""
@@ -710,16 +739,22 @@ class Engine(nn.Module):
         self.close()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile the model's forward with torch, as `model.compile(backend=backend, **compile_kwargs)` does.
+        """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
-        Raises UsageError where parameters are sharded, for they come and go within the forward.
+        Where parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
+        gather; blocks of one class share graphs. Else the model is compiled as a whole. Names of parameters stay. Call it on
+        every rank; again, to compile with other arguments.
+        Raises UsageError for arguments that torch.compile does not take, where inductor has no C++ compiler, and where
+        parameters come and go for modes with CUDA graphs.
         """
-        if self.training_state.hooks is not None:
-            raise UsageError(
-                "engine.compile(): parameters come and go within the forward, which cannot be traced: leave it out, or use a "
-                "stage below 3 without offload_param"
-            )
-        self.training_state.model.compile(backend=backend, **(compile_kwargs or {}), **options)
+        self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or some of its units, is compiled."""
+        training = self.training_state
+        units = training.compiled is not None and bool(training.compiled.names)
+        return units or training.model._compiled_call_impl is not None
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

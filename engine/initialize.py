@@ -17,6 +17,7 @@ from zstore.io.files import Files
 from zstore.ranks.world import World
 
 from .build.init import require_no_init
+from .build.model import take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -25,7 +26,7 @@ from .device import Streams
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
-from .optim.optimizer import ZeroOptimizer, optimizer_from_config
+from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
@@ -50,9 +51,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     config_params: Any = None,
     *,
     auto: Mapping[str, Any] | None = None,
+    frozen: bool = False,
     _files: Files | None = None,
     _streams: Streams | None = None,
-) -> tuple[Engine, ZeroOptimizer, TrainingLoader | None, Any]:
+    _engine: type[Engine] = Engine,
+) -> tuple[Engine, Any, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
     The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` answers its keys that
@@ -64,13 +67,22 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     scheduler, or a function that makes one from the returned optimizer; the engine steps it. Loader and scheduler are
     None where there are none.
 
+    `frozen`: an engine for evaluation, generation, or a reference model. It has no optimizer, and keeps the parameters
+    alone, in the type that they compute in, wherever `offload_param` lets them rest; `requires_grad` is false of all. What
+    the config says of training is not used, and batch sizes may be missing. Optimizer and scheduler are None.
+
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
+    if frozen and (optimizer is not None or lr_scheduler is not None):
+        raise UsageError(
+            "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
+        )
     require_no_init("initialize()")
+    model, compiler = take_uncompiled(model)
     show_messages()
     answers = read_answers(auto)
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
@@ -85,6 +97,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
             client_scheduler=lr_scheduler is not None,
+            frozen=frozen,
             answers=answers,
         )
     )
@@ -103,11 +116,13 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             training = wire(
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
-            engine = Engine(training, monitors)
+            engine = _engine(training, monitors)
+            if compiler is not None:
+                training.compile(compiler)
         except BaseException:
             monitors.close()
             raise
-        return engine, facade, loader, schedule.scheduler
+        return engine, engine.optimizer, loader, schedule.scheduler
 
 
 def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:
@@ -161,13 +176,16 @@ def _hidden_size(model: nn.Module) -> int | None:
 def _optimizer(
     config: Config, client: torch.optim.Optimizer | None, parameters: Any, model: nn.Module
 ) -> ZeroOptimizer:
+    if config.frozen:
+        return NoOptimizer()
     if client is not None:
         if not isinstance(client, torch.optim.Optimizer):
             raise UsageError(f"initialize(optimizer=...): expected a torch optimizer, got {type(client).__name__}")
         return ZeroOptimizer(client)
     if config.optimizer is None:
         raise ConfigError(
-            f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...'
+            f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...; '
+            "for evaluation, generation or a reference model pass frozen=True"
         )
     return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
 

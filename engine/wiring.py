@@ -65,7 +65,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
-    groups = group_of_parameters(optimizer, model)
+    groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
@@ -74,10 +74,13 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     streams = streams or streams_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
+    if config.frozen:
+        model.requires_grad_(False)
     transfers = Transfers(streams, store.links)
     if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
         map_large_blocks()
     try:
+        _require_own_snapshots(config, store, world)
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
@@ -150,6 +153,16 @@ def _open(
     return plan, store or open_store(config, world, budget_bytes, pins=pins, files=files, cuda=runtime)
 
 
+def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> None:
+    """Raise UsageError, on every rank, where two engines of a process would have their step snapshots in one folder."""
+    with world.agreeing():
+        if config.step_folder is not None and config.own.durability_path is None and not store.is_first:
+            raise UsageError(
+                f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
+                "this one another nvme_path, or a zstore.durability_path of its own"
+            )
+
+
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
@@ -200,6 +213,7 @@ def _gradients(
     # Alone, they are taken off the device as they come where they wait in host memory.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
+    by_unit = by_unit and not config.frozen
     rules = GradientRules(
         bucket_numel=config.reduce_bucket_numel,
         scatter=config.zero.reduce_scatter or sharding.parameters,

@@ -90,7 +90,8 @@ class Restore:
         training.restart_accumulation()
         training.pending.torn = False
         if training.world.rank == 0:
-            _log.info("loaded %s; at step %d", reader.location, training.counters.global_steps)
+            at = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
+            _log.info("loaded %s%s", reader.location, at)
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:

@@ -265,6 +265,8 @@ class Checkpoints:
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
+        if self._training.config.frozen:
+            options = replace(options, load_module_only=True)
         self._training.pending.settle()
         # A save that failed with the update it waited for does not keep the load from repairing it.
         if self._training.pending.torn:

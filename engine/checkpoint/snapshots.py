@@ -129,7 +129,8 @@ class StepSnapshots:
     def _look_after_folder(self) -> None:
         """Remove superseded snapshots of earlier runs, and name those that stay where no snapshots are taken."""
         folder = self._training.config.possible_step_folder
-        if self._training.world.rank > 0 or folder is None:
+        # Beside another engine of this process they are that one's.
+        if self._training.world.rank > 0 or folder is None or not self._training.state.store.is_first:
             return
         stay = sweep(folder, self._files)
         if self._folder is None and stay:

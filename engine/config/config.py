@@ -65,6 +65,8 @@ class Config:
     """Where it was read from, for messages."""
     reported: tuple[Notice, ...] = ()
     resolved: bool = False
+    frozen: bool = False
+    """Of an engine without an optimizer: there is no state to offload, and no step."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -89,6 +91,11 @@ class Config:
         settings, problems, defaults = resolve_settings(self.settings, context)
         if problems:
             raise ConfigError(problem_text(self.source, problems))
+        if context.frozen:
+            notices = [notice for notice in self.reported if not notice.key.startswith(_OF_TRAINING)]
+            defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
+            notices += [_defaults_notice(defaults)] if defaults else []
+            return replace(self, settings=settings, reported=tuple(notices), resolved=True, frozen=True)
         notices = list(self.reported)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
@@ -152,8 +159,8 @@ class Config:
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
-        """How the loss is scaled; None but in fp16."""
-        return self.settings.fp16 if self.precision == "fp16" else None
+        """How the loss is scaled; None but in fp16, and where nothing is trained."""
+        return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
     def skips_overflow(self) -> bool:
@@ -202,6 +209,8 @@ class Config:
     @property
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state rests."""
+        if self.frozen:
+            return OffloadConfig(device="none", nvme_paths=())
         return _offload(self.zero.offload_optimizer)
 
     @property
@@ -215,7 +224,7 @@ class Config:
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
-        chosen = self.own.step_overlap
+        chosen = "none" if self.frozen else self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
@@ -263,11 +272,13 @@ class Config:
     @property
     def step_folder(self) -> Path | None:
         """Folder of the snapshots of every step; None: none are taken."""
-        return self.possible_step_folder if self.own.durability == "step" else None
+        return self.possible_step_folder if self.own.durability == "step" and not self.frozen else None
 
     @property
     def possible_step_folder(self) -> Path | None:
         """Folder that a run with this config and `durability` "step" has its snapshots in; None: there is none."""
+        if self.frozen:
+            return None
         if self.own.durability_path is not None:
             return self.own.durability_path[0]
         drives = self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
@@ -277,6 +288,14 @@ class Config:
     def storage_options(self) -> Mapping[str, Any]:
         """Options of the file system of URLs that are saved to and loaded from."""
         return self.own.storage_options or {}
+
+
+_OF_TRAINING = (
+    "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_", "zstore.durability",
+    "zstore.step_overlap", "zstore.split_master",
+)  # fmt: skip
+"""How the keys begin that say nothing to an engine without an optimizer."""
 
 
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:

@@ -29,6 +29,8 @@ class ResolveContext:
     """Whether an optimizer was passed: then the config's section is not read."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
+    frozen: bool = False
+    """Whether the engine only evaluates: then what is about training is not read, and batch sizes may be open."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What "auto" stands for, by dotted key, as `read_answers` returns it."""
 
@@ -97,7 +99,12 @@ def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
         # One that is left out is asked for too, where the other is not known; all three, where all are left out.
         written = ["auto", "auto", "auto" if written[:2] == [None, None] and written[2] is None else written[2]]
     train, micro, accumulation = (theirs if own == "auto" else own for own, theirs in zip(written, caller, strict=True))
-    return solve_batch(train, micro, accumulation, context.world_size)
+    try:
+        return solve_batch(train, micro, accumulation, context.world_size)
+    except ValueError:
+        if not context.frozen:
+            raise
+        return solve_batch(None, micro or 1, accumulation, context.world_size)
 
 
 def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
@@ -133,9 +140,9 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
     With it come problems: what cannot be filled in, or contradicts (with any, the settings mean nothing); and the keys
     without an answer, with the defaults that were taken.
     """
-    if context.client_optimizer:
+    if context.client_optimizer or context.frozen:
         settings = settings.model_copy(update={"optimizer": None})
-    if context.client_scheduler:
+    if context.client_scheduler or context.frozen:
         settings = settings.model_copy(update={"scheduler": None})
     problems: list[str] = []
     values: dict[str, Any] = {}
@@ -151,7 +158,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
         problems.append(
             'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; answer one with false'
         )
-    if settings.zstore.split_master and not values["bf16.enabled"]:
+    if settings.zstore.split_master and not values["bf16.enabled"] and not context.frozen:
         problems.append(
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -76,6 +77,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.client.step()
         finally:
             self._in_engine_step = False
+
+
+class NoOptimizer(ZeroOptimizer):
+    """The optimizer of a frozen engine: it has no group, and updates nothing."""
+
+    def __init__(self) -> None:
+        # Not torch's: it refuses to be without parameters.
+        self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
+        self.kind = torch.optim.AdamW
+        self.scaler = None
 
 
 def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:

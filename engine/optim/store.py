@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +27,10 @@ class StoreKey:
 
 
 def store_key(config: Config) -> StoreKey:
-    """Return what the store of a config is opened by."""
-    paths = (config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths)
-    return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, config.pin_memory)
+    """Return what the store of a config is opened by, whether or not there will be an optimizer."""
+    written = replace(config, frozen=False)
+    paths = (written.offload_optimizer.nvme_paths, written.offload_param.nvme_paths)
+    return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, written.pin_memory)
 
 
 def open_store(
@@ -44,6 +45,7 @@ def open_store(
     options = StoreOptions(
         run_path=usual[0] if usual else None,
         other_paths=usual[1:],
+        shares_folders=True,
         group_paths={"parameter": parameters} if parameters else {},
         host_budget_bytes=budget_bytes,
         num_threads=io.num_threads,

@@ -105,6 +105,8 @@ def find_needs(
                 splits_master=config.own.split_master,
             )
         )
+    if config.frozen:  # nothing is gathered for a backward
+        return [replace(need, fetches=1) for need in needs]
     fetches = _fetches(needs, units, config, world_size)
     return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
 
@@ -145,7 +147,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         buffer_bytes=buffer_bytes(config, budget_bytes),
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
-        accumulation_steps=config.batch.accumulation_steps,
+        accumulation_steps=1 if config.frozen else config.batch.accumulation_steps,
         device_is_host=device_is_host,
         pins_buffers=not device_is_host,
         pins_state=config.pin_memory and not device_is_host,

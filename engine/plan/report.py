@@ -18,14 +18,15 @@ _DAY_S = 86400
 _COLUMNS = ("device", "host", "pinned", "disk")
 
 
-def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bool = True) -> str:
+def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bool = True, trains: bool = True) -> str:
     """Return what is printed once at the start: a table of kinds by resting places, the host budget, what a step moves.
 
     With `notes` also what the table leaves out, the room that files take, and what steps mean for the drive's life. `plan`
-    is one rank's; `local_ranks` ranks share the machine's drive.
+    is one rank's; `local_ranks` ranks share the machine's drive. Without `trains` a step is a forward.
     """
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
-    lines = [f"where the training state rests{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks)]
+    what = "training state rests" if trains else "parameters rest"
+    lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
     if notes:
         lines += [*_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
@@ -104,12 +105,14 @@ def _budget(plan: Plan) -> list[str]:
     ]
 
 
-def _traffic(plan: Plan, local_ranks: int) -> list[str]:
+def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
     if not plan.file_bytes:
         return []
     moved = plan.traffic_total
     sharers = f" ({local_ranks} ranks together)" if local_ranks > 1 else ""
     read, written = (format_bytes(nbytes * local_ranks) for nbytes in (moved.read, moved.written))
+    if not trains:
+        return [f"  each forward reads {read} from disk{sharers}"]
     return [f"  each step reads {read} from disk and writes {written}{sharers}"]
 
 

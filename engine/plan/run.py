@@ -74,7 +74,7 @@ def plan_run(
     _check_host(plan, world, memory or read_host_memory())
     if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
-        _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state))
+        _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
     return plan
 
 

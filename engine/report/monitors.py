@@ -185,10 +185,13 @@ class Monitors:
 
 
 def open_monitors(config: Config, world: World) -> Monitors:
-    """Return the monitors that the config switches on; on other ranks than 0 there are none (all ranks).
+    """Return the monitors that the config switches on; on other ranks than 0, and of an engine without an optimizer,
+    there are none (all ranks).
 
     Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
     """
+    if config.frozen:  # it has nothing to report, and another engine may have these places
+        return Monitors()
     settings = config.settings
     csv_monitor, tensorboard, wandb = settings.csv_monitor, settings.tensorboard, settings.wandb
     makers: dict[str, Callable[[], Monitor]] = {}

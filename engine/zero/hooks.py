@@ -39,6 +39,8 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], sharded: ShardedUnits) -> None:
         self.units = sharded
+        self.all_units = tuple(units)
+        """Also those whose parameters are all resident."""
         self._holder: dict[Unit, nn.Module | None] = {}
         """Gathered units, and the module whose forward will release each; None: something else will."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
@@ -55,7 +57,7 @@ class UnitHooks:
         self._ends_with_forward = False
         """Whether the iteration under way has no backward."""
         self._handles: list[RemovableHandle] = []
-        for unit in units:
+        for unit in self.all_units:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
         _watch(self._watched, self._read)
@@ -69,6 +71,18 @@ class UnitHooks:
         """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
         within = {inner for unit, modules in self._inner.items() if len(unit.modules) > 1 for inner in modules}
         return [module for module in model.modules() if module not in within and list(module.children())]
+
+    @property
+    def hook_ids(self) -> frozenset[int]:
+        """What modules call these hooks."""
+        return frozenset(handle.id for handle in self._handles)
+
+    def stay_out_of_graphs(self) -> None:
+        """Let torch.compile break its graph where a parameter is read that has to be gathered first."""
+        on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
+        for module in self._watched:
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters.on_read = on_read
 
     def _add(self, unit: Unit) -> None:
         sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
@@ -260,13 +274,13 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
-        self._on_read = on_read
+        self.on_read = on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter, gathered where that can be."""
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._on_read(parameter)
+            self.on_read(parameter)
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -139,8 +139,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         start(zero_optimization=zero)
     (tmp_path / "run").mkdir()
     zero["offload_optimizer"]["nvme_path"] = str(tmp_path / "run")
-    with start(zero_optimization=zero), pytest.raises(RunFolderError, match="another run holds this folder"):
-        start(zero_optimization=zero)
     start(zero_optimization=zero).close()
 
 

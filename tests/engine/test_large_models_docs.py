@@ -35,6 +35,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool]:
     built = torch.equal(weight, names["Wide"]().layers[7].weight)
     exec(others, names)
     exec(loading, names)
+    exec(examples[4], names)
     name = "model.layers.1.self_attn.q_proj.weight"
     with names["engine"] as engine:
         found = engine.get_full_parameter(name)
@@ -44,7 +45,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
-    assert len(blocks()) == 4
+    assert len(blocks()) == 5
     (tmp_path / "swap").mkdir()
     config = transformers.LlamaConfig(
         hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64

@@ -60,7 +60,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
     ("device", "overlap", "free_grads"),
     [("cpu", "none", False), ("nvme", "none", True), ("nvme", "forward", False), ("nvme", "backward", True)],
 )
-def test_all_that_a_loop_does_has_the_bits_of_torch(device: Any, overlap: Any, free_grads: bool, tmp_path: Path) -> None:
+def test_all_that_a_loop_does_has_the_bits_of_torch(
+    device: Any, overlap: Any, free_grads: bool, tmp_path: Path
+) -> None:
     def run(make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
         model = make_model()
         decayed, plain = [m.weight for m in model if isinstance(m, nn.Linear)], [model[0].bias]
@@ -72,7 +74,9 @@ def test_all_that_a_loop_does_has_the_bits_of_torch(device: Any, overlap: Any, f
         for step in range(5):
             if step == 2:
                 optimizer.add_param_group({"params": [model[2].bias], "lr": 3e-3, "betas": (0.8, 0.9)})
-                optimizer.param_groups[2] = optimizer.param_groups[0] | optimizer.param_groups[2]  # what the schedule has there
+                optimizer.param_groups[2] = (
+                    optimizer.param_groups[0] | optimizer.param_groups[2]
+                )  # what the schedule has there
             seen.append(optimizer.step(lambda step=step: backward(model, step).item()))
             schedule.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -101,7 +105,9 @@ def test_state_goes_to_torchs_class_and_back(tmp_path: Path) -> None:
     with Offloaded(AdamW, second.named_parameters(), path=tmp_path, lr=1.0) as ours:
         second.load_state_dict(first.state_dict())
         ours.load_state_dict(torchs.state_dict())
-        assert ours.state_dict()["param_groups"][0].items() >= {"lr": torchs.param_groups[0]["lr"], "fused": True}.items()
+        assert (
+            ours.state_dict()["param_groups"][0].items() >= {"lr": torchs.param_groups[0]["lr"], "fused": True}.items()
+        )
         train(first, torchs, range(4, 7))
         train(second, ours, range(4, 7))
         assert same(second, first)
@@ -294,7 +300,9 @@ def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) ->
         train(theirs, torchs, range(2, 4))
         train(ours, optimizer, range(2, 4))
         assert same(ours, theirs)
-        expected = {key: {n: v for n, v in e.items() if v is not None} for key, e in torchs.state_dict()["state"].items()}
+        expected = {
+            key: {n: v for n, v in e.items() if v is not None} for key, e in torchs.state_dict()["state"].items()
+        }
         if any(expected.values()):
             assert same_state(optimizer.state_dict()["state"], expected)
         again = kind(make_model().parameters(), lr=0.01, **settings)
@@ -347,7 +355,9 @@ def test_a_budget_spills_to_disk_and_leftovers_are_swept(tmp_path: Path) -> None
     left.write_bytes(bytes(4096))
     ours, theirs = make_model(), make_model()
     train(theirs, AdamW(theirs.parameters(), lr=1e-2, fused=True))
-    with Offloaded(AdamW, ours.parameters(), device="cpu", path=tmp_path, host_budget_bytes=400_000, lr=1e-2) as optimizer:
+    with Offloaded(
+        AdamW, ours.parameters(), device="cpu", path=tmp_path, host_budget_bytes=400_000, lr=1e-2
+    ) as optimizer:
         assert not left.exists()
         train(ours, optimizer)
         assert same(ours, theirs)

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,27 @@ def test_what_a_dead_run_left_is_swept_by_the_next(tmp_path: Path, kill: bool) -
     folder = RunFolder(tmp_path, 0, Files())
     assert not left.exists()
     folder.close()
+
+
+def test_stores_of_one_process_may_share_a_folder_and_what_a_killed_one_left_beside_is_swept(tmp_path: Path) -> None:
+    base = tmp_path / "zstore-run"
+    left = base / "rank-00000-2"
+    left.mkdir(parents=True)
+    for name in ("owner", "a.0.shard"):
+        (left / name).write_bytes(b"")
+    with ExitStack() as held:
+        folders = [RunFolder(tmp_path, 0, Files(), shares=True)]
+        held.callback(folders[0].close)
+        assert not left.exists()
+        with pytest.raises(RunFolderError, match="another run holds"):
+            RunFolder(tmp_path, 0, Files())
+        for _ in range(2):
+            folders.append(RunFolder(tmp_path, 0, Files(), shares=True))
+            held.callback(folders[-1].close)
+        names = [folder.path.name for folder in folders]
+        assert names == ["rank-00000", "rank-00000-2", "rank-00000-3"]
+        assert [folder.is_first for folder in folders] == [True, False, False]
+    assert [path.name for path in base.iterdir()] == ["rank-00000"]
 
 
 def test_only_our_files_are_swept(tmp_path: Path) -> None:

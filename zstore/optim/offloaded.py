@@ -267,7 +267,9 @@ class Offloaded(torch.optim.Optimizer):
 
     def _require_open(self) -> None:
         if self._parts.closed:
-            raise UsageError("the optimizer is closed, and its state is gone: make another one, and load a state_dict()")
+            raise UsageError(
+                "the optimizer is closed, and its state is gone: make another one, and load a state_dict()"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -286,7 +288,9 @@ def _check(device: str, path: Any, overlap: str, max_grad_norm: float | None) ->
     if overlap not in ("none", "forward", "backward"):
         raise UsageError(f'overlap: expected "none", "forward" or "backward", got {overlap!r}')
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm: expected a positive number, or None to leave gradients as they are, got {max_grad_norm}")
+        raise UsageError(
+            f"max_grad_norm: expected a positive number, or None to leave gradients as they are, got {max_grad_norm}"
+        )
     if max_grad_norm is not None and overlap == "backward":
         raise UsageError(
             'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '

@@ -126,7 +126,7 @@ class InBackward:
         """Hand a gradient over. Raises UsageError for a second one before `finish`, and what ended the update."""
         if record in self._seen:
             raise UsageError(
-                f"a second gradient of parameter {record.name!r} before step(), but with overlap=\"backward\" the first one has "
+                f'a second gradient of parameter {record.name!r} before step(), but with overlap="backward" the first one has '
                 'updated it: call step() after each backward, or use overlap "forward" or "none"'
             )
         if self._running is None:

@@ -19,6 +19,8 @@ class StoreOptions:
     """Folders on further drives: shards are spread over all of them, the next one to the drive that has least."""
     group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
+    shares_folders: bool = False
+    """Another store of this process may use the same folders: each has files of its own there. Else that is an error."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
     num_threads: int = 8

@@ -2,6 +2,7 @@
 
     <nvme_path>/zstore-run/rank-00000/owner     locked for as long as the owner lives; its text says who that is
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
+    <nvme_path>/zstore-run/rank-00000-2/        the same of a second store of that process, where stores may share
 
 The lock goes with the process, so a killed run leaves none. Its files hold nothing that is needed (they may stop in the
 middle of an update), and the next owner sweeps them: checkpoints, and the snapshots that the engine takes of steps in
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 
 from ..errors import ConfigError, RunFolderError
@@ -28,84 +31,133 @@ except ImportError:  # Windows: training does not run there
 RUN_FOLDER = "zstore-run"
 """In the folder that a run was given, where all of its files are."""
 _OWNER = "owner"
+_PROCESS = uuid.uuid4().hex
+"""With the process id it tells this process from any other, on whichever machine."""
 
 
 class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
+    With `shares`, a folder that another store of this process holds is no error: `path` is one of its own beside it.
     Raises ConfigError for a relative path, RunFolderError for one that is missing, not writable or held by another run.
     """
 
-    def __init__(self, nvme_path: str | Path, rank: int, files: Files) -> None:
+    def __init__(self, nvme_path: str | Path, rank: int, files: Files, *, shares: bool = False) -> None:
         base = Path(nvme_path)
         if not base.is_absolute():
             raise ConfigError(f"nvme_path: expected an absolute path, got {str(base)!r}")
         if not base.is_dir():
             raise RunFolderError("nvme_path: expected an existing folder; make it on the drive to use", path=str(base))
-        self.path = base / RUN_FOLDER / f"rank-{rank:05d}"
         self._files = files
+        self._rank = rank
+        first = base / RUN_FOLDER / f"rank-{rank:05d}"
+        for number in count(1):
+            self.path = first if number == 1 else first.with_name(f"{first.name}-{number}")
+            self._fd = self._open(base)
+            try:
+                if self._lock(may_fail=shares and (number > 1 or self._is_mine())):
+                    self._sweep()
+                    break
+            except BaseException:
+                os.close(self._fd)
+                raise
+            os.close(self._fd)
+        self.is_first = self.path == first
+        """Whether no other store of this process held the folder before."""
+        if self.is_first:
+            self._sweep_left_beside()
+
+    def _open(self, base: Path) -> int:
         try:
-            files.make_folder(self.path)
-            self._fd = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
+            self._files.make_folder(self.path)
+            return os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RunFolderError(
                 "nvme_path: the folder cannot be written; give one that this user may write",
                 path=str(base),
                 errno=error.errno,
-                rank=rank,
+                rank=self._rank,
             ) from error
-        try:
-            self._lock(rank)
-            self._sweep()
-        except BaseException:
-            os.close(self._fd)
-            raise
 
-    def _lock(self, rank: int) -> None:
+    def _owner(self) -> list[str]:
+        """Return the lines of whoever holds the folder, or held it last: who that is, and which process."""
+        return os.pread(self._fd, 300, 0).decode(errors="replace").splitlines() or ["unknown"]
+
+    def _is_mine(self) -> bool:
+        """Return whether this process took the folder last."""
+        return self._owner()[1:] == [f"{_PROCESS} {os.getpid()}"]
+
+    def _lock(self, *, may_fail: bool) -> bool:
+        """Take the lock; false where somebody has it and that `may_fail`."""
         if fcntl is not None:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                owner = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "unknown"
+                if may_fail:
+                    return False
                 raise RunFolderError(
-                    f"nvme_path: another run holds this folder ({owner}); wait for its end or name another folder",
+                    f"nvme_path: another run holds this folder ({self._owner()[0]}); wait for its end or name another "
+                    "folder",
                     path=str(self.path),
-                    rank=rank,
+                    rank=self._rank,
                 ) from error
             except OSError as error:
                 raise RunFolderError(
                     "nvme_path: the folder cannot be locked; give one on a local drive",
                     path=str(self.path),
                     errno=error.errno,
-                    rank=rank,
+                    rank=self._rank,
                 ) from error
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        who = f"process {os.getpid()} on {socket.gethostname()}\n{_PROCESS} {os.getpid()}\n"
+        os.pwrite(self._fd, who.encode(), 0)
+        return True
 
     def _sweep(self) -> None:
         for left in self.path.glob("*.shard"):
             self._files.unlink(left)
 
+    def _sweep_left_beside(self) -> None:
+        """Remove what further stores of a killed process left in folders of their own."""
+        for path in self.path.parent.glob(f"{self.path.name}-*"):
+            with suppress(OSError):  # as of one that lives and holds it
+                fd = os.open(path / _OWNER, os.O_RDWR)
+                try:
+                    if fcntl is not None:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._files.remove_tree(path)
+                finally:
+                    os.close(fd)
+
     def close(self) -> None:
-        """Remove the folder's files and give the lock back."""
+        """Remove the folder's files, or a folder beside the first with them, and give the lock back."""
         try:
-            self._sweep()
+            if self.is_first:
+                self._sweep()
+            else:
+                self._files.remove_tree(self.path)
         finally:
             os.close(self._fd)
 
 
 class RunFolders:
-    """The run folders of one rank, one on each drive, by the path that was given; all of them, or none."""
+    """The run folders of one rank, one on each drive, by the path that was given; all of them, or none. `shares` as in
+    `RunFolder`."""
 
-    def __init__(self, paths: Iterable[Path], rank: int, files: Files) -> None:
+    def __init__(self, paths: Iterable[Path], rank: int, files: Files, *, shares: bool = False) -> None:
         self._held: dict[Path, RunFolder] = {}
         self._files = files
         try:
             for path in paths:
-                self._held[path] = RunFolder(path, rank, files)
+                self._held[path] = RunFolder(path, rank, files, shares=shares)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def are_first(self) -> bool:
+        """Whether no other store of this process held one of the folders before."""
+        return all(held.is_first for held in self._held.values())
 
     def paths(self, given: Iterable[Path]) -> tuple[Path, ...]:
         """Return the folders under these paths."""

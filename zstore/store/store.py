@@ -60,7 +60,7 @@ class TensorStore(Closing):
         pool = Pool(options.pool_bytes, budget=self.budget, make=self._make_buffers)
         queue = IoQueue(options.num_threads, options.queue_depth)
         try:
-            self._folders = RunFolders(options.all_paths, rank, files)
+            self._folders = RunFolders(options.all_paths, rank, files, shares=options.shares_folders)
         except BaseException:
             queue.close()
             raise
@@ -181,6 +181,11 @@ class TensorStore(Closing):
         """
         tier = self._at_rest(name)
         return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other store of this process held one of its run folders before: see `StoreOptions.shares_folders`."""
+        return self._folders.are_first
 
     def disk_folders(self) -> dict[str, Path]:
         """Return by array which folder its files are in, for those that rest on disk."""

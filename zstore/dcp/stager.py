@@ -1,0 +1,76 @@
+"""The stager for `torch.distributed.checkpoint.async_save`: a copy of the state dict that training does not change."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from zstore.errors import UsageError
+
+
+class Stager(AsyncStager):
+    """Copies state dicts to the CPU's memory.
+
+    With `shared_memory` into memory that the process of `AsyncCheckpointerType.PROCESS` reads in place, pinned where the
+    machine has an accelerator; it is kept for the next save, which must come after the last one ended. With
+    `in_background` the copy is made by a thread, and `async_save` returns an `AsyncSaveResponse`: wait for its
+    `staging_completion` before parameters change. Close it after the last save.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, *, shared_memory: bool = False, in_background: bool = False) -> None:
+        self._shared_memory = shared_memory
+        self._kept: Any = None
+        self._executor = ThreadPoolExecutor(1, "zstore-stager") if in_background else None
+        self._stream: Any = None
+        if in_background and torch.accelerator.is_available():
+            self._stream = torch.Stream()
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
+        """Return the copy, or a future of it where it is made in the background."""
+        if self._executor is None:
+            return self._copy(state_dict)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+        return self._executor.submit(self._copy_beside, state_dict)
+
+    def _copy_beside(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._stream is None:
+            return self._copy(state_dict)
+        with self._stream:
+            return self._copy(state_dict)
+
+    def _copy(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        stager = self._kept or _make_stager(shared_memory=self._shared_memory)
+        if self._shared_memory:
+            self._kept = stager
+        return stager.stage(state_dict)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+
+def _make_stager(*, shared_memory: bool) -> Any:
+    try:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    except ImportError as error:
+        raise UsageError("zstore.dcp.Stager needs torch 2.8 or newer: leave out the stager") from error
+    on_device = torch.accelerator.is_available()
+    pinned = shared_memory and on_device
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned,
+            use_shared_memory=shared_memory,
+            use_async_staging=False,
+            use_non_blocking_copy=pinned,
+        )
+    )
