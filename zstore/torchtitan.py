@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

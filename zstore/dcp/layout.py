@@ -33,6 +33,8 @@ class ArrayLayout:
     grid: Grid
     boxes: tuple[Box, ...] = ()
     """Where pieces pass through files, all pieces; empty where every rank writes its own chunks."""
+    rests: bool = False
+    """Whether each rank's piece rests in a file of that very layout."""
 
     @property
     def passes_through_files(self) -> bool:
@@ -67,6 +69,25 @@ def _fitting_grid(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Gr
     if chunk_rows == 1 and row_numel > MAX_CHUNK_NUMEL:
         cols = _best_divisor(row_numel, 1, target) or row_numel
     return Grid(rows, row_numel, -(-least_rows // chunk_rows) * chunk_rows, chunk_rows, cols)
+
+
+def grid_of_rows(spec: ArraySpec, shard_rows: int) -> Grid | None:
+    """Return a grid whose shards are `shard_rows` rows each, the last one what is left, as FSDP2 cuts a tensor.
+
+    None where no chunks of a useful size end where such shards do.
+    """
+    row_numel = spec.row_numel
+    target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    chunk_rows = _best_divisor(shard_rows, row_numel, target)
+    if chunk_rows is None:
+        return None
+    cols = row_numel
+    if chunk_rows == 1 and row_numel > MAX_CHUNK_NUMEL:
+        cols = _best_divisor(row_numel, 1, target) or row_numel
+    grid = Grid(spec.rows, row_numel, shard_rows, chunk_rows, cols)
+    layout = layout_of(grid, 0, spec.dtype)
+    few = layout.num_chunks <= _FEW or 3 * layout.slot_bytes <= 4 * layout.payload_bytes
+    return grid if few and layout.num_chunks <= MAX_CHUNKS_PER_SHARD else None
 
 
 def _best_divisor(number: int, each_numel: int, target: int) -> int | None:

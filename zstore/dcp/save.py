@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections import defaultdict
@@ -10,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
 
 from zstore.checkpoint.build import READ_ONLY, CheckpointBuilder
+from zstore.checkpoint.catalog import TagInfo, scan
 from zstore.checkpoint.commit import Committer, sweep
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.plan import CheckpointPlan
-from zstore.errors import CheckpointError, UsageError
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.errors import CheckpointError, UsageError, ZstoreError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, tiles
 from zstore.format.partition import make_grid
@@ -30,6 +33,7 @@ from zstore.tensors import dtype_name
 
 from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
+from .resting import resting_grid
 from .work import PIECES_FOLDER, Share, Wrote, assemble
 
 
@@ -50,16 +54,20 @@ class Stored:
 class Save:
     """One checkpoint on its way. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
 
-    def __init__(self, path: Path, step: int, plans: Sequence[SavePlan], timeout_s: float) -> None:
-        self._plans = plans
+    def __init__(
+        self, path: Path, step: int, plans: Sequence[SavePlan], timeout_s: float, *, link_unchanged: bool = True
+    ) -> None:
+        self._plans = whole_plans(plans)
+        self._link_unchanged = link_unchanged
         self._step = step
         self._timeout_s = timeout_s
         self._files = Files()
         self._id = new_save_id()
         self._tag = path.name
         self._committer = Committer(self._files, path.parent, path.name, self._id)
-        self._paths = _paths(plans)
-        self._tensors = _tensors(plans)
+        self._paths = _paths(self._plans)
+        self._tensors = _tensors(self._plans)
+        self._previous: TagInfo | None = None
         self._names = self._name()
         self._layouts = self._lay_out()
 
@@ -91,19 +99,41 @@ class Save:
                     f"{key!r} has {spec.numel} elements, but the ranks hold {held}, or some twice: it is sharded in a way that "
                     "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
                 )
-            layouts[key] = lay_out(spec, boxes, len(self._plans))
+            grid = resting_grid(spec, pieces)
+            layouts[key] = (
+                lay_out(spec, boxes, len(self._plans))
+                if grid is None
+                else ArrayLayout(spec=spec, grid=grid, rests=True)
+            )
         return layouts
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
         """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError, DiskFullError."""
         self._committer.check(overwrite=overwrite)
-        on_the_way = sum(layout.spec.nbytes for layout in self._layouts.values() if layout.passes_through_files)
-        self._plan().require_room(self._files, self._committer.folder, on_the_way)
+        if self._link_unchanged:
+            self._previous = max(
+                scan(self._committer.folder).tags, key=lambda info: info.record.committed_ns, default=None
+            )
+        self._require_room()
         self._committer.begin()
         sweep(self._files, self._committer.folder)
         return [
             dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
         ]
+
+    def _require_room(self) -> None:
+        """Raise DiskFullError where what is surely written does not fit; what may be linked shows as it is written."""
+        linked: set[str] = {layout.spec.name for layout in self._layouts.values() if layout.rests}
+        if self._previous is not None:
+            with contextlib.suppress(ZstoreError, OSError), open_checkpoint(self._previous.path) as reader:
+                for layout in self._layouts.values():
+                    stored = reader.arrays.get(layout.spec.name)
+                    if stored is not None and (stored.spec, stored.grid) == (layout.spec, layout.grid):
+                        linked.add(layout.spec.name)
+        on_the_way = sum(layout.spec.nbytes for layout in self._layouts.values() if layout.passes_through_files)
+        plan = self._plan()
+        written = {name: spec for name, spec in plan.specs.items() if name not in linked}
+        dataclasses.replace(plan, specs=written).require_room(self._files, self._committer.folder, on_the_way)
 
     def _share(self, rank: int, plan: SavePlan) -> Share:
         mine = {item.index.fqn for item in plan.items}
@@ -119,6 +149,7 @@ class Save:
             },
             names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
             timeout_s=self._timeout_s,
+            previous="" if self._previous is None else str(self._previous.path),
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -168,13 +199,14 @@ class Save:
         summaries: list[list[ShardSummary]] = [[] for _ in self._plans]
         for name, grid in plan.grids.items():
             for shard in range(grid.num_shards):
-                crcs = assemble(grid, shard, name, parts.get((name, shard), ()))
+                written = parts.get((name, shard), [])
+                crcs = assemble(grid, shard, name, written)
+                linked = all(each.linked for each in written)
                 file_bytes = plan.file_bytes(name, shard)
                 self._check_file(name, self._committer.temporary / plan.shard_path(name, shard), file_bytes)
-                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
-        for root, _, names in os.walk(self._committer.temporary):
-            for file in names:
-                os.chmod(os.path.join(root, file), READ_ONLY)
+                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs, linked))
+                if not linked:
+                    os.chmod(self._committer.temporary / plan.shard_path(name, shard), READ_ONLY)
         return summaries
 
     def _check_file(self, name: str, path: Path, file_bytes: int) -> None:
@@ -192,6 +224,27 @@ class Save:
     def abandon(self) -> None:
         """Remove what was written, unless it was committed. Never raises."""
         self._committer.abort("the save was given up", alone=True)
+
+
+def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
+    """Return the plans with those that the planner left out, because they are what they were, as it keeps them.
+
+    A planner with `enable_plan_caching` hands on only what changed since its last save, on rank 0 too.
+    """
+    if all(getattr(plan, "usable", True) for plan in plans):  # plans before torch 2.7 are never cached
+        return plans
+    kept = [
+        cached
+        for cached in SavePlanner._cached_global_plan.values()
+        if len(cached) == len(plans)
+        and all(plan is whole for plan, whole in zip(plans, cached, strict=True) if plan.usable)
+    ]
+    if len(kept) != 1:
+        raise UsageError(
+            f"{len(kept)} planners of this process keep plans for {len(plans)} ranks, and zstore.dcp.Writer cannot tell whose "
+            "a save is: use enable_plan_caching=True with one class of planners only"
+        )
+    return kept[0]
 
 
 def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from zstore.errors import UsageError
 
+from .resting import pinned
+
 
 class Stager(AsyncStager):
     """Copies state dicts to the CPU's memory.
@@ -32,11 +34,14 @@ class Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Return the copy, or a future of it where it is made in the background."""
+        # What rests in a store is pinned now, whoever copies the rest.
+        pins: dict[tuple[Any, ...], Any] = {}
+        state_dict = _take_out(state_dict, (), pins)
         if self._executor is None:
-            return self._copy(state_dict)
+            return _put_back(self._copy(state_dict), pins)
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
-        return self._executor.submit(self._copy_beside, state_dict)
+        return self._executor.submit(lambda: _put_back(self._copy_beside(state_dict), pins))
 
     def _copy_beside(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._stream is None:
@@ -59,18 +64,38 @@ class Stager(AsyncStager):
             kept.close()
 
 
+def _take_out(value: Any, path: tuple[Any, ...], pins: dict[tuple[Any, ...], Any]) -> Any:
+    """Return the state dict without what rests in a store, whose pinned versions `pins` gets by their paths."""
+    if isinstance(value, dict):
+        return {key: _take_out(each, (*path, key), pins) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_take_out(each, (*path, number), pins) for number, each in enumerate(value)]
+    if (found := pinned(value)) is None:
+        return value
+    pins[path] = found
+    return None
+
+
+def _put_back(state_dict: dict[str, Any], pins: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    for path, value in pins.items():
+        place: Any = state_dict
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+    return state_dict
+
+
 def _make_stager(*, shared_memory: bool) -> Any:
     try:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     except ImportError as error:
         raise UsageError("zstore.dcp.Stager needs torch 2.8 or newer: leave out the stager") from error
-    on_device = torch.accelerator.is_available()
-    pinned = shared_memory and on_device
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=pinned,
+            use_pinned_memory=shared_memory and torch.accelerator.is_available(),
             use_shared_memory=shared_memory,
+            # `Stager` has a thread and a stream of its own, which waits for what the step computes.
             use_async_staging=False,
-            use_non_blocking_copy=pinned,
+            use_non_blocking_copy=False,
         )
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from zstore.checkpoint.names import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
@@ -18,10 +21,12 @@ from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
-from zstore.io.shards import IoResources, ShardWriter, make_shard_file
+from zstore.io.shards import Fill, IoResources, ShardReader, ShardWriter, make_shard_file
 from zstore.ranks.rendezvous import Rendezvous
+from zstore.store.tiers import PinnedShard
 
 from .layout import ArrayLayout
+from .previous import Previous
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
@@ -35,6 +40,8 @@ class Wrote:
     shard: int
     first_chunk: int
     crcs: tuple[int, ...]
+    linked: bool = False
+    """Whether the shard file is a link to one that was there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,8 @@ class Share:
     names: dict[str, str]
     """Array by DCP's key, of entries that are no tensors."""
     timeout_s: float
+    previous: str = ""
+    """Folder of the checkpoint whose unchanged shards are linked; empty where there is none."""
 
 
 @dataclass
@@ -60,8 +69,11 @@ class RankWriter:
     share: Share
     resources: IoResources
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
+    _previous: Previous | None = None
 
     def __post_init__(self) -> None:
+        if self.share.previous:
+            self._previous = Previous(Path(self.share.previous), self.resources)
         self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
 
     @property
@@ -90,17 +102,51 @@ class RankWriter:
 
             for part in plan_reads(grid, run.at, run.at + run.numel):
                 chunks = part.first_chunk, part.stop_chunk
-                wrote.append(self._write_chunks(spec, grid, part.shard, chunks, fill))
-        for shard in {each.shard for each in wrote}:
+                # Of a shard that several ranks write, none knows whether all of it is as it was.
+                is_whole = part.stop - part.first == grid.shard_valid_numel(part.shard)
+                linked = self._link(spec, grid, part.shard, fill) if is_whole else None
+                wrote.append(linked or self._write_chunks(spec, grid, part.shard, chunks, fill))
+        for shard in {each.shard for each in wrote if not each.linked}:
             self.resources.files.sync_file(self._shard_path(spec, shard))
         return wrote
+
+    def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
+        """Link the shard's file of the checkpoint before, where that holds the same; else None."""
+        if self._previous is None:
+            return None
+        crcs = self._previous.link(spec, grid, shard, fill, self._shard_path(spec, shard))
+        return None if crcs is None else Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=crcs, linked=True)
+
+    def publish(self, spec: ArraySpec, grid: Grid, shard: int, pin: PinnedShard) -> Wrote:
+        """Make the shard file of what rests in a store on that very grid: a link where it rests on this file system."""
+        path = self._shard_path(spec, shard)
+        self.resources.files.make_folder(path.parent)
+        summary = pin.publish(self.resources, path, grid, shard, Priority.CHECKPOINT)
+        return Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=summary.crcs, linked=summary.linked)
+
+    def values_of(self, pin: PinnedShard) -> Bytes:
+        """Return the values of what rests in a store, in a save that cuts the array in another way."""
+        local = pin.local
+        data: Bytes = np.empty(local.nbytes, np.uint8)
+        path = self.folder / PIECES_FOLDER / f"resting-{self.share.rank}-{uuid.uuid4().hex}"
+        self.resources.files.make_folder(path.parent)
+        try:
+            pin.publish(self.resources, path, local.grid, local.shard, Priority.CHECKPOINT)
+            file = ShardReader(self.resources, path, local.spec, local.grid, local.shard)
+            file.read(local.base, local.base + local.valid_numel, data)
+        finally:
+            self.resources.files.unlink(path)
+        return data
+
+    def close(self) -> None:
+        """Close the checkpoint before, if there is one."""
+        if self._previous is not None:
+            self._previous.close()
 
     def _shard_path(self, spec: ArraySpec, shard: int) -> Path:
         return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
 
-    def _write_chunks(
-        self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Callable[[int, int, Bytes], None]
-    ) -> Wrote:
+    def _write_chunks(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
         path = self._shard_path(spec, shard)
         self._make(path, grid, shard, spec.dtype)
         writer = ShardWriter(self.resources, path, spec, grid, shard, Priority.CHECKPOINT)
@@ -153,6 +199,8 @@ class RankWriter:
                         f"{high - low}: they differ from those that rank 0 planned"
                     )
 
+            if (linked := self._link(spec, grid, shard, fill)) is not None:
+                return [linked]
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
         self.resources.files.sync_file(self._shard_path(spec, shard))
         return [wrote]

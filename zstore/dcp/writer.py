@@ -35,15 +35,17 @@ from zstore.io.pool import Workers
 from zstore.io.shards import open_resources
 from zstore.tensors import bytes_of, dtype_name
 
+from .resting import Resting, RestingWrite
 from .save import Save, Stored
-from .work import RankWriter, Share, Wrote
+from .work import RankWriter, Share
 
 
 class Writer(StorageWriter):
     """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
 
     `step` is what the record says; by default the number that `path` ends with, as in `step-100`, else 0. An existing
-    checkpoint is refused unless `overwrite`. Where pieces pass between ranks, one waits `timeout_s` for another.
+    checkpoint is refused unless `overwrite`. With `link_unchanged`, shards whose values are those in the newest checkpoint
+    of the folder are hard links to its files. Where pieces pass between ranks, one waits `timeout_s` for another.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Writer(StorageWriter):
         *,
         step: int | None = None,
         overwrite: bool = False,
+        link_unchanged: bool = True,
         num_threads: int = 4,
         timeout_s: float = 1800.0,
     ) -> None:
         self._step = step
         self._overwrite = overwrite
+        self._link_unchanged = link_unchanged
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._save: Save | None = None
@@ -80,10 +84,6 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check what can be checked of one rank's entries (all ranks)."""
-        if not getattr(plan, "usable", True):  # plans before torch 2.7 are never cached
-            raise UsageError(
-                "zstore.dcp.Writer needs the plan of every save: leave out DefaultSavePlanner(enable_plan_caching=True)"
-            )
         for item in plan.items:
             if item.tensor_data is not None:
                 dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
@@ -92,7 +92,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
         step = step_of(self.path.name) if self._step is None else self._step
-        self._save = Save(self.path, step, plans, self._timeout_s)
+        self._save = Save(self.path, step, plans, self._timeout_s, link_unchanged=self._link_unchanged)
         self._forget = weakref.finalize(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 
@@ -111,6 +111,8 @@ class Writer(StorageWriter):
             except BaseException as error:
                 writer.give_up(error)
                 raise
+            finally:
+                writer.close()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -123,6 +125,10 @@ class Writer(StorageWriter):
             self._give_up()
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For another process, which saves by itself: a save under way stays here.
+        return self.__dict__ | {"_save": None, "_forget": None}
 
     def _give_up(self) -> None:
         """Forget the save under way, if any, and remove what it wrote; one that was committed stays."""
@@ -175,8 +181,19 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
         raise UsageError(f"{item.index.fqn!r} is not a tensor")
     layout = writer.share.arrays[item.index.fqn]
     box = Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
-    data = _bytes(item, planner, layout.spec, box)
-    wrote: list[Wrote] = []
+    found: Any = planner.resolve_data(item)
+    if isinstance(found, Resting):
+        pin = found.pin_shard()
+        try:
+            if layout.rests and isinstance(written, RestingWrite):
+                wrote = [writer.publish(layout.spec, layout.grid, written.shard, pin)]
+                return WriteResult(item.index, pin.local.nbytes, Stored(wrote=tuple(wrote)))
+            data = writer.values_of(pin)
+        finally:
+            pin.release()
+    else:
+        data = _bytes(item, found, layout.spec, box)
+    wrote = []
     if not layout.passes_through_files:
         wrote = writer.write_box(layout.spec, layout.grid, box, data)
     elif box.numel:
@@ -184,10 +201,10 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
 
 
-def _bytes(item: WriteItem, planner: SavePlanner, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    tensor: Any = planner.resolve_data(item)
+def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = bytes_of(tensor)
-    if data.size != box.numel * spec.itemsize:
+    # Plans that are kept are compared without their types.
+    if data.size != box.numel * spec.itemsize or dtype_name(tensor.dtype) != spec.dtype:
         raise UsageError(
             f"{item.index.fqn!r}: the plan has {box.numel} elements of {spec.dtype} at {box.offsets}, the state dict a tensor "
             f"of shape {tuple(tensor.shape)} in {tensor.dtype}"
