@@ -273,7 +273,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
     "AdamW, foreach": (AdamW, {"foreach": True}),
     "AdamW, neither": (AdamW, {"fused": False, "foreach": False}),
-    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "maximize": True}),
+    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "maximize": True, "fused": True}),
     "Adamax": (torch.optim.Adamax, {}),
     "RAdam": (torch.optim.RAdam, {}),
     "Adadelta": (torch.optim.Adadelta, {}),

@@ -27,7 +27,7 @@ from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .local_state import LocalState, StateView
 from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, make_kernel
+from .registry import OptimizerClass, make_kernel, settings_of
 from .stepping import InBackward, Rows, Stepping
 
 Overlap = Literal["none", "forward", "backward"]
@@ -117,7 +117,7 @@ class Offloaded(torch.optim.Optimizer):
                 stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
             )
             self._end = weakref.finalize(self, self._parts.close)
-            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
         except BaseException:
             store.close()

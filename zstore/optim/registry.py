@@ -35,6 +35,13 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None) -> Non
     _registered[kind] = like
 
 
+def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the implementation that is used where none is asked for, as torch's class says it."""
+    if kind in _ADAMS and not any(settings.get(name) is not None for name in ("fused", "foreach", "differentiable")):
+        return {**settings, "fused": True}
+    return dict(settings)
+
+
 def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
     """Return the kernel for a parameter group with these settings.
 

@@ -6,21 +6,28 @@ one tensor after the other.
 read    whatever computes with it, copies or pickles it reads the values of that moment, into a new plain tensor.
 write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
         copy.
+save    through `zstore.dcp.Writer` a `RestingTensor` is not read: its shard file is linked, or pinned for a save behind.
 It is valid until the optimizer is closed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
+
+from zstore.dcp.resting import RestingWrite
 
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format.boxes import Box
+from zstore.store.tiers import PinnedShard
 from zstore.tensors import as_torch
 
 from .records import LocalRecord
@@ -76,9 +83,9 @@ class StoredTensor(torch.Tensor):
     box: Box
 
     @staticmethod
-    def __new__(cls, array: StoredArray, box: Box | None = None) -> StoredTensor:
+    def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
         box = Box.whole(tuple(array.record.local_shape)) if box is None else box
-        made: StoredTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False
         )
         made.array, made.box = array, box
@@ -112,7 +119,7 @@ class StoredTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, StoredTensor):
             if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
-                return StoredTensor(first.array, first.box)
+                return type(first)(first.array, first.box)
             if func is _aten.is_pinned.default:
                 return False
             if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
@@ -121,6 +128,30 @@ class StoredTensor(torch.Tensor):
                 first.write(_plain(args[1]).expand(first.shape))
                 return first
         return _on_copies(func, args, dict(kwargs or {}))
+
+    # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
+        cut = self.array.record.cut
+        if not self.numel() and math.prod(cut.whole_shape):
+            return []  # others have the tensor's elements
+        place = torch.Size(cut.offsets)
+        written = TensorWriteData(
+            chunk=ChunkStorageMetadata(place, self.shape),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size(cut.whole_shape),
+        )
+        if cut.is_of_whole:
+            written = RestingWrite(written.chunk, written.properties, written.size, cut.grid, cut.shard)
+        return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.array.record.cut.offsets), self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
+        return self
+
+    # -- what does not go through torch's dispatch --------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values."""
@@ -142,6 +173,16 @@ class StoredTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RestingTensor(StoredTensor):
+    """A stored tensor whose array has its elements in their order, so that a save may take its file as it is."""
+
+    def pin_shard(self) -> PinnedShard:
+        """Return the present version, which no later update changes; the caller releases it."""
+        array = self.array
+        array.settle([array.record])
+        return array.state.store.snapshot([array.name]).pins[array.name]
 
 
 def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
