@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
+from tests.engine.fake_device import FakeDevice
 from zstore.errors import BudgetError, RunFolderError, UsageError
 from zstore.optim import Offloaded, StoredTensor, register
 
@@ -227,6 +228,27 @@ def test_clipping_and_freed_gradients_have_the_bits_of_clip_grad_norm(tmp_path: 
                 optimizer.zero_grad()
             assert found == norms
             assert same_weights(ours.state_dict(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    def run(**given: Any) -> list[torch.Tensor]:
+        model = make_model(dtype)
+        settings: dict[str, Any] = {"path": tmp_path, "lr": 1e-2, "max_grad_norm": 1.0, **given}
+        with Offloaded(AdamW, model.parameters(), **settings) as optimizer:
+            for step in range(3):
+                for micro in range(2):
+                    backward(model, 2 * step + micro)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.wait()
+            return [p.detach().clone() for p in model.parameters()]
+
+    expected = run()
+    for given in ({}, {"device": "cpu"}, {"free_grads": True}, {"overlap": "forward"}):
+        with FakeDevice() as device:
+            found = run(_streams=device, **given)
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True)), given
 
 
 def same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> bool:

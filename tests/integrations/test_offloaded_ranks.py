@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import zstore.dcp
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import UsageError
 from zstore.optim import Offloaded, StoredTensor
 from zstore.testing.ranks import run_ranks
@@ -122,6 +124,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
                 if rank == 0:
                     assert not isinstance(full["state"]["0.weight"]["exp_avg"], StoredTensor)
                     found["full"] = full["state"]["0.weight"]["exp_avg"].shape
+                behind(ours, optimizer, folder)
     dcp.save(app(theirs, torchs), checkpoint_id=f"{folder}/torchs")
     clipped = []
     for offloads in (False, True):
@@ -139,6 +142,20 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     found["clipped"] = clipped
     found["ddp"] = in_ddp(folder)
     return found
+
+
+def behind(model: nn.Module, optimizer: Offloaded, folder: str) -> None:
+    """Save what is there now while training goes on."""
+    group = torch_dist.new_group(backend="gloo")
+    saved: Any = dcp.async_save(
+        app(model, optimizer),
+        storage_writer=zstore.dcp.Writer(f"{folder}/ours/step-4"),
+        async_stager=zstore.dcp.Stager(),
+        process_group=group,
+    )
+    step(model, optimizer, 3)
+    optimizer.wait()
+    saved.result(60)
 
 
 def in_ddp(folder: str) -> bool:
@@ -192,10 +209,24 @@ def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path:
         assert found["clipped"][0] == found["clipped"][1]
         assert found["ddp"]
     assert trained[0]["full"] == (601, 64)
+    for name in ("ours/step-3", "ours/step-4"):
+        linked = linked_arrays(tmp_path / name)
+        assert {"optimizer/exp_avg/0.weight", "optimizer/exp_avg_sq/2.weight"} <= linked
+    with open_checkpoint(tmp_path / "ours/step-3") as now, open_checkpoint(tmp_path / "ours/step-4") as staged:
+        assert verify_checkpoint(now) == verify_checkpoint(staged) == []
+        for array in now.arrays:
+            assert now.read_array(array).tobytes() == staged.read_array(array).tobytes(), array
     for world_size in (2, 1):
         for found in run_ranks(resume, world_size, str(tmp_path)):
             assert {loaded for loaded, _ in found.values()} == {trained[0]["torch"]}
             assert len({after for _, after in found.values()}) == 1
+
+
+def linked_arrays(path: Path) -> set[str]:
+    """The arrays of a checkpoint of two ranks of which no shard was written anew."""
+    with open_checkpoint(path) as reader:
+        shards = [each for rank in range(2) for each in reader.manifest(rank).shards]
+    return {each.array for each in shards} - {each.array for each in shards if not each.linked}
 
 
 def train_on_two_dims(rank: int, folder: str) -> list[tuple[str, str]]:

@@ -102,7 +102,8 @@ class Offloaded(torch.optim.Optimizer):
         """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
         params, first = _taken(params)
         streams = _streams or streams_for(first.device)
-        store = TensorStore(_options(device, path, host_budget_bytes, first.device, streams), rank=_rank())
+        options = _options(device, path, host_budget_bytes, first.device, streams)
+        store = TensorStore(options, rank=_rank(), cuda=streams.cuda_runtime)
         try:
             transfers = Transfers(streams, store.links)
             stepping = Stepping()
