@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import zstore.dcp
 from bench.limits import disk_limit, limit_name
@@ -60,9 +61,9 @@ def describe(figures: dict[str, Any]) -> str:
     )
     return (
         f"{figures['parameters'] / 1e6:.0f} M parameters in fp32, AdamW; median of {figures['steps']} steps\n"
-        f"torch.optim.AdamW(fused=True) {seconds['torch']:.4f} s; Offloaded, device=\"cpu\" {seconds['cpu']:.4f} s "
+        f'torch.optim.AdamW(fused=True) {seconds["torch"]:.4f} s; Offloaded, device="cpu" {seconds["cpu"]:.4f} s '
         f"({seconds['cpu'] / seconds['torch']:.2f} times)\n"
-        f"Offloaded, device=\"nvme\" {seconds['nvme']:.4f} s: {figures['bytes_per_parameter']:.2f} bytes of disk traffic a "
+        f'Offloaded, device="nvme" {seconds["nvme"]:.4f} s: {figures["bytes_per_parameter"]:.2f} bytes of disk traffic a '
         f"parameter, {figures['rate']:.2f} GB/s; {figures['limit_name']} {figures['limit']:.2f} GB/s: "
         f"{figures['percent']:.1f} % of the limit\n"
         f"state on disk {figures['disk_bytes'] / 1e6:.0f} MB; peak of memory in steps from disk "
@@ -135,10 +136,10 @@ def _checkpoints(model: nn.Module, optimizer: Offloaded, folder: Path) -> dict[s
     """Save and load the optimizer's state, by torch's writer and by zstore's."""
     theirs, ours = folder / "theirs", folder / "ours"
     works: dict[str, Callable[[], Any]] = {
-        "save by torch's writer": lambda: dcp.save(_state(optimizer), checkpoint_id=theirs),
-        "save by zstore.dcp.Writer": lambda: dcp.save(_state(optimizer), storage_writer=zstore.dcp.Writer(ours)),
-        "load by torch's reader": lambda: dcp.load(_state(optimizer), checkpoint_id=theirs),
-        "load by zstore.dcp.Reader": lambda: dcp.load(_state(optimizer), storage_reader=zstore.dcp.Reader(ours)),
+        "save by torch's writer": lambda: save(_state(optimizer), checkpoint_id=theirs),
+        "save by zstore.dcp.Writer": lambda: save(_state(optimizer), storage_writer=zstore.dcp.Writer(ours)),
+        "load by torch's reader": lambda: load(_state(optimizer), checkpoint_id=theirs),
+        "load by zstore.dcp.Reader": lambda: load(_state(optimizer), storage_reader=zstore.dcp.Reader(ours)),
     }
     figures: dict[str, dict[str, float]] = {}
     for name, work in works.items():

@@ -35,6 +35,7 @@ def main() -> None:
         states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
         dcp.load(states, storage_reader=zstore.dcp.Reader(options.resume))
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+    torch.manual_seed(1 + dist.get_rank())  # each rank has batches of its own
     for step in range(options.steps):
         x = torch.randn(16, 256, device=device)
         loss = (model(x) - x).square().mean()

@@ -1,4 +1,4 @@
-"""`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does with it."""
+"""`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does."""
 
 from __future__ import annotations
 
@@ -363,8 +363,8 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         state = optimizer.state_dict()
         with pytest.raises(UsageError, match="of another model"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+        entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         with pytest.raises(UsageError, match="expected shape"):
-            entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
             optimizer.load_state_dict({**state, "state": {0: entry}})
     for closed in (optimizer.step, optimizer.state_dict, optimizer.wait):
         with pytest.raises(UsageError, match="is closed"):

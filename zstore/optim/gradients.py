@@ -99,7 +99,7 @@ def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
     local = local_part(gradient)
     if local.shape != record.local_shape:
         raise UsageError(
-            f"parameter {record.name!r}: this rank has {list(record.local_shape)} of it, but {list(local.shape)} of its gradient"
+            f"parameter {record.name!r}: the rank has {list(record.local_shape)} of it, but {list(local.shape)} of the gradient"
         )
     return record.flat(local)
 

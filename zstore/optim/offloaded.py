@@ -107,7 +107,8 @@ class Offloaded(torch.optim.Optimizer):
         try:
             transfers = Transfers(streams, store.links)
             stepping = Stepping()
-            arrays = OptimizerState(store, [], transfers, owns_fp32=True)
+            arrays = OptimizerState(store, [], transfers)
+            arrays.owns_fp32 = True
             state = LocalState(arrays, "disk" if device == "nvme" else "host", stepping.wait)
             stepping.connect(state)
             in_backward = InBackward(stepping, state) if overlap == "backward" else None
@@ -312,7 +313,7 @@ def _taken(params: Any) -> tuple[Any, torch.Tensor]:
     devices = {tensor.device for tensor in found}
     if len(devices) > 1:
         raise UsageError(
-            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make one optimizer for each device"
+            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
         )
     return taken, found[0]
 

@@ -143,7 +143,12 @@ def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ..
     rows = _rows_of_ranks(parameter, local) if strides == _contiguous(local.shape) else None
     if rows is None:
         return Cut(
-            shape=shape, grid=make_grid(_stored(shape), 1), shard=0, whole_shape=whole, offsets=offsets, is_of_whole=False
+            shape=shape,
+            grid=make_grid(_stored(shape), 1),
+            shard=0,
+            whole_shape=whole,
+            offsets=offsets,
+            is_of_whole=False,
         )
     grid, shard = rows
     return Cut(shape=whole, grid=grid, shard=shard, whole_shape=whole, offsets=offsets, is_of_whole=True)
@@ -163,7 +168,13 @@ def _rows_of_ranks(parameter: torch.Tensor, local: torch.Tensor) -> tuple[Grid, 
         return make_grid(stored, 1), 0
     placement = parameter.placements[cut[0]]
     coordinate = parameter.device_mesh.get_coordinate()
-    if len(cut) > 1 or type(placement) is not Shard or placement.dim != 0 or coordinate is None or not parameter.numel():
+    if (
+        len(cut) > 1
+        or type(placement) is not Shard
+        or placement.dim != 0
+        or coordinate is None
+        or not parameter.numel()
+    ):
         return None
     extent, shard = parameter.shape[0], coordinate[cut[0]]
     each = -(-extent // parameter.device_mesh.size(cut[0]))

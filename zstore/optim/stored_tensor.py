@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_map
 
 from zstore.dcp.resting import RestingWrite
-
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format.boxes import Box
@@ -82,8 +81,8 @@ class StoredTensor(torch.Tensor):
     array: StoredArray
     box: Box
 
-    @staticmethod
     def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
+        """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
         box = Box.whole(tuple(array.record.local_shape)) if box is None else box
         made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False
