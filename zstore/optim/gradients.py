@@ -41,7 +41,8 @@ class Gradients:
             if gradients is not None and parameter.grad is not None:
                 gradients._note_final(record, parameter)
 
-        self._handles.append(record.parameter.register_post_accumulate_grad_hook(final))
+        parameter: Any = record.parameter
+        self._handles.append(parameter.register_post_accumulate_grad_hook(final))
 
     def _note_final(self, record: LocalRecord, parameter: torch.Tensor) -> None:
         rows = rows_of(record, parameter.grad)

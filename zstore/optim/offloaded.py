@@ -156,7 +156,7 @@ class Offloaded(torch.optim.Optimizer):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return what `closure` returns.
 
         Raises UsageError where an earlier update stopped half way, and whatever a drive raises.

@@ -95,7 +95,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with torch.no_grad():
         local: Any = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local  # of a collective that nobody waited for yet
+    # Of a collective that nobody waited for yet it is another class.
+    found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return found
 
 
 def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:

@@ -12,7 +12,6 @@ It is valid until the optimizer is closed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -84,16 +83,15 @@ class StoredTensor(torch.Tensor):
     def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
         """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
         box = Box.whole(tuple(array.record.local_shape)) if box is None else box
-        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False
-        )
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
         made.array, made.box = array, box
         return made
 
     def __init__(self, array: StoredArray, box: Box | None = None) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def read(self) -> torch.Tensor:
         """Return the values in a new plain tensor in host memory."""
@@ -112,7 +110,7 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(self.array, Box(self.box.shape, tuple(offsets), tuple(sizes)))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
@@ -132,7 +130,7 @@ class StoredTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
         cut = self.array.record.cut
-        if not self.numel() and math.prod(cut.whole_shape):
+        if not self.numel() and torch.Size(cut.whole_shape).numel():
             return []  # others have the tensor's elements
         place = torch.Size(cut.offsets)
         written = TensorWriteData(
@@ -165,12 +163,13 @@ class StoredTensor(torch.Tensor):
         return self.read().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
+        plain: Any = self.read()
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.read()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
