@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, disk, durability, limits, offload, overhead, scale, step, trainer
+from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
@@ -45,6 +45,21 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "optimizer.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--layers", "4", "--width", "256", "--steps", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["optimizer", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    optimizer.main()
+    figures = json.loads(out.read_text())
+    assert 15 < figures["bytes_per_parameter"] < 18  # two moments, read and written
+    saves = figures["checkpoints"]
+    assert saves["save by zstore.dcp.Writer"]["new_blocks_bytes"] < saves["save by torch's writer"]["new_blocks_bytes"] / 4
 
 
 def test_offload_benchmark_compares_training_from_disk_with_the_computation(
