@@ -10,6 +10,8 @@ PYTEST_ARGS ?= -n auto --maxprocesses 16 --dist worksteal
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
 GPU_ARGS ?=
+# Pins that replace those of constraints.txt.
+PINS ?=
 # Where `make test` leaves pytest's exit code, which make replaces with its own.
 STATUS ?= /dev/null
 export TORCH
@@ -18,7 +20,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu soak clean FORCE
+.PHONY: help demo test lint format bench gpu oldest soak clean FORCE
 
 help: ## list what there is to make
 	@grep -E '^[a-z]+:.* ## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.* ## (.*)/make \1\t\2/' | expand -t 14
@@ -30,6 +32,9 @@ demo: $(VENV)/stamp-run ## train, resume, reshard and consolidate a small model:
 # Each worker, and each process that a test starts, would compile the same files where bytecode is not kept.
 test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/tools/test_cli.py -q" runs some
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --durations 20 $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
+
+oldest: ## run the tests of Trainer, Accelerate, Lightning, ... with the oldest versions that are supported
+	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS=constraints-oldest.txt PYTEST_ARGS="tests/integrations -q"
 
 soak: $(VENV)/stamp-test ## run the long tests: hours
 	$(PY) -m pytest --new-processes
@@ -60,7 +65,7 @@ gpu: ## run all that needs a CUDA device, in order of worth: 40 minutes
 	@$(PY) -m bench.gpu $(GPU_ARGS)
 
 clean: ## remove the environment and all that was made
-	rm -rf $(VENV) demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that its own index serves nothing else; the constraint then names the very build that is there,
@@ -75,8 +80,8 @@ $(VENV)/stamp-torch: FORCE
 	  echo "$$TORCH" > $@; \
 	fi
 
-$(VENV)/constraints.txt: constraints.txt $(VENV)/stamp-torch
-	@grep -v '^torch==' constraints.txt > $@
+$(VENV)/constraints.txt: constraints.txt $(PINS) $(VENV)/stamp-torch
+	@awk -F== '/^#/ || $$1 in seen || $$1 == "torch" {next} {seen[$$1]; print}' $(PINS) constraints.txt > $@
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> $@
 
 $(VENV)/stamp-run: $(VENV)/constraints.txt pyproject.toml

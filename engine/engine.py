@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from .report.timers import PhaseTimes, timed
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
+from .zero.compiled import make_compiler
 
 _log = logging.getLogger("zstore")
 
@@ -204,6 +206,28 @@ class Engine(nn.Module):
                 self.steps.take()
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()
+
+    @_phase("step")
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Return the norm of the gradients that the next `step()` takes, over all ranks, unscaled, before clipping; from now
+        on steps clip to `max_norm`, 0 or infinity: they do not (all ranks).
+
+        Call it between the last `backward` of a step and its `step()`, which uses the norm that was taken here. Raises
+        UsageError without such a backward, and where updates run in the backward, before the norm is known.
+        """
+        training = self.training_state
+        if math.isnan(max_norm) or max_norm < 0:
+            raise UsageError(f"clip_grad_norm_: expected a norm of at least 0, got {max_norm}")
+        clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        if clip_norm and training.pending.in_backward is not None:
+            raise UsageError(
+                f'clip_grad_norm_({max_norm}): with "step_overlap": "backward" parameters are updated before the norm is '
+                'known: write "gradient_clipping" into the config'
+            )
+        if training.accumulation.is_new:
+            raise UsageError("clip_grad_norm_() without a backward: call it between backward() and step()")
+        training.clip_norm = clip_norm
+        return training.measure() / training.scaler.scale
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
@@ -746,7 +770,7 @@ class Engine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Return the norm that gradients are clipped to; 0.0: they are not."""
-        return self.training_state.config.gradient_clipping
+        return self.training_state.clip_norm
 
     def steps_per_print(self) -> int:
         """Return the steps from one line of progress to the next; 0: none."""
@@ -765,16 +789,22 @@ class Engine(nn.Module):
         self.close()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile the model's forward with torch, as `model.compile(backend=backend, **compile_kwargs)` does.
+        """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
-        Raises UsageError where parameters are sharded, for they come and go within the forward.
+        Where parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
+        gather; blocks of one class share graphs. Else the model is compiled as a whole. Names of parameters stay. Call it on
+        every rank; again, to compile with other arguments.
+        Raises UsageError for arguments that torch.compile does not take, where inductor has no C++ compiler, and where
+        parameters come and go for modes with CUDA graphs.
         """
-        if self.training_state.hooks is not None:
-            raise UsageError(
-                "engine.compile(): parameters come and go within the forward, which cannot be traced: leave it out, or use a "
-                "stage below 3 without offload_param"
-            )
-        self.training_state.model.compile(backend=backend, **(compile_kwargs or {}), **options)
+        self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or some of its units, is compiled."""
+        training = self.training_state
+        units = training.compiled is not None and bool(training.compiled.names)
+        return units or training.model._compiled_call_impl is not None
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from zstore.io.files import Files
 from zstore.ranks.world import World
 
 from .build.init import require_no_init
+from .build.model import take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -53,6 +54,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     frozen: bool = False,
     _files: Files | None = None,
     _streams: Streams | None = None,
+    _engine: type[Engine] = Engine,
 ) -> tuple[Engine, Any, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
@@ -80,6 +82,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
         )
     require_no_init("initialize()")
+    model, compiler = take_uncompiled(model)
     show_messages()
     answers = read_answers(auto)
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
@@ -113,7 +116,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             training = wire(
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
-            engine = Engine(training, monitors)
+            engine = _engine(training, monitors)
+            if compiler is not None:
+                training.compile(compiler)
         except BaseException:
             monitors.close()
             raise

@@ -29,6 +29,7 @@ from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
 from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
+from .zero.compiled import CompiledUnits, Compiler
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
 from .zero.norm import global_norm, scale_factor
@@ -228,6 +229,8 @@ class Training:
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
     """Takes the steps of an optimizer that must see whole tensors."""
+    compiled: CompiledUnits | None = None
+    """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
     earlier_samples: int = 0
     """Samples that steps of other batch sizes had more than those of the present one."""
@@ -242,7 +245,8 @@ class Training:
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
-        self._clip_norm = self.config.gradient_clipping
+        self.clip_norm = self.config.gradient_clipping
+        self._raw_norm: float | None = None
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
         self._error_behind: BaseException | None = None
@@ -270,6 +274,15 @@ class Training:
                 f"{call}: this engine was made with frozen=True, so it has no optimizer and keeps no gradients. For training "
                 "call initialize() without frozen=True; save_16bit_model() writes the weights"
             )
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.hooks is None:
+            self.model._compiled_call_impl = compiler(self.model._call_impl)
+            return
+        if self.compiled is not None:
+            self.compiled.remove()
+        self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
     def require_here(self, call: str, *states: str) -> None:
         """Raise UsageError for a call that needs `states` (none: all) where one of them was moved away."""
@@ -300,6 +313,10 @@ class Training:
     def begin_backward(self) -> None:
         """Make ready for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
         self.require_here("a backward")
+        if self._raw_norm is not None:
+            raise UsageError(
+                "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
+            )
         self._error_behind = self.pending.wait()
         in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
         if in_backward is not None:
@@ -342,6 +359,7 @@ class Training:
 
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
+        self._raw_norm = None
         self.gradients.drop()
         self.counters.micro_steps -= self.accumulation.stepped
         self.accumulation.restart()
@@ -357,6 +375,19 @@ class Training:
 
     # -- step -------------------------------------------------------------------------------------------------------
 
+    def measure(self) -> float:
+        """Return the norm of the gradients accumulated, with the loss scale, once a step: no backward may follow before
+        `step` (all ranks)."""
+        self.pending.require_whole()
+        if self._raw_norm is None:
+            self.gradients.reduce()
+            if self._needs_gradients:
+                self._require_gradients()
+            self._raw_norm = global_norm(
+                self.trained, self.gradients, self.world, state_is_sharded=self.state.is_sharded
+            )
+        return self._raw_norm
+
     def step(self) -> None:
         """Take one optimizer step with the gradients accumulated, or skip it where they are not finite in fp16, and in
         bf16 with `check_grad_overflow`.
@@ -367,11 +398,7 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.forget()  # what a forward without a backward left is old now
         try:
-            self.pending.require_whole()
-            self.gradients.reduce()
-            if self._needs_gradients:
-                self._require_gradients()
-            norm = global_norm(self.trained, self.gradients, self.world, state_is_sharded=self.state.is_sharded)
+            norm = self.measure()
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
             if overflow and not self.scaler.skips:
@@ -385,11 +412,12 @@ class Training:
             elif overflow:
                 self.world.raise_together(None)  # brings what a rank requests to all, as every update does
             else:
-                self._update(scale_factor(self.norm, self._clip_norm, self.scaler.scale))
+                self._update(scale_factor(self.norm, self.clip_norm, self.scaler.scale))
         finally:
             # Still there: the step failed. What this rank did not change, another did.
             self.pending.torn |= self.pending.is_in_backward
             self.pending.abandon()
+            self._raw_norm = None
             self.gradients.drop()
         self._count(overflow)
 
@@ -475,6 +503,8 @@ class Training:
         """Give hooks, memory, threads and the run folder back."""
         self.pending.close()
         self.gradients.close()
+        if self.compiled is not None:
+            self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
         self.state.store.close()

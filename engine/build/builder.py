@@ -115,6 +115,8 @@ class Builder:
         self._statistics = BuildStatistics()
         self.failed = False
         """The ranks do not build alike, or one failed: nothing more is agreed on."""
+        self.from_rank_0 = False
+        """Whether ranks may build different values, of which rank 0's count."""
         self.is_closed = False
         self.is_handed_over = False
         """The store is somebody else's to close."""
@@ -225,7 +227,9 @@ class Builder:
         """Write this rank's rows to the store, and free the memory."""
         values = parameter.data.contiguous().view(-1)
         rows = self._rows_for(built, parameter)
-        if self.world.world_size > 1:
+        if self.world.world_size > 1 and self.from_rank_0:
+            self.world.broadcast(values)
+        elif self.world.world_size > 1:
             built.crc = crc32c(as_bytes(values.cpu()))
         mine = values[rows.base :][: rows.valid_numel]
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:

@@ -22,6 +22,8 @@ class BuildingGuard:
     def __init__(self, holds: Callable[[nn.Parameter], bool]) -> None:
         self._holds = weakref.WeakMethod(holds)
         self._suspended = 0
+        self.lets_state_dicts_pass = False
+        """Whether released parameters may be in a state dict, as NaN."""
         self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
@@ -31,11 +33,15 @@ class BuildingGuard:
         def before(module: nn.Module, *others: Any) -> None:
             self._check(module, holds)
 
+        def before_state_dict(module: nn.Module, *others: Any) -> None:
+            if not self.lets_state_dicts_pass:
+                self._check(module, holds)
+
         for module in modules:
             if module not in self._handles:
                 self._handles[module] = [
                     module.register_forward_pre_hook(before),
-                    module.register_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(before_state_dict),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
                 ]
 

@@ -73,6 +73,7 @@ class Init(AbstractContextManager["Init"]):
         pin_memory: bool = False,
         mpu: Any = None,
         mem_efficient_linear: bool = True,
+        _from_rank_0: bool = False,
     ) -> None:
         if config is not None and config_dict_or_path is not None and config != config_dict_or_path:
             raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
@@ -84,6 +85,7 @@ class Init(AbstractContextManager["Init"]):
         self._remote_device = remote_device
         self._enabled = enabled
         self._dtype = dtype
+        self._from_rank_0 = _from_rank_0
         self._live_bytes = live_bytes
         self._builder: Builder | None = None
         self._ends = ExitStack()
@@ -125,6 +127,8 @@ class Init(AbstractContextManager["Init"]):
         config = None if self._source is None else load_config(self._source)
         _check_remote_device(self._remote_device, config)
         self._builder, self._began_empty = builder_for(config, world)
+        if self._builder is not None and self._from_rank_0:
+            self._builder.from_rank_0 = self._builder.guard.lets_state_dicts_pass = True
 
     def _watch(self, builder: Builder, stack: ExitStack) -> None:
         """Begin to see what [Note: what the block sees] lists."""

@@ -15,6 +15,8 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
+from ..zero.compiled import Compiler
+
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
     """Raise UsageError for a model that cannot be trained, where its parameters are gathered (`gathers`) or anywhere,
@@ -52,10 +54,19 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
         # What torch.compile(module) and module.compile() leave behind.
         if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
             return UsageError(
-                f"module {name!r} is compiled, which cannot be traced while parameters come and go: leave torch.compile "
-                "out, or use a stage below 3 without offload_param"
+                f"module {name!r} is compiled, but units are compiled within their gather where parameters come and go: pass "
+                "the model uncompiled, or torch.compile(model) as a whole, and call engine.compile() after initialize()"
             )
     return None
+
+
+def take_uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
+    """Return the model in what `torch.compile(model)` returned, and what compiles as that was to be; other models as they
+    are. Without its wrapper the names of its parameters are the same, compiled or not."""
+    if "_orig_mod" not in model._modules or not hasattr(model, "dynamo_ctx"):
+        return model, None
+    wrapper: Any = model
+    return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:

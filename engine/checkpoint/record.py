@@ -128,12 +128,13 @@ def _check_counts(counters: Mapping[str, Any]) -> None:
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to go on with: at another world size the saved global batch is kept.
+    """Return the batch sizes to go on with: at another world size the saved global batch is kept, but where the caller
+    names the boundaries of steps, and so says how large they are.
 
     Raises CheckpointMismatchError that lists the world sizes at which that works.
     """
     world_size = training.world.world_size
-    if world_size == saved_world_size:
+    if world_size == saved_world_size or training.accumulation.named is not None:
         return training.accumulation.batch
     total, micro = int(saved["train_batch_size"]), training.accumulation.batch.micro_batch_size
     if total < 1:

@@ -72,6 +72,10 @@ class FusedAdam:
         """See Kernel."""
         return {"step": 0.0}
 
+    def present(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the scalars that the class itself keeps, as it keeps them."""
+        return {"step": torch.tensor(scalars["step"])}
+
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel. Parameters that take the same step share what is returned."""
         beta1, beta2 = group["betas"]
@@ -134,6 +138,15 @@ class TorchKernel:
 
     def _is_slot(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == (self._PROBE_NUMEL,)
+
+    def present(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the scalars that the class itself keeps, as it keeps them: tensors, or Python numbers of its type."""
+        values: dict[str, Any] = {}
+        for name in self._left:
+            if name not in self.slots:
+                made = self._made.get(name, 0.0)
+                values[name] = self._typed(name, scalars.get(name, float(made)))
+        return values
 
     def initial(self) -> Scalars:
         """See Kernel. `updates` is ours: SGD keeps no step count, and its first step is another one."""

@@ -64,6 +64,8 @@ class OptimizerState:
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
+        self.owns_fp32 = False
+        """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
         self._types = types or GradientTypes()
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
@@ -87,7 +89,7 @@ class OptimizerState:
         offloaded = placement.parameter != "device"
         if record.group is None:
             self._add_own(record, initial, placement.parameter)
-        elif record.dtype == torch.float32 and (offloaded or placement.state == "device"):
+        elif record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32):
             self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
         elif self.is_split(record):

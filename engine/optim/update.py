@@ -8,7 +8,8 @@ the same on every tier and in every step mode. Phases, for each parameter that h
    scalar (1 / loss scale, and the clip);
 3. the kernel changes master and slots in place; the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
-In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do. A split master (see
+In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; where its slots rest in
+another memory than the parameter, it is brought to them in phase 1 and taken back in phase 4. A split master (see
 [Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
 """
 
@@ -79,6 +80,8 @@ class _Change:
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, where the master is to be cast into them."""
+        self._staged: GradientTiles | None = None
+        """The parameter's own rows, which are the master, on their way to slots in another memory."""
         self._step = step
         self._factor = factor
         self._h2d = h2d
@@ -88,7 +91,7 @@ class _Change:
         views = [as_torch(view) for view in tile.views]
         held, others = views[: self._num_master], views[self._num_state :]
         slots = views[self._num_master : self._num_state]
-        master = self._state.take_master(held)
+        master = self._take_master(held, slots, tile)
         if self._gradient is None:
             gradient = GradientTiles(self._state.transfers, others.pop(0)).tile(0, master.numel(), master)
         else:
@@ -96,11 +99,21 @@ class _Change:
         if self._factor != 1.0:
             gradient.mul_(self._factor)
         self._step.tile(master, gradient, slots)
-        self._state.put_master(master, held)
+        if self._staged is None:
+            self._state.put_master(master, held)
+        else:
+            self._h2d.put(held[0], master)
         if others:
             self._state.transfers.copy_into(others[0], master)
         elif self._own is not None:
             self._h2d.put(self._own[tile.first : tile.stop], master)
+
+    def _take_master(self, held: list[torch.Tensor], slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
+        if self._num_master == 1 and slots and self._state.transfers.link(held[0], slots[0]) is not None:
+            if self._staged is None:
+                self._staged = GradientTiles(self._state.transfers, self.record.owned())
+            return self._staged.tile(tile.first, tile.stop, slots[0])
+        return self._state.take_master(held)
 
 
 class Update:

@@ -120,12 +120,17 @@ class Updater:
                 pin.resolve(self._store, None)
             self._changed.notify_all()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `wait_for` may have to wait, or to raise."""
+        return bool(self._pending) or self.error is not None
+
     def wait_for(self, records: Iterable[ParameterRecord]) -> None:
         """Return when none of `records` waits for its update; raise what ended the update.
 
         Before an update in the backward is admitted, the backward may still read what it will change.
         """
-        if not self._pending and self.error is None:
+        if not self.is_behind:
             return
         with self._changed:
             wanted = set(records) - self._held_back

@@ -5,7 +5,7 @@ forward   the pre-hook of the first of its modules that is called gathers it; th
 backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
           nodes in the reverse of the order in which they were made. It is released when every one of its parameters
           has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
-          it (of which neither lies within the other), or at the end of the backward.
+          it (of which neither lies within the other, or was called there), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
 releases. A parameter that is read while its unit is released, as in `F.linear(x, self.embed.weight)`, in a forward of the
@@ -39,6 +39,8 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], sharded: ShardedUnits) -> None:
         self.units = sharded
+        self.all_units = tuple(units)
+        """Also those whose parameters are all resident."""
         self._holder: dict[Unit, nn.Module | None] = {}
         """Gathered units, and the module whose forward will release each; None: something else will."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
@@ -49,6 +51,8 @@ class UnitHooks:
         """Those that the forward under way has read from elsewhere."""
         self._stray_are_old = False
         """Whether the strays had their backward, so that a forward begins anew; a second backward needs them again."""
+        self._called_within: set[tuple[Unit, Unit]] = set()
+        """Units whose module was called within the forward of another unit, and that one."""
         self._units_of: dict[ParameterRecord, list[Unit]] = {}
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._inner: dict[Unit, set[nn.Module]] = {}
@@ -59,7 +63,7 @@ class UnitHooks:
         self._ends_with_forward = False
         """Whether the iteration under way has no backward."""
         self._handles: list[RemovableHandle] = []
-        for unit in units:
+        for unit in self.all_units:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
         _watch(self._watched, self._read)
@@ -73,6 +77,23 @@ class UnitHooks:
         """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
         within = {inner for unit, modules in self._inner.items() if len(unit.modules) > 1 for inner in modules}
         return [module for module in model.modules() if module not in within and list(module.children())]
+
+    @property
+    def hook_ids(self) -> frozenset[int]:
+        """What modules call these hooks."""
+        return frozenset(handle.id for handle in self._handles)
+
+    def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
+        """Let torch.compile break its graphs at these hooks, and where a parameter is read that has to be gathered first:
+        what they look at must not be traced, nor guarded."""
+        ids = self.hook_ids
+        for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
+            for number in ids.intersection(hooks):
+                hooks[number] = torch.compiler.disable(_called(hooks[number]))  # type: ignore[no-untyped-call]
+        on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
+        for module in self._watched:
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters.on_read = on_read
 
     def _add(self, unit: Unit) -> None:
         sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
@@ -118,6 +139,8 @@ class UnitHooks:
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:
             self._gather_unit(unit, None if self._in_backward else module)
+        if self._holder[unit] is None or self._holder[unit] is module:
+            self._called_within.update((unit, other) for other, holder in self._holder.items() if holder is not None)
         if torch.is_grad_enabled() and (self._in_backward or self._holder[unit] is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
@@ -169,11 +192,14 @@ class UnitHooks:
         self._open(unit)
 
     def _nested(self, unit: Unit, other: Unit) -> bool:
-        """Return whether one of the units lies within the other, so that this hook says nothing of the other's nodes.
+        """Return whether one of the units lies within the other, or was called there, so that this hook says nothing of the
+        other's nodes.
 
         Where the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
         the first.
         """
+        if (unit, other) in self._called_within or (other, unit) in self._called_within:
+            return True
         return unit.modules[0] in self._inner[other] or other.modules[0] in self._inner[unit]
 
     def _open(self, unit: Unit) -> None:
@@ -241,6 +267,15 @@ class UnitHooks:
             handle.remove()
 
 
+def _called(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the hook, of which torch makes an untraced one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs)
+
+    return call
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module returned: tuples, lists, mappings, dataclasses, other objects' attributes."""
     return _tensors_in(value, set())
@@ -271,13 +306,13 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
-        self._on_read = on_read
+        self.on_read = on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter, gathered where that can be."""
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._on_read(parameter)
+            self.on_read(parameter)
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,4 +3,4 @@
 from zstore.testing import ranks
 
 # What the ranks of these tests import: seconds in each of them.
-ranks.PRELOADED += ["transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning.pytorch"]
+ranks.PRELOADED += ["transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning.pytorch", "zstore.torchtitan"]

@@ -7,6 +7,7 @@
 """
 
 from .reader import Reader
+from .stager import Stager
 from .writer import Writer
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "Stager", "Writer"]

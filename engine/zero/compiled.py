@@ -1,0 +1,199 @@
+"""Compiling units with torch where their parameters come and go.
+
+[Note: what is compiled]
+A unit's gather and release stay outside: the hooks of its module run as ever, and between them runs a compiled forward in
+place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note: the memory of a
+parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
+values and new addresses compile nothing anew.
+
+Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and what tells of the
+reading of a parameter, are out of the way for its length. They would be traced, and they differ from block to block.
+Blocks whose forward is the same function share its graphs.
+
+A unit that holds another unit is not compiled, for that one's gather would be in its graph; nor is a layer of torch.nn
+by itself, which is one operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+
+from ..params.units import Unit
+from .hooks import UnitHooks
+
+_log = logging.getLogger("zstore")
+
+Forward = Callable[..., Any]
+Compiler = Callable[[Forward], Forward]
+"""Returns a compiled function, as `torch.compile(backend=...)` without a function does."""
+
+
+def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
+    """Return `torch.compile` with these arguments. Raises UsageError for those that it does not take, and where inductor
+    has no C++ compiler on a machine without CUDA."""
+    compiler = functools.partial(torch.compile, backend=backend, **options)
+    try:
+        compiler(_nothing)
+    except Exception as error:
+        raise UsageError(f"engine.compile(): torch.compile does not take these arguments: {error}") from error
+    cxx = os.environ.get("CXX", "g++")
+    if backend == "inductor" and not torch.cuda.is_available() and not any(map(shutil.which, (cxx, "clang++"))):
+        raise UsageError(
+            f"engine.compile(): inductor compiles C++ where there is no GPU, and there is no compiler {cxx!r}: install g++, "
+            'name another in the variable CXX, or pass backend="aot_eager", which compiles nothing'
+        )
+    return compiler
+
+
+def _nothing() -> None:
+    """Is compiled to see whether the arguments are right."""
+
+
+class CompiledUnits:
+    """The units whose forward is compiled. See [Note: what is compiled]."""
+
+    def __init__(self, model: nn.Module, hooks: UnitHooks, compiler: Compiler) -> None:
+        """Compile what can be. Raises UsageError for a compiler that captures CUDA graphs."""
+        _require_no_cuda_graphs(compiler)
+        hooks.stay_out_of_graphs(model.modules())
+        self._former: list[tuple[nn.Module, Any]] = []
+        """Modules with what they had as a forward of their own, in place of their class's."""
+        self.names: list[str] = []
+        """Of the units that are compiled."""
+        chosen = [unit for unit in hooks.all_units if _can_be_compiled(unit, hooks.all_units)]
+        forwards = {unit: _function_of(unit.modules[0]) for unit in chosen}
+        sharing = Counter(forwards.values())
+        compiled = {forward: compiler(forward) for forward in sharing}
+        for unit, forward in forwards.items():
+            self._replace(unit, compiled[forward], hooks.hook_ids, sharing[forward])
+        left = len(hooks.all_units) - len(self.names)
+        if chosen:
+            _log.info("compile: %d units, %d stay as they are", len(chosen), left)
+        else:
+            _log.warning(
+                "compile: none of the %d units is compiled, for each is one layer of torch.nn or holds other units: put "
+                "the blocks of the model into a ModuleList",
+                left,
+            )
+
+    def _replace(self, unit: Unit, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
+        module = unit.modules[0]
+        former = module.__dict__.get("forward")
+        self._former.append((module, former))
+        if former is None or _is_method_of(former, module):
+            compiled = MethodType(compiled, module)
+        module.__dict__["forward"] = _CompiledForward(module, compiled, hook_ids, sharing)
+        self.names.append(unit.name)
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        while self._former:
+            module, former = self._former.pop()
+            if isinstance(module.__dict__.get("forward"), _CompiledForward):
+                del module.__dict__["forward"]
+                if former is not None:
+                    module.__dict__["forward"] = former
+
+
+def _require_no_cuda_graphs(compiler: Compiler) -> None:
+    settings = cast("Any", compiler(_nothing)).get_compiler_config()
+    if settings and settings.get("triton.cudagraphs"):
+        raise UsageError(
+            "compile: CUDA graphs expect parameters at one address, but sharded and offloaded ones come and go: leave "
+            'mode="reduce-overhead", mode="max-autotune" or options={"triton.cudagraphs": True} out, or use '
+            'mode="max-autotune-no-cudagraphs"'
+        )
+
+
+def _can_be_compiled(unit: Unit, units: Sequence[Unit]) -> bool:
+    if not unit.modules:
+        return False
+    module, within = unit.modules[0], set(unit.modules[0].modules())
+    if any(other is not unit and other.modules and other.modules[0] in within for other in units):
+        return False
+    return any(module.children()) or not type(module).__module__.startswith("torch.nn.")
+
+
+def _function_of(module: nn.Module) -> Forward:
+    """Return the function that is the module's forward: of several modules the same, where they have it from their class."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return type(module).forward
+    return cast("Forward", own.__func__) if _is_method_of(own, module) else cast("Forward", own)
+
+
+def _is_method_of(forward: Any, module: nn.Module) -> bool:
+    return isinstance(forward, MethodType) and forward.__self__ is module
+
+
+class _CompiledForward:
+    """A module's forward while it is compiled. Copies and pickles of the module have the usual one."""
+
+    def __init__(self, module: nn.Module, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
+        functools.update_wrapper(self, module.forward)  # for those who look at its arguments
+        self._module = module
+        self._compiled = compiled
+        self._within = list(module.modules())
+        self._hook_ids = hook_ids
+        self._sharing = sharing
+        """Modules whose forward is the same function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the compiled forward returns; the parameters of the module are there."""
+        with _alone(self._within, self._hook_ids), _room_for_graphs(self._sharing):
+            return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._module)]
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
+
+
+@contextmanager
+def _alone(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
+    """Take the engine's hooks off the modules for the length of a `with` block, and let them not tell what is read."""
+    former = []
+    for module in modules:
+        own = module.__dict__
+        before, after, parameters = own["_forward_pre_hooks"], own["_forward_hooks"], own["_parameters"]
+        former.append((own, before, after, parameters))
+        own["_forward_pre_hooks"] = _others(before, hook_ids)
+        own["_forward_hooks"] = _others(after, hook_ids)
+        own["_parameters"] = parameters if type(parameters) is dict else dict(parameters.items())
+    try:
+        yield
+    finally:
+        for own, before, after, parameters in former:
+            own["_forward_pre_hooks"], own["_forward_hooks"], own["_parameters"] = before, after, parameters
+
+
+def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if number not in hook_ids)
+
+
+@contextmanager
+def _room_for_graphs(sharing: int) -> Iterator[None]:
+    """Allow a function that is the forward of several modules as many graphs as each would have by itself: blocks may
+    differ in a number that is part of a graph, as the index of the layer."""
+    config = torch._dynamo.config
+    former = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)
+    try:
+        yield
+    finally:
+        config.recompile_limit, config.accumulated_recompile_limit = former

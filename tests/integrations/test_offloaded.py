@@ -1,0 +1,422 @@
+"""`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from tests.engine.fake_device import FakeDevice
+from zstore.errors import BudgetError, RunFolderError, UsageError
+from zstore.optim import Offloaded, StoredTensor, register
+
+AdamW = torch.optim.AdamW
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Its two weights are too large to stay in memory where state is on disk."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 301), nn.Tanh(), nn.Linear(301, 70)).to(dtype)
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def backward(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(inputs(step, next(model.parameters()).dtype)).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def same_state(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
+    assert ours.keys() == theirs.keys()
+    for key, entry in theirs.items():
+        assert ours[key].keys() == entry.keys()
+        for name, value in entry.items():
+            assert torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(value)), (key, name)
+    return True
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(4)) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("device", "overlap", "free_grads"),
+    [("cpu", "none", False), ("nvme", "none", True), ("nvme", "forward", False), ("nvme", "backward", True)],
+)
+def test_all_that_a_loop_does_has_the_bits_of_torch(
+    device: Any, overlap: Any, free_grads: bool, tmp_path: Path
+) -> None:
+    def run(make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
+        model = make_model()
+        decayed, plain = [m.weight for m in model if isinstance(m, nn.Linear)], [model[0].bias]
+        optimizer = make([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2)
+        schedule = OneCycleLR(optimizer, max_lr=0.02, total_steps=20)
+        seen: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        for step in range(5):
+            if step == 2:
+                optimizer.add_param_group({"params": [model[2].bias], "lr": 3e-3, "betas": (0.8, 0.9)})
+                optimizer.param_groups[2] = (
+                    optimizer.param_groups[0] | optimizer.param_groups[2]
+                )  # what the schedule has there
+            seen.append(optimizer.step(lambda step=step: backward(model, step).item()))
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        return model, optimizer, seen + [group["betas"] for group in optimizer.param_groups]
+
+    theirs, torchs, expected = run(lambda params, **settings: AdamW(params, fused=True, **settings))
+    kept: dict[str, Any] = {"device": device, "path": tmp_path, "overlap": overlap, "free_grads": free_grads}
+    ours, optimizer, seen = run(lambda params, **settings: Offloaded(AdamW, params, **kept, **settings))
+    assert isinstance(optimizer, Offloaded)
+    with optimizer:
+        optimizer.wait()
+        assert seen == expected
+        assert same(ours, theirs)
+        assert same_state(optimizer.state_dict()["state"], torchs.state_dict()["state"])
+        assert (optimizer.statistics().disk_bytes > 300_000) == (device == "nvme")
+    assert not list(tmp_path.rglob("*.shard"))
+
+
+def test_state_goes_to_torchs_class_and_back(tmp_path: Path) -> None:
+    first, second, third = make_model(), make_model(), make_model()
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    torchs = AdamW(first.named_parameters(), fused=True, **settings)
+    schedule = CosineAnnealingLR(torchs, 10)
+    train(first, torchs)
+    schedule.step()
+    with Offloaded(AdamW, second.named_parameters(), path=tmp_path, lr=1.0) as ours:
+        second.load_state_dict(first.state_dict())
+        ours.load_state_dict(torchs.state_dict())
+        assert (
+            ours.state_dict()["param_groups"][0].items() >= {"lr": torchs.param_groups[0]["lr"], "fused": True}.items()
+        )
+        train(first, torchs, range(4, 7))
+        train(second, ours, range(4, 7))
+        assert same(second, first)
+        assert same_state(ours.state_dict()["state"], torchs.state_dict()["state"])
+        saved = io.BytesIO()
+        torch.save(ours.state_dict(), saved)
+        whole = copy.deepcopy(ours.state_dict())
+    third.load_state_dict(second.state_dict())
+    again = AdamW(third.named_parameters(), fused=True)
+    saved.seek(0)
+    again.load_state_dict(torch.load(saved, weights_only=True))
+    assert same_state(again.state_dict()["state"], whole["state"])
+    train(first, torchs, range(7, 9))
+    train(third, again, range(7, 9))
+    assert same(third, first)
+
+
+def test_a_grad_scaler_unscales_and_skips(tmp_path: Path) -> None:
+    def run(make: Callable[..., torch.optim.Optimizer], unscales: bool) -> tuple[nn.Module, list[float]]:
+        model = make_model()
+        optimizer, scaler = make(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scales: list[float] = []
+        for step in range(4):
+            scaler.scale(model(inputs(step)).square().mean()).backward()
+            if step == 1:
+                assert model[0].weight.grad is not None
+                model[0].weight.grad[0, 0] = torch.inf
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return model, scales
+
+    for unscales in (False, True):
+        theirs, expected = run(lambda params, **settings: AdamW(params, fused=True, **settings), unscales)
+        ours, scales = run(lambda params, **settings: Offloaded(AdamW, params, device="cpu", **settings), unscales)
+        assert scales == expected == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
+        assert same(ours, theirs)
+
+
+def test_bf16_parameters_have_fp32_masters_and_take_over_new_values(tmp_path: Path) -> None:
+    ours, theirs = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    masters = [p.detach().float() for p in theirs.parameters()]
+    torchs = AdamW(masters, lr=1e-2, fused=True)
+    with Offloaded(AdamW, ours.parameters(), path=tmp_path, lr=1e-2) as optimizer:
+        for step in range(5):
+            for model in (ours, theirs):
+                backward(model, step)
+            for master, p in zip(masters, theirs.parameters(), strict=True):
+                master.grad = p.grad.float() if p.grad is not None else None
+                p.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torchs.step()
+            with torch.no_grad():
+                for master, p in zip(masters, theirs.parameters(), strict=True):
+                    p.copy_(master)
+                if step == 2:  # as a load of weights: the masters of what changed follow
+                    ours[0].weight[3] = theirs[0].weight[3] = 0.25
+                    masters[0][3] = 0.25
+            assert same(ours, theirs)
+        entry = optimizer.state[ours[0].weight]
+        assert list(entry) == ["step", "exp_avg", "exp_avg_sq", "master"]
+        assert torch.equal(entry["master"], masters[0])
+        assert optimizer.statistics().disk_bytes == 12 * sum(ours[i].weight.numel() for i in (0, 2))
+
+
+def test_parameters_of_any_layout_and_memory(tmp_path: Path) -> None:
+    def run(make: Callable[..., torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        conv = nn.Conv2d(16, 40, 3).to(memory_format=torch.channels_last)
+        named = {**dict(conv.named_parameters()), "scale": nn.Parameter(torch.tensor(2.0))}
+        named |= {"none": nn.Parameter(torch.empty(0, 3)), "frozen": nn.Parameter(torch.ones(3), requires_grad=False)}
+        optimizer = make(list(named.values()), lr=1e-2)
+        schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(4):
+            if step == 1:  # another memory, as a swap of weights gives
+                conv.weight.data = conv.weight.data.clone(memory_format=torch.preserve_format)
+            if step == 2:  # thawed
+                named["frozen"].requires_grad_(True)
+            x = torch.randn(1, 16, 5, 5, generator=torch.Generator().manual_seed(step))
+            ((conv(x) * named["scale"]).square().mean() + named["frozen"].sum() + named["none"].sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        state = {f"{name}.avg": optimizer.state[p]["exp_avg"] for name, p in named.items()}
+        return {n: t.detach().clone() for n, t in (named | state).items()}
+
+    ours = run(lambda params, **settings: Offloaded(AdamW, params, path=tmp_path, **settings))
+    theirs = run(lambda params, **settings: AdamW(params, fused=True, **settings))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_clipping_and_freed_gradients_have_the_bits_of_clip_grad_norm(tmp_path: Path) -> None:
+    theirs = make_model()
+    torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    norms = []
+    for step in range(3):
+        for micro in range(2):
+            backward(theirs, 2 * step + micro)
+        norms.append(nn.utils.clip_grad_norm_(theirs.parameters(), 0.01))
+        torchs.step()
+        torchs.zero_grad()
+    for free_grads, overlap in ((True, "none"), (False, "forward")):
+        ours = make_model()
+        kept: dict[str, Any] = {"path": tmp_path, "max_grad_norm": 0.01, "free_grads": free_grads, "overlap": overlap}
+        with Offloaded(AdamW, ours.parameters(), lr=1e-2, **kept) as optimizer:
+            found = []
+            for step in range(3):
+                for micro in range(2):
+                    backward(ours, 2 * step + micro)
+                    assert all((p.grad is None) == free_grads for p in ours.parameters())
+                optimizer.step()
+                found.append(optimizer.grad_norm)
+                optimizer.zero_grad()
+            assert found == norms
+            assert same_weights(ours.state_dict(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    def run(**given: Any) -> list[torch.Tensor]:
+        model = make_model(dtype)
+        settings: dict[str, Any] = {"path": tmp_path, "lr": 1e-2, "max_grad_norm": 1.0, **given}
+        with Offloaded(AdamW, model.parameters(), **settings) as optimizer:
+            for step in range(3):
+                for micro in range(2):
+                    backward(model, 2 * step + micro)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.wait()
+            return [p.detach().clone() for p in model.parameters()]
+
+    expected = run()
+    for given in ({}, {"device": "cpu"}, {"free_grads": True}, {"overlap": "forward"}):
+        with FakeDevice() as device:
+            found = run(_streams=device, **given)
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True)), given
+
+
+def same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> bool:
+    return all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+class Lion(torch.optim.Optimizer):
+    """Of another library: its update is element-wise."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.sub_(torch.lerp(p.grad, average, group["betas"][0]).sign_(), alpha=group["lr"])
+                    average.lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Normed(Lion):
+    """Looks at whole tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad / p.grad.norm(), alpha=self.param_groups[0]["lr"])
+
+
+class Counting(AdamW):
+    """A subclass that leaves the update as it is."""
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "SGD, fused": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
+    "SGD, no state": (torch.optim.SGD, {}),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
+    "AdamW, foreach": (AdamW, {"foreach": True}),
+    "AdamW, neither": (AdamW, {"fused": False, "foreach": False}),
+    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "maximize": True, "fused": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "Lion": (Lion, {}),
+    "a subclass": (Counting, {"fused": True}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) -> None:
+    kind, settings = KINDS[name]
+    register(Lion)
+    register(Counting, like=AdamW)
+    ours, theirs = make_model(), make_model()
+    torchs = kind(theirs.parameters(), lr=0.01, **settings)
+    with Offloaded(kind, ours.parameters(), path=tmp_path, lr=0.01, **settings) as optimizer:
+        train(theirs, torchs, range(2))
+        train(ours, optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state.clear()
+        optimizer.load_state_dict(saved)
+        train(theirs, torchs, range(2, 4))
+        train(ours, optimizer, range(2, 4))
+        assert same(ours, theirs)
+        expected = {
+            key: {n: v for n, v in e.items() if v is not None} for key, e in torchs.state_dict()["state"].items()
+        }
+        if any(expected.values()):
+            assert same_state(optimizer.state_dict()["state"], expected)
+        again = kind(make_model().parameters(), lr=0.01, **settings)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
+    register(Normed)
+    weights = list(make_model().parameters())
+
+    def refused(match: str, kind: Any = AdamW, params: Any = weights, error: Any = UsageError, **given: Any) -> None:
+        with pytest.raises(error, match=match):
+            Offloaded(kind, params, **{"device": "cpu", "lr": 0.1, **given})
+
+    refused("not known to update each element", kind=torch.optim.LBFGS)
+    refused("looks at more than one element", kind=Normed)
+    refused("needs a path", device="nvme")
+    refused("expected an existing folder", device="nvme", path=tmp_path / "none")
+    refused('expected "nvme" or "cpu"', device="disk")
+    refused('expected "none", "forward" or "backward"', overlap="both")
+    refused("needs the norm of all gradients", overlap="backward", max_grad_norm=1.0)
+    refused("expected a positive number", max_grad_norm=0.0)
+    refused("capturable=True", capturable=True)
+    refused("float64", params=[nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+    refused("meta device", params=[nn.Parameter(torch.zeros(3, device="meta"))])
+    refused("all on one device", params=[*weights, nn.Parameter(torch.zeros(3, device="meta"))])
+    refused("view of strides", params=[nn.Parameter(torch.zeros(4, 4)[:, :2])])
+    refused("at least one parameter", params=[])
+    refused("single tensor", params=weights[0])
+    refused("state of .* does not fit|host_budget_bytes", host_budget_bytes=200_000, error=BudgetError)
+    with Offloaded(AdamW, weights, path=tmp_path) as optimizer:
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="cannot be copied or pickled"):
+                copied(optimizer)
+        refused("another run holds this folder", device="nvme", path=tmp_path, error=RunFolderError)
+        state = optimizer.state_dict()
+        with pytest.raises(UsageError, match="of another model"):
+            optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+        entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+        with pytest.raises(UsageError, match="expected shape"):
+            optimizer.load_state_dict({**state, "state": {0: entry}})
+    for closed in (optimizer.step, optimizer.state_dict, optimizer.wait):
+        with pytest.raises(UsageError, match="is closed"):
+            closed()
+
+
+def test_a_budget_spills_to_disk_and_leftovers_are_swept(tmp_path: Path) -> None:
+    left = tmp_path / "zstore-run" / "rank-00000" / "killed.shard"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(4096))
+    ours, theirs = make_model(), make_model()
+    train(theirs, AdamW(theirs.parameters(), lr=1e-2, fused=True))
+    with Offloaded(
+        AdamW, ours.parameters(), device="cpu", path=tmp_path, host_budget_bytes=400_000, lr=1e-2
+    ) as optimizer:
+        assert not left.exists()
+        train(ours, optimizer)
+        assert same(ours, theirs)
+        held = optimizer.statistics()
+        assert held.disk_bytes > 0
+        assert held.host_bytes + held.pool_bytes <= 400_000
+
+
+def test_an_update_in_the_backward_takes_one_backward_a_step(tmp_path: Path) -> None:
+    model = make_model()
+    with Offloaded(AdamW, model.parameters(), path=tmp_path, overlap="backward") as optimizer:
+        backward(model, 0)
+        with pytest.raises(UsageError, match="call step\\(\\) after each backward"):
+            backward(model, 1)
+    model = make_model()
+    optimizer = Offloaded(AdamW, model.parameters(), device="cpu", overlap="backward")
+    hidden = model(inputs(0))
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+    optimizer.close()
+
+
+def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.randn(300, 70))
+    with Offloaded(AdamW, [weight], path=tmp_path) as optimizer:
+        average = optimizer.state[weight]["exp_avg"]
+        assert isinstance(average, StoredTensor)
+        values = torch.randn(300, 70)
+        average.copy_(values)
+        average.narrow(0, 10, 5).narrow(1, 3, 4).copy_(torch.ones(5, 4))
+        values[10:15, 3:7] = 1.0
+        assert torch.equal(average, values)
+        average.mul_(2.0)
+        torch._foreach_add_([average], 1.0)
+        values = values * 2 + 1
+        assert torch.equal(optimizer.state[weight]["exp_avg"][4:6], values[4:6])
+        assert torch.equal(average.to(torch.bfloat16), values.bfloat16())
+        assert average.tolist() == values.tolist()
+        assert "StoredTensor" in repr(average)

@@ -1,0 +1,122 @@
+"""Trainer on zstore beside Trainer alone, in one run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+import zstore.hf
+from tests.integrations.trainers import Texts, arguments, config, history, llama
+from zstore.testing.ranks import run_ranks
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+EPOCH = {
+    "num_train_epochs": 2,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "eval_strategy": "epoch",
+    "max_grad_norm": 0.5,
+    "label_smoothing_factor": 0.1,
+    "activation_checkpointing": True,
+}
+"""Two epochs with short accumulations at their ends, clipping, a cosine schedule after a warm-up, evaluation."""
+
+
+def _quiet() -> None:
+    warnings.simplefilter("default")  # accelerate's, of threads and devices
+
+
+def _train(
+    kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], samples: int = 14, **train: Any
+) -> Any:
+    trainer = kind(
+        llama(), arguments(folder, **run), train_dataset=Texts(samples), eval_dataset=Texts(6, seed=3), **extra
+    )
+    trainer.train(**train)
+    return trainer
+
+
+def _beside(rank: int, folder: str, world_size: int) -> None:
+    _quiet()
+    place = Path(folder)
+    # At 2 ranks 4 batches in 2 steps of 2, and with a short one at the end: 7 batches in 3, 3 and 1.
+    run = {**EPOCH, "gradient_accumulation_steps": 3}
+    wanted = _train(Trainer, place / "plain", run, {})
+    found = _train(zstore.hf.Trainer, place / "ours", run, {"zstore_config": config(place / "nvme")})
+    for name in LOGGED:
+        assert history(found, name) == pytest.approx(history(wanted, name), rel=1e-5, abs=1e-8), name
+    assert found.state.global_step == wanted.state.global_step == (6 if world_size == 1 else 4)
+    expected = wanted.accelerator.unwrap_model(wanted.model_wrapped).state_dict()
+    state = found.engine.module_state_dict()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    assert bool(state) == (rank == 0)
+    assert found.evaluate()["eval_loss"] == pytest.approx(wanted.evaluate()["eval_loss"], rel=1e-6)
+    predicted, truth = found.predict(Texts(3, seed=4)), wanted.predict(Texts(3, seed=4))
+    torch.testing.assert_close(
+        torch.tensor(predicted.predictions), torch.tensor(truth.predictions), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_from_disk_has_the_losses_of_trainer_alone(tmp_path: Path, world_size: int) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_beside, world_size, os.fspath(tmp_path), world_size)
+
+
+def _resume(rank: int, folder: str, world_size: int) -> list[float]:
+    """Train to the middle, resume, and go on to the end; return the losses logged."""
+    _quiet()
+    place = Path(folder)
+    run = {
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+    }
+    extra = {"zstore_config": config(place / "nvme")}
+    whole = _train(zstore.hf.Trainer, place / "whole", run, extra, 16)
+    kept = sorted(path.name for path in (place / "whole").glob("checkpoint-*"))
+    assert kept == ["checkpoint-6", "checkpoint-8"] if world_size == 1 else ["checkpoint-2", "checkpoint-4"]
+    if rank == 0:
+        shutil.rmtree(place / "whole" / kept[-1])
+    torch.distributed.barrier()
+    whole.close()
+    resumed = _train(zstore.hf.Trainer, place / "whole", run, extra, 16, resume_from_checkpoint=True)
+    assert history(resumed, "loss") == history(whole, "loss")
+    assert history(resumed, "learning_rate") == history(whole, "learning_rate")
+    return history(whole, "loss")
+
+
+def _go_on_at_two_ranks(rank: int, folder: str) -> list[float]:
+    _quiet()
+    place = Path(folder)
+    run = {
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+    }
+    extra = {"zstore_config": config(place / "nvme")}
+    middle = os.fspath(place / "whole" / "checkpoint-6")
+    resumed = _train(zstore.hf.Trainer, place / "two", run, extra, 16, resume_from_checkpoint=middle)
+    assert resumed.args.gradient_accumulation_steps == 1
+    return history(resumed, "loss")
+
+
+def test_a_run_resumes_with_the_same_bits_and_at_another_world_size(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    whole, *_ = run_ranks(_resume, 1, os.fspath(tmp_path), 1)
+    two, *_ = run_ranks(_go_on_at_two_ranks, 2, os.fspath(tmp_path))
+    assert two == pytest.approx(whole, rel=1e-5)

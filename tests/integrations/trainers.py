@@ -1,0 +1,106 @@
+"""Tiny models and data for Trainers, and what a run of one comes to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+transformers.logging.set_verbosity_error()
+
+VOCAB, TOKENS = 64, 8
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
+"""Arguments of a run on the CPU that talks to nobody."""
+
+
+def llama(seed: int = 0, **changes: Any) -> nn.Module:
+    """A Llama of two layers with random weights."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32,
+            "vocab_size": VOCAB,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+            **changes,
+        }
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Random texts, of which some labels do not count, so that ranks have different numbers of them."""
+
+    def __init__(self, samples: int, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(2, VOCAB, (samples, TOKENS), generator=generator)
+        self.keep = torch.rand((samples, TOKENS), generator=generator) < 0.8
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": torch.where(self.keep[index], ids, -100)}
+
+
+def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
+    """Arguments of a short run on the CPU that talks to nobody."""
+    if not hasattr(TrainingArguments, "activation_checkpointing") and "activation_checkpointing" in changes:
+        changes["gradient_checkpointing"] = changes.pop("activation_checkpointing")  # its name before transformers 5.22
+    return TrainingArguments(
+        **{
+            **QUIET,
+            "output_dir": os.fspath(folder),
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "learning_rate": 1e-2,
+            **changes,
+        }
+    )
+
+
+def config(folder: Path | str, device: str = "nvme", **changes: Any) -> dict[str, Any]:
+    """A config of stage 3 with everything "auto"; `device`: where parameters and state rest."""
+    offload = {"device": device} | ({"nvme_path": os.fspath(folder)} if device == "nvme" else {})
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        **changes,
+    }
+
+
+def history(trainer: Any, *names: str) -> list[float]:
+    """The values that a Trainer logged under these names, in order."""
+    return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]

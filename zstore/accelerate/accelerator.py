@@ -1,0 +1,197 @@
+"""`Accelerator`: a loop written for Accelerate, with the model in an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+
+from zstore.engine.engine import Engine
+from zstore.errors import UsageError
+from zstore.weights.layout import MAX_FILE_BYTES
+
+from .optimizer import EngineScheduler
+from .preparing import PreparingAccelerator
+from .weights import replace_weights
+
+_TAG = "state"
+"""Of the checkpoint in a folder of `save_state`."""
+
+
+class Accelerator(PreparingAccelerator):
+    """Accelerate's `Accelerator`, whose `prepare()` puts the model and its optimizer into a zstore engine.
+
+    `zstore_config` is a config in DeepSpeed's dialect: a dict, a path or JSON text; by default the variable ZSTORE_CONFIG
+    names it. `mixed_precision` and the accumulation answer what the config leaves "auto". All other arguments are
+    accelerate's. One model is trained; models that are prepared without an optimizer are for evaluation.
+
+    Raises UsageError and ConfigError for arguments that zstore does not serve, or that contradict the config.
+    """
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of `loss`, divided by the accumulation steps."""
+        engine = self._trained()
+        boundary = bool(self.sync_gradients)
+        engine.set_gradient_accumulation_boundary(boundary)
+        engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+        if not boundary:
+            engine.step()  # ends the micro-batch
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Return the norm of the gradients over all parameters and ranks, and clip them to `max_norm` in the next step.
+
+        `parameters` are those of the model, all of them. Raises UsageError for another norm than 2.
+        """
+        if float(norm_type) != 2.0:
+            raise UsageError(f"clip_grad_norm_(norm_type={norm_type}): gradients are clipped by their 2-norm")
+        return torch.tensor(self._trained().clip_grad_norm_(float(max_norm)), device=self.device)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Raise UsageError: gradients are clipped by their norm alone."""
+        raise UsageError("clip_grad_value_(): gradients are clipped by their norm: use clip_grad_norm_()")
+
+    def _trained(self) -> Engine:
+        if self.engine is None:
+            raise UsageError("pass the model and its optimizer to accelerator.prepare() first")
+        return self.engine
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Raise UsageError where there are more ranks: every rank takes part in every forward."""
+        if self.num_processes > 1:
+            raise UsageError("join_uneven_inputs(): ranks need as many batches as each other: keep even_batches=True")
+        yield
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model itself; of an engine, the one that it was made of."""
+        unwrapped: nn.Module = super().unwrap_model(model, *args, **kwargs)
+        return unwrapped.module if isinstance(unwrapped, Engine) else unwrapped
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict (all ranks): where parameters are sharded on rank 0, and an empty one on others.
+
+        Rank 0 needs memory for the whole model; `save_model` does not.
+        """
+        engine = self._engine_of(model)
+        if engine is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+            return state
+        return engine.module_state_dict()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = MAX_FILE_BYTES,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights as safetensors, in place of those that are there (all ranks; rank 0 writes).
+
+        Raises UsageError without `safe_serialization`.
+        """
+        engine = self._engine_of(model)
+        if engine is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise UsageError("save_model(safe_serialization=False): weights are written as safetensors alone")
+        replace_weights(engine, Path(save_directory), _bytes(max_shard_size))
+
+    def _engine_of(self, model: nn.Module) -> Engine | None:
+        """Return the engine that holds a model, wrapped or not."""
+        if isinstance(model, Engine):
+            return model
+        engines = [one for one in (self.engine, *self._frozen) if one is not None]
+        return next((one for one in engines if one.module is model), None)
+
+    # -- saving and loading -----------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save everything into `output_dir`, in place of what was saved there: model and optimizer as the checkpoint `state`
+        of zstore, the rest as accelerate does (all ranks). Return the folder. `kwargs` go to `Engine.save_checkpoint`."""
+        if self.engine is None:
+            return str(super().save_state(output_dir, safe_serialization, **kwargs))
+
+        def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights.clear()
+            self._trained().save_checkpoint(folder, **{"tag": _TAG, "overwrite": True, **kwargs})
+
+        with self._hidden(), _last(self._save_model_state_pre_hook, save):
+            return str(super().save_state(output_dir, safe_serialization))
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what `save_state` saved, also at another world size (all ranks). `kwargs` go to `Engine.load_checkpoint`."""
+        if self.engine is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+
+        def load(models: list[nn.Module], folder: str) -> None:
+            models.clear()
+            engine = self._trained()
+            engine.set_gradient_accumulation_boundary(True)  # this loop's batch sizes are its own
+            engine.load_checkpoint(folder, **kwargs)
+
+        with self._hidden(), _last(self._load_model_state_pre_hook, load):
+            super().load_state(input_dir, load_kwargs)
+
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Let accelerate see neither weights nor the optimizer's state, which are the engine's to save."""
+        optimizers, self._optimizers = self._optimizers, []
+        schedulers = self._schedulers
+        self._schedulers = [one for one in schedulers if not isinstance(one, EngineScheduler)]
+        self.get_state_dict = lambda model, unwrap=True: {}
+        try:
+            yield
+        finally:
+            del self.get_state_dict
+            self._optimizers, self._schedulers = optimizers, schedulers
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close the engines, and forget all that was prepared; return as many None as `objects`."""
+        self.close_engines()
+        return super().free_memory(*objects)
+
+    def close_engines(self) -> None:
+        """Close the engines: the models can be used no more where their parameters were sharded."""
+        for engine in (self.engine, *self._frozen):
+            if engine is not None:
+                engine.module.__dict__.pop("generate", None)
+                engine.close()
+        self.engine, self._frozen = None, []
+
+    def end_training(self) -> None:
+        """Complete a save under way, and end the trackers as accelerate does (all ranks)."""
+        if self.engine is not None:
+            self.engine.wait_for_checkpoint()
+        super().end_training()
+
+
+def _bytes(size: int | str) -> int:
+    """Return a size as accelerate writes it, as "5GB", in bytes."""
+    if isinstance(size, int):
+        return size
+    return int(accelerate.utils.convert_file_size_to_int(size))
+
+
+@contextlib.contextmanager
+def _last(hooks: dict[int, Any], hook: Any) -> Iterator[None]:
+    """Have `hook` called after all others for the length of the block."""
+    key = -1
+    hooks[key] = hook
+    try:
+        yield
+    finally:
+        del hooks[key]

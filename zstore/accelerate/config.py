@@ -1,0 +1,89 @@
+"""Where a loop's config comes from, and what the launcher's variables ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zstore.engine.config.config import read_config
+from zstore.errors import ConfigError, UsageError
+
+CONFIG_VARIABLE = "ZSTORE_CONFIG"
+"""Environment variable that names a config where no argument does: a path, or the JSON itself."""
+
+_LAUNCHERS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""Variables that `accelerate launch` sets, and what each asks for."""
+
+
+def read_source(given: Any, argument: str) -> tuple[dict[str, Any], str]:
+    """Return the config as a dict of its own, and where it was read from, for messages.
+
+    `given` is a dict, a path or JSON text; None: the variable ZSTORE_CONFIG. Raises ConfigError where there is none.
+    """
+    source = os.environ.get(CONFIG_VARIABLE) if given is None else given
+    name = argument if given is not None else f"the variable {CONFIG_VARIABLE}"
+    if source is None or source == "":
+        raise ConfigError(
+            f"there is no config: pass {argument}=dict or path of a DeepSpeed JSON, or set {CONFIG_VARIABLE}"
+        )
+    if isinstance(source, Mapping):
+        return _copied(source), name
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        try:
+            return _copied(json.loads(source)), name
+        except ValueError as error:
+            raise ConfigError(f"{name}: expected JSON, or a path: {error}") from error
+    if isinstance(source, str | os.PathLike):
+        return read_config(source), os.fspath(source)
+    raise ConfigError(f"{name}: expected a dict, a path or JSON text, got {type(source).__name__}")
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy whose sections may be changed; leaves are shared."""
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def written(raw: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of a config as it was read; None where there is none."""
+    value: Any = raw
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def section(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a config as it was read, which is made where there is none; a dict of no config where the section
+    is none, which is for the config's own check to say."""
+    found = raw.setdefault(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+def ask_for_precision(raw: dict[str, Any]) -> None:
+    """Leave the precision to the loop where the config names none."""
+    if not {"fp16", "bf16", "bfloat16"} & raw.keys():
+        raw["bf16"], raw["fp16"] = {"enabled": "auto"}, {"enabled": "auto"}
+
+
+def refuse_launchers(source: str) -> None:
+    """Raise UsageError where `accelerate launch` was asked for another way of sharding."""
+    for variable, what in _LAUNCHERS.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UsageError(
+                f"{source}: accelerate was started for {what} ({variable}=true), and zstore shards the model itself: run "
+                "`accelerate config` anew without it, or start with torchrun"
+            )
+
+
+def mismatch_text(source: str, differing: Iterable[str]) -> str:
+    """Return the message about values of a config that contradict the loop's."""
+    lines = "".join(f"\n  - {line}" for line in differing)
+    return f'{source} contradicts the arguments; write "auto" into the config, or make both equal:{lines}'

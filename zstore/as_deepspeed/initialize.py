@@ -1,0 +1,100 @@
+"""`deepspeed.initialize`, with DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from zstore.engine import add_config_arguments, init_distributed
+from zstore.engine import initialize as zstore_initialize
+from zstore.errors import ConfigError, UsageError
+
+from .config import cleaned, raw_config
+from .engine import DeepSpeedEngine
+
+__all__ = ["add_config_arguments", "init_distributed", "initialize"]
+
+
+def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    args: Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Return (engine, optimizer, loader, scheduler), as `zstore.initialize` does (all ranks).
+
+    `optimizer` may be a function that makes one of `model_parameters`. Where neither it nor the config names one, the
+    engine is for evaluation: it has none, and the optimizer and scheduler returned are None. The process group is started
+    where a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`,
+    and where accelerate counts other ranks than there are.
+    """
+    if mesh_param is not None:
+        raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
+    _require_agreement()
+    source = _source(args, config if config is not None else config_params)
+    given = cleaned(source)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model_parameters)
+    frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
+    engine, *others = zstore_initialize(
+        args=None,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=None if frozen else lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=given,
+        frozen=frozen,
+        _engine=DeepSpeedEngine,
+    )
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UsageError(f"initialize() made a {type(engine).__name__}")
+    engine.config = raw_config(source)
+    return engine, *others
+
+
+def _require_agreement() -> None:
+    """Raise UsageError where accelerate counts other ranks than there are: each would train on all of the data."""
+    module = sys.modules.get("accelerate.state")
+    state = {} if module is None else module.PartialState._shared_state
+    known = state.get("num_processes")
+    prepares = str(state.get("distributed_type")).endswith("DEEPSPEED")
+    if not prepares or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
+        return
+    raise UsageError(
+        f"there are {torch_dist.get_world_size()} ranks, and accelerate knows of {known}: with DeepSpeed it finds several "
+        "only on GPUs. Start one rank, or use zstore.hf or zstore.accelerate, which train on several without GPUs too"
+    )
+
+
+def _source(args: Namespace | None, config: Any) -> Any:
+    """Return the one config that was given. Raises ConfigError for none, or two."""
+    names = ("deepspeed_config", "deepscale_config")
+    written = [vars(args)[name] for name in names if args is not None and vars(args).get(name) is not None]
+    found = [*([] if config is None else [config]), *written]
+    if not found:
+        raise ConfigError(
+            "deepspeed.initialize() got no config: pass config=dict or path, or --deepspeed_config FILE in args"
+        )
+    if any(other != found[0] for other in found):
+        raise ConfigError("deepspeed.initialize() got a config and another one in args: pass one")
+    return found[0]

@@ -1,0 +1,123 @@
+"""`deepspeed.utils`: what scripts take from it beside the access to state."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from zstore.engine.runtime.messages import show_messages
+from zstore.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger("zstore")
+"""The logger of zstore's messages, which are seen from the import on."""
+show_messages()
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on the given ranks; without any, or with -1 among them, on every rank."""
+    rank = torch_dist.get_rank() if torch_dist.is_initialized() else 0
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[rank %d] %s", rank, message)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """Return the function as it is: ranges for a profiler are torch.profiler's."""
+    return func
+
+
+class RepeatingLoader:
+    """Gives the batches of a loader over and over."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+class OnDevice(AbstractContextManager["OnDevice"]):
+    """Within the block, tensors are made on `device`, floating ones that name no type in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, device, enabled
+        self._ends = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._ends.enter_context(torch.device(self._device))
+            self._ends.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a copy of tensors in lists, tuples and dicts on `device`, each with memory of its own."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+# -- leaf modules -----------------------------------------------------------------------------------------------------
+# A block of the outermost ModuleList is gathered as a whole, and within it ranks may call different modules. So nothing
+# follows from a mark; it is kept for scripts that ask for it.
+
+_leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether a module was marked as a leaf."""
+    return model in _leaves
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that were marked as leaves."""
+    return [module for module in model.modules() if module in _leaves]
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Mark the modules of these classes, given as types or names, as leaves, and return them; a mark has no effect.
+
+    Raises UsageError where there is none.
+    """
+    found = _of_classes(model, leaf_module_classes)
+    _leaves.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Take the mark off the modules of these classes, and return them. Raises UsageError where there is none."""
+    found = _of_classes(model, leaf_module_classes)
+    _leaves.difference_update(found)
+    return found
+
+
+def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    found = [module for module in model.modules() if type(module) in classes or type(module).__name__ in classes]
+    if not found:
+        named = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
+        raise UsageError(f"the model has no module of the classes {named}")
+    return found

@@ -1,0 +1,174 @@
+"""`deepspeed.zero`: models built in shards, whole parameters in a block, and the marks by which libraries know a sharded
+parameter.
+
+[Note: marks]
+DeepSpeed gives the parameters of a stage 3 model attributes, and transformers, peft, trl and scripts look for them:
+`ds_id` (a number, in the order of construction, alike on all ranks), `ds_shape`, `ds_numel`, `ds_status`. Here they are
+given by `Init` and by `initialize` at stage 3. `ds_status` says AVAILABLE of a parameter that rests whole on every rank,
+and of others within `GatheredParameters`; within a forward, where the engine has gathered a parameter for its own use, it
+goes on to say NOT_AVAILABLE, and whoever gathers it gets it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from zstore.engine import Init as PlainInit
+from zstore.engine import gather
+from zstore.errors import UsageError
+
+from .config import cleaned
+from .zero_types import ZeroParamStatus
+
+_numbers = itertools.count()
+
+
+def mark(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
+    """Give a parameter the attributes that [Note: marks] lists."""
+    marked: Any = parameter
+    if not hasattr(parameter, "ds_id"):
+        marked.ds_id = next(_numbers)
+    marked.ds_shape, marked.ds_numel, marked.ds_status = parameter.shape, parameter.numel(), status
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Return whether a parameter belongs to a stage 3 model."""
+    return isinstance(parameter, nn.Parameter) and hasattr(parameter, "ds_id")
+
+
+class Init(PlainInit):
+    """`zstore.Init` with DeepSpeed's arguments: within the block models are built in shards (all ranks).
+
+    As in DeepSpeed, rank 0's values count where ranks build different ones, a block within a block does nothing of its own,
+    and a model of which values rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups
+    of fewer than all ranks, and for quantized weights.
+    """
+
+    _blocks = 0
+    """Those that are open."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
+        if any(group not in (None, torch.distributed.group.WORLD) for group in groups):
+            raise UsageError("deepspeed.zero.Init: parameters are sharded over all ranks; leave the process groups out")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise UsageError("deepspeed.zero.Init: weights are not quantized; leave zero_quantized_... out")
+        if param_swapper is not None:
+            raise UsageError(
+                "deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out"
+            )
+        self._marking: RemovableHandle | None = None
+        source = config if config is not None else config_dict_or_path
+        super().__init__(
+            module,
+            config=None if source is None else cleaned(source),
+            enabled=enabled,
+            dtype=dtype,
+            remote_device=remote_device,
+            pin_memory=pin_memory,
+            mpu=mpu,
+            mem_efficient_linear=mem_efficient_linear,
+            _from_rank_0=True,
+        )
+        if module is not None and enabled:
+            for parameter in module.parameters():
+                mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+    def __enter__(self) -> Self:
+        self._enabled = self._enabled and not Init._blocks
+        entered = super().__enter__()
+        if self._enabled:
+            Init._blocks += 1
+            self._marking = register_module_parameter_registration_hook(_mark_built)
+        return entered
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._marking is not None:
+            self._marking.remove()
+            self._marking = None
+            Init._blocks -= 1
+        super().__exit__(kind, value, tb)
+
+
+def _mark_built(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Do as `zstore.gather(params, modifier_rank)`; nothing where it is not `enabled` (all ranks).
+
+    `params` is a parameter, an iterable or a module; what is no parameter is left out, and the order does not matter.
+    `fwd_module` is taken and not needed: a module's forward gathers what it reads.
+    """
+    del fwd_module
+    if not enabled:
+        yield
+        return
+    parameters = _listed(params)
+    hidden = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    with gather(parameters, modifier_rank):
+        _set_status(hidden, ZeroParamStatus.AVAILABLE)
+        try:
+            yield
+        finally:
+            _set_status(hidden, ZeroParamStatus.NOT_AVAILABLE)
+
+
+def _listed(params: Any) -> list[nn.Parameter]:
+    """Return the parameters, in the order in which all ranks have made them: a set has another one on each rank."""
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    elif isinstance(params, nn.Module):
+        params = params.parameters()
+    if not isinstance(params, Iterable):
+        raise UsageError(f"GatheredParameters() expects parameters, or a module, got {type(params).__name__}")
+    found = [p for p in dict.fromkeys(params) if isinstance(p, nn.Parameter)]
+    return sorted(found, key=lambda p: getattr(p, "ds_id", -1))
+
+
+def _set_status(parameters: Iterable[Any], status: ZeroParamStatus) -> None:
+    for parameter in parameters:
+        parameter.ds_status = status
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a weight that is read without calling its module works within a forward."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing, as `register_external_parameter`."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+    """Return `fn`: `Init` leaves the constructors of tensors as they are. transformers exchanges this for its blocks."""
+    return fn

@@ -1,0 +1,59 @@
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint, of zstore's or DeepSpeed's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zstore.open.checkpoint import open_checkpoint
+from zstore.tools.consolidate import Which, consolidate_command
+from zstore.tools.options import Dtype, parse_size
+from zstore.weights.choose import frozen_weights
+
+_log = logging.getLogger("zstore")
+_ONE_FILE_BYTES = 2**62
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint, by default the newest, in fp32 on the CPU, by their names in the model.
+
+    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError where there is none.
+    """
+    with open_checkpoint(checkpoint_dir, tag) as checkpoint:
+        weights = checkpoint.consolidated("fp32")
+        frozen = frozen_weights(checkpoint.source) if exclude_frozen_parameters else set()
+        return weights.load([name for name in weights if name not in frozen])
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into `model`, moved to the CPU, and return it."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint in fp32 into the new folder `output_dir`, as safetensors, in bounded memory.
+
+    Where `safe_serialization` asks for pickles, a line says that these are safetensors. Raises CheckpointExistsError where
+    the folder exists.
+    """
+    if not safe_serialization:
+        _log.warning(
+            "convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir
+        )
+    size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
+    which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
+    consolidate_command(checkpoint_dir, Path(output_dir), Dtype.FP32, size, which=which)

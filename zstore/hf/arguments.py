@@ -1,0 +1,150 @@
+"""What TrainingArguments say to a config: answers to "auto", contradictions, and what zstore does not serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
+
+from zstore.accelerate.config import ask_for_precision, mismatch_text, section, written
+from zstore.engine.config.config import load_config
+from zstore.errors import ConfigError, UsageError
+
+_log = logging.getLogger("zstore")
+
+_ELEMENT_WISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_WHOLE = ("adafactor", "adamw_anyprecision", "grokadamw", "stable_adamw")
+"""Values of `optim`: what steps each element by itself, and what needs whole tensors."""
+_NAMES = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x world size",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1, adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "fp16.enabled": "fp16 or fp16_full_eval",
+    "bf16.enabled": "bf16 or bf16_full_eval",
+}
+"""Keys of a config that must say what an argument says, or "auto"."""
+
+
+def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
+    """Return the answers to "auto" by dotted key; those that depend on the length of training where `max_steps` is given."""
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    answers = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro * accumulation * args.world_size,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "optimizer.params.lr": float(args.learning_rate),
+        "optimizer.params.betas": (args.adam_beta1, args.adam_beta2),
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": float(args.learning_rate),
+        "fp16.enabled": bool(args.fp16 or args.fp16_full_eval),
+        "bf16.enabled": bool(args.bf16 or args.bf16_full_eval),
+    }
+    if max_steps is not None:
+        answers["scheduler.params.total_num_steps"] = max_steps
+        answers["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(max_steps))
+    return answers
+
+
+def complete_config(raw: dict[str, Any], args: Any) -> None:
+    """Leave to the Trainer what the config does not say."""
+    ask_for_precision(raw)
+    raw.setdefault("steps_per_print", 0)  # the Trainer prints its own lines
+    if "gradient_clipping" not in raw:
+        raw["gradient_clipping"] = "auto"
+        if args.max_grad_norm:
+            _log.warning(
+                "the config has no gradient_clipping, so gradients are clipped to max_grad_norm=%g; DeepSpeed would not clip: "
+                "for that set max_grad_norm=0",
+                args.max_grad_norm,
+            )
+
+
+def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
+    """Raise ConfigError that names each value of the config that contradicts an argument."""
+    wanted = answers_of(args)
+    differing = [
+        f"{key} is {found!r}, but {name} is {wanted[key]!r}"
+        for key, name in _NAMES.items()
+        if (found := written(raw, key)) not in (None, "auto") and not _equal(found, wanted[key])
+    ]
+    if differing:
+        raise ConfigError(mismatch_text(source, differing))
+
+
+def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
+    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _ELEMENT_WISE or written(raw, "optimizer") is not None:
+        return
+    config = load_config(raw, name=source)
+    offloads = any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
+    if optim not in _WHOLE or config.stage > 0 or offloads:
+        where = " at stage 0 without offload" if optim in _WHOLE else ""
+        raise UsageError(
+            f'TrainingArguments(optim="{optim}"): the engine steps shards, tile by tile; choose one of '
+            f"{', '.join(_ELEMENT_WISE)}" + (f", or use it{where}" if where else "")
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(other, tuple):
+        return isinstance(one, list | tuple) and tuple(one) == other
+    return bool(one == other)
+
+
+def keeps_global_batch(raw: Mapping[str, Any]) -> bool:
+    """Return whether the config leaves open how many micro-batches make up a step, so that they may follow the world
+    size."""
+    return all(written(raw, key) in (None, "auto") for key in ("gradient_accumulation_steps", "train_batch_size"))
+
+
+def writes_weights(raw: dict[str, Any]) -> bool:
+    """Return whether each checkpoint is to have the weights for other software: yes, unless the config says no."""
+    return section(raw, "zero_optimization").get("stage3_gather_16bit_weights_on_model_save", True) is not False
+
+
+def check_arguments(args: Any) -> None:
+    """Raise UsageError, with the way out, for arguments that zstore does not serve."""
+    for problem in _problems(args):
+        raise UsageError(problem)
+
+
+def _problems(args: Any) -> Iterator[str]:
+    if args.deepspeed is not None:
+        yield "TrainingArguments(deepspeed=...) starts DeepSpeed itself: leave it out, and pass the same JSON as zstore_config"
+    if args.fsdp:
+        yield "TrainingArguments(fsdp=...): leave it out; zero_optimization.stage of the config shards the model"
+    if getattr(args, "parallelism_config", None) is not None:
+        yield "TrainingArguments(parallelism_config=...): zstore is data parallel alone; leave it out"
+    if args.save_on_each_node:
+        yield "TrainingArguments(save_on_each_node=True): all machines write into one shared output_dir; leave it out"
+    if args.save_only_model and args.load_best_model_at_end:
+        yield "TrainingArguments: load_best_model_at_end needs whole checkpoints; set save_only_model=False"
+    if args.auto_find_batch_size:
+        yield "TrainingArguments(auto_find_batch_size=True): the engine keeps its batch size; set per_device_train_batch_size"
+    if is_torch_xla_available() or is_sagemaker_mp_enabled():
+        yield "zstore trains on GPUs and CPUs, not on TPUs or with SageMaker's model parallelism"
+    if args.world_size == 1 < int(os.environ.get("WORLD_SIZE", "1")):
+        yield (
+            "this process is one of several, but TrainingArguments found no process group, since there is no GPU: pass "
+            "use_cpu=True to them"
+        )
+    if args.n_gpu > 1:
+        number = torch.cuda.device_count()
+        yield (
+            f"this process sees {number} GPUs, which Trainer would use by DataParallel: start a process for each with "
+            f"`torchrun --nproc-per-node {number}`, or hide the others with CUDA_VISIBLE_DEVICES=0"
+        )

@@ -1,0 +1,78 @@
+"""The folders `checkpoint-N` of a Trainer: which of them hold a committed checkpoint, and what a resume must know."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zstore.accelerate.weights import move_weights, weight_files
+from zstore.checkpoint.catalog import TagInfo, list_tags, resolve
+from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
+
+STATE_KEY = "trainer"
+"""Where the client state of a checkpoint has what this package keeps."""
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_CLIENT = "client_state"
+
+
+def tag_of(step: int) -> str:
+    """Return the tag of the checkpoint within `checkpoint-N`."""
+    return f"step-{step}"
+
+
+def committed(folder: str | os.PathLike[str]) -> TagInfo | None:
+    """Return the newest committed checkpoint in a folder `checkpoint-N`, None where there is none."""
+    try:
+        return resolve(os.fspath(folder))
+    except (CheckpointError, CorruptionError, OSError):
+        return None
+
+
+def newest_folder(output_dir: str) -> str | None:
+    """Return the folder `checkpoint-N` of the highest N whose checkpoint is committed; None where there is none."""
+    try:
+        names = [name for name in os.listdir(output_dir) if _FOLDER.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for name in sorted(names, key=lambda name: int(name.partition("-")[2]), reverse=True):
+        path = os.path.join(output_dir, name)
+        if committed(path) is not None:
+            return path
+    return None
+
+
+def require_committed(folder: str) -> Mapping[str, Any]:
+    """Return what this package kept in the checkpoint of a folder; an empty dict for another maker's.
+
+    Raises CheckpointNotFoundError, with the way out, where none is committed.
+    """
+    info = committed(folder)
+    if info is not None:
+        state = info.record.state.get(_CLIENT)
+        kept = state.get(STATE_KEY) if isinstance(state, Mapping) else None
+        return kept if isinstance(kept, Mapping) else {}
+    newest = newest_folder(os.path.dirname(os.path.abspath(folder)))
+    advice = "start from its weights with from_pretrained(), without resume_from_checkpoint"
+    if newest is not None:
+        advice = f"the newest that is whole is {newest}"
+    raise CheckpointNotFoundError(
+        f"{folder} has no committed checkpoint of zstore{_refusals(folder)}: it was made without zstore, or its save did not "
+        f"end; {advice}"
+    )
+
+
+def _refusals(folder: str) -> str:
+    try:
+        return "".join(f"; {one.location}: {one.reason}" for one in list_tags(folder).refusals)
+    except (CheckpointError, CorruptionError, OSError):
+        return ""
+
+
+def link_weights(folder: Path, tag: str) -> None:
+    """Give `checkpoint-N` the weights that its checkpoint of zstore has, as links (rank 0)."""
+    files = weight_files(folder / tag)
+    if files:
+        move_weights(files, folder, link=True)

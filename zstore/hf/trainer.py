@@ -1,0 +1,435 @@
+"""The mixin that puts a Trainer's model into an engine.
+
+[Note: where Trainer is taken hold of]
+Trainer has no plug-in for engines but DeepSpeed's and FSDP's, whose flags stay off here: it takes its plain paths, and its
+accelerator is ours. `_open_engine` comes before Trainer prepares anything, so that Trainer finds model and optimizer
+prepared. Trainer names the last micro-batch of each step by `sync_gradients`, so that short accumulations at the end of an
+epoch are whole steps. Its loss is divided already. Loading is one call, where Trainer loads the optimizer; where it loads
+weights, before the engine is there, the checkpoint is looked at alone.
+
+[Note: saves in the background]
+A save returns once the state is pinned, and is complete before the next one begins, before weights are loaded, and at the
+end of training; only then do `save_total_limit` and the links of the weights follow. It is complete at once where somebody
+looks at the folder right after it: a callback with an `on_save` of its own, `push_to_hub`, JIT checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils.deepspeed import DummyOptim
+from torch import nn
+from transformers import TrainerCallback
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import logging as transformers_logging
+
+from zstore.accelerate.accelerator import Accelerator
+from zstore.accelerate.config import read_source
+from zstore.accelerate.optimizer import EngineScheduler
+from zstore.accelerate.weights import replace_weights, trained_state
+from zstore.engine.checkpoint.record import plain, restored
+from zstore.engine.engine import Engine
+from zstore.errors import CheckpointNotFoundError, UsageError
+
+from .arguments import (
+    answers_of,
+    check_arguments,
+    check_matches,
+    check_optim,
+    complete_config,
+    keeps_global_batch,
+    writes_weights,
+)
+from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
+
+_log = logging.getLogger("zstore")
+
+
+class TrainerAccelerator(Accelerator):
+    """The accelerator of one Trainer: its arguments answer "auto", and its engine outlives a call of `train()`."""
+
+    def __init__(self, raw: dict[str, Any], source: str, arguments: Any, **kwargs: Any) -> None:
+        self._arguments = arguments
+        self.max_steps: int | None = None
+        """Of the training to come, for schedules that the config names; None: not known."""
+        super().__init__(zstore_config=(raw, source), **kwargs)
+
+    def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
+        raw, source = given
+        return raw, source
+
+    def _precision_answers(self) -> dict[str, Any]:
+        return {key: value for key, value in answers_of(self._arguments).items() if key in _PRECISION}
+
+    def _answers(self, optimizer: Any, args: Any) -> dict[str, Any]:
+        return answers_of(self._arguments, self.max_steps)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget what was prepared but the engines, and return as many None as `objects`."""
+        return super(Accelerator, self).free_memory(*objects)
+
+    def engine_for(self, model: nn.Module) -> Engine | None:
+        """Return the engine that holds a model, trained or frozen; None where there is none."""
+        return self._engine_of(model)
+
+
+_PRECISION = ("fp16.enabled", "bf16.enabled")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer whose model, optimizer and checkpoints are a zstore engine's: `class Mine(ZstoreTrainerMixin, SFTTrainer)`.
+
+    `zstore_config` is a config in DeepSpeed's dialect: a dict, a path or JSON text; by default the variable ZSTORE_CONFIG
+    names it. TrainingArguments answer what it leaves "auto". All else is the Trainer's. `checkpoint-N` holds a checkpoint
+    of zstore beside the Trainer's own small files, and resumes at any world size. See [Note: where Trainer is taken hold
+    of], [Note: saves in the background].
+
+    Raises ConfigError for a config that contradicts the arguments, UsageError for arguments that zstore does not serve.
+    """
+
+    def __init__(self, *args: Any, zstore_config: Any = None, **kwargs: Any) -> None:
+        self._zstore_config = zstore_config
+        self._accelerator_args: dict[str, Any] = {}
+        self._unfinished: tuple[str, str] | None = None
+        """Folder and tag of a save in the background."""
+        self._in_checkpoint = False
+        """Whether `checkpoint-N` is being saved, and not weights alone."""
+        super().__init__(*args, **kwargs)
+
+    # -- construction -----------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the accelerator's arguments, without what would do again what the engine does."""
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        self._accelerator_args = {**found, "deepspeed_plugin": None}
+        return {**self._accelerator_args, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Trainer's accelerator, then put ours in its place."""
+        check_arguments(self.args)
+        raw, source = read_source(self._zstore_config, "zstore_config")
+        complete_config(raw, self.args)
+        check_matches(raw, source, self.args)
+        check_optim(raw, source, self.args)
+        super().create_accelerator_and_postprocess()
+        self._writes_weights = writes_weights(raw)
+        self._keeps_global_batch = keeps_global_batch(raw)
+        self.accelerator = TrainerAccelerator(raw, source, self.args, **self._accelerator_args)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: the engine moves it, piece by piece where it is larger than the device."""
+
+    # -- preparing --------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that holds the model; None until `train()`, `evaluate()` or `predict()`."""
+        return self.accelerator.engine_for(self.model)
+
+    def _open_engine(self, max_steps: int | None) -> None:
+        """Put the model into an engine that trains it, where none does yet (all ranks)."""
+        accelerator = self.accelerator
+        if accelerator.engine is not None and accelerator.engine.module is not self.model:
+            accelerator.close_engines()  # model_init made another one
+            self.optimizer = None
+        if accelerator.engine is not None:
+            self.optimizer.forget()  # of a training that was interrupted
+            return
+        if self.engine is not None:
+            raise UsageError(
+                "the model was prepared for evaluation, by a Trainer without train_dataset, and cannot be trained any more: "
+                "give the Trainer its train_dataset when it is made"
+            )
+        background = self._writes_weights and not self._saves_whole and not self.args.save_only_model
+        accelerator.config.setdefault("zero_optimization", {})[_WEIGHTS_KEY] = background
+        if self.lr_scheduler is not None:
+            accelerator.leave_schedule_to_loop()
+        accelerator.max_steps = max_steps
+        self.create_optimizer()
+        self.model_wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Have the engine before Trainer prepares anything."""
+        self._open_engine(max_steps)
+        return super()._prepare_for_training(max_steps, *args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the optimizer: the config's where it names one, with one group as DeepSpeed has it, else Trainer's."""
+        if self.optimizer is None and "optimizer" in self.accelerator.config:
+            self.optimizer = DummyOptim([one for one in self.model.parameters() if one.requires_grad])
+            return self.optimizer
+        return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the schedule: the config's where it names one, else Trainer's."""
+        engine = self.accelerator.engine
+        if self.lr_scheduler is not None or engine is None or engine.lr_scheduler is None:
+            return super().create_scheduler(*args, **kwargs)
+        engine.lr_scheduler.load_state_dict({"last_batch_iteration": -1})  # a second train() begins anew
+        self.lr_scheduler = EngineScheduler(engine)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model's engine, where it has one."""
+        return self.engine or model
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Return inputs on the device, floating ones in the engine's precision."""
+        data = super()._prepare_input(data)
+        engine = self.engine
+        if engine is not None and isinstance(data, torch.Tensor) and data.is_floating_point():
+            return data.to(_DTYPES[engine.training_state.config.precision])
+        return data
+
+    # -- evaluating -------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with the engine; before `train()` one is made: where there is a train_dataset that of the training, else
+        one without an optimizer (all ranks)."""
+        if self.engine is None:
+            if self.train_dataset is None:
+                self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            else:
+                self._open_engine(self._known_max_steps())
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _known_max_steps(self) -> int | None:
+        """Return the steps of the training to come, where the config has a schedule that may ask for them."""
+        if "scheduler" not in self.accelerator.config:
+            return None
+        return int(self.set_initial_training_values(self.args, self.get_train_dataloader())[-1])
+
+    # -- resuming ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does. `resume_from_checkpoint=True` takes the newest folder `checkpoint-N` that is committed."""
+        if resume_from_checkpoint is True:
+            found = [newest_folder(self.args.output_dir)]
+            if self.args.world_size > 1:
+                broadcast_object_list(found)
+            if found[0] is None:
+                raise CheckpointNotFoundError(f"{self.args.output_dir} has no folder checkpoint-N that is committed")
+            resume_from_checkpoint = found[0]
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Look at the checkpoint, before the engine is there that loads it: see `_load_optimizer_and_scheduler`."""
+        kept = require_committed(resume_from_checkpoint)
+        if kept:
+            self._keep_global_batch(kept)
+
+    def _keep_global_batch(self, kept: Mapping[str, Any]) -> None:
+        """Accumulate so many micro-batches that a step has as many samples as before, at another world size."""
+        args = self.args
+        before, micro = int(kept["train_batch_size"]), args.per_device_train_batch_size * args.world_size
+        now = micro * args.gradient_accumulation_steps
+        if before == now:
+            return
+        fits = before % micro == 0 and kept["world_size"] != args.world_size
+        if fits and self._keeps_global_batch:
+            args.gradient_accumulation_steps = before // micro
+            text = "gradient_accumulation_steps is %d from here on, so that a step has %d samples as before, at world size %d"
+            _log.warning(text, args.gradient_accumulation_steps, before, args.world_size)
+            return
+        text = "a step had %d samples in the checkpoint, and has %d now: data and schedule go on from another place"
+        _log.warning(text, before, now)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load everything, at any world size (all ranks)."""
+        engine = self.accelerator.engine
+        if checkpoint is None or engine is None:
+            return
+        engine.set_gradient_accumulation_boundary(True)  # Trainer cuts the batches
+        _, state = engine.load_checkpoint(checkpoint)
+        schedule = state.get(STATE_KEY, {}).get("lr_scheduler")
+        if schedule is not None and not isinstance(self.lr_scheduler, EngineScheduler):
+            self.lr_scheduler.load_state_dict(restored(schedule))
+        if isinstance(self.lr_scheduler, EngineScheduler):
+            self.lr_scheduler.step()
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint (all ranks)."""
+        self._complete_save()
+        if self.accelerator.engine is not None:
+            _log.info("loading the best model, of %s", self.state.best_model_checkpoint)
+            self.accelerator.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _saves_whole(self) -> bool:
+        """Whether weights are gathered on rank 0 to be written, as transformers or peft would have them: adapters, and
+        models whose files have other tensors than the model."""
+        return _is_peft(self.model) or _is_converted(self.model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights, config and tokenizer as `from_pretrained` finds them; of a PEFT model its adapters (all ranks)."""
+        engine = self.engine
+        if engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        in_checkpoint = self._in_checkpoint and not self.args.save_only_model
+        if self._saves_whole:
+            self._save_gathered(engine, folder, skip=in_checkpoint and not self._writes_weights)
+        else:
+            with engine.world.agreeing():
+                if self.args.should_save:
+                    self._save_companions(folder)
+            if not in_checkpoint:
+                replace_weights(engine, folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_gathered(self, engine: Engine, folder: Path, *, skip: bool) -> None:
+        """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model."""
+        peft = _is_peft(self.model)
+        state = trained_state(engine) if peft else {} if skip else engine.module_state_dict()
+        with engine.world.agreeing():
+            if self.args.should_save and (state or not skip):
+                self._save(os.fspath(folder), state_dict=state)
+            elif self.args.should_save:
+                self._save_companions(folder)
+
+    def _save_companions(self, folder: Path) -> None:
+        """Write all that Trainer writes beside the weights (rank 0)."""
+        own = folder / _TEMPORARY
+        shutil.rmtree(own, ignore_errors=True)
+        with _no_progress_bars():  # they would tell of no weights
+            self._save(os.fspath(own), state_dict={})
+        shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model*.safetensors*"), dirs_exist_ok=True)
+        shutil.rmtree(own)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save `checkpoint-N`; see [Note: saves in the background] (all ranks)."""
+        self._complete_save()
+        limit, self._in_checkpoint = self.args.save_total_limit, True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit, self._in_checkpoint = limit, False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save everything that is the engine's, and the schedule (all ranks)."""
+        engine, args = self.accelerator.engine, self.args
+        if engine is None:
+            return
+        kept = {
+            "lr_scheduler": None
+            if isinstance(self.lr_scheduler, EngineScheduler)
+            else plain(self.lr_scheduler.state_dict()),
+            "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "world_size": args.world_size,
+        }
+        tag = tag_of(self.state.global_step)
+        engine.save_checkpoint(
+            output_dir,
+            tag,
+            {STATE_KEY: kept},
+            exclude_frozen_parameters=_is_peft(self.model),
+            overwrite=True,
+            wait=False,
+        )
+        self._unfinished = output_dir, tag
+        if self._saves_at_once():
+            self._complete_save(rotate=False)
+        else:
+            args.save_total_limit = None  # not before this one is committed: see `_save_checkpoint`
+
+    def _saves_at_once(self) -> bool:
+        """Return whether somebody looks at the folder as soon as it is saved."""
+        hooked = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
+        return hooked or self.args.push_to_hub or self.args.enable_jit_checkpoint
+
+    def _complete_save(self, *, rotate: bool = True) -> None:
+        """Complete a save in the background, and what waits for it (all ranks)."""
+        if self._unfinished is None or self.accelerator.engine is None:
+            return
+        engine, (folder, tag) = self.accelerator.engine, self._unfinished
+        engine.wait_for_checkpoint()
+        self._unfinished = None
+        with engine.world.agreeing():
+            if self.args.should_save:
+                link_weights(Path(folder), tag)
+                if rotate:
+                    rotate_checkpoints(
+                        output_dir=os.path.dirname(folder),
+                        save_total_limit=self.args.save_total_limit,
+                        best_model_checkpoint=self.state.best_model_checkpoint,
+                        use_mtime=True,
+                    )
+
+    def close(self) -> None:
+        """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
+        ranks). A model whose parameters are sharded can be used no more."""
+        self._complete_save()
+        self.accelerator.close_engines()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Complete the last save, then end as Trainer does."""
+        self._complete_save()
+        return super()._finalize_training(*args, **kwargs)
+
+
+_WEIGHTS_KEY = "stage3_gather_16bit_weights_on_model_save"
+_TEMPORARY = ".zstore-files"
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Let transformers draw none in the block."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _is_peft(model: nn.Module) -> bool:
+    """Return whether the model has adapters of peft."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    try:
+        from peft import PeftMixedModel, PeftModel
+    except ImportError:
+        return False
+    return isinstance(model, PeftModel | PeftMixedModel)
+
+
+def _is_converted(model: nn.Module) -> bool:
+    """Return whether transformers writes other tensors into files than the model has."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return False
+    found = getattr(model, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
+
+
+def wrap(trainer_class: type) -> type:
+    """Return a subclass of a Trainer class that trains on zstore; see `ZstoreTrainerMixin`."""
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
+        raise UsageError(f"wrap(): expected a subclass of transformers.Trainer, got {trainer_class!r}")
+    if issubclass(trainer_class, ZstoreTrainerMixin):
+        return trainer_class
+    return type(trainer_class.__name__, (ZstoreTrainerMixin, trainer_class), {"__doc__": trainer_class.__doc__})
+
+
+Trainer = wrap(transformers.Trainer)
+Seq2SeqTrainer = wrap(transformers.Seq2SeqTrainer)

@@ -1,0 +1,26 @@
+"""The strategy for `import pytorch_lightning`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from .precision import EnginePrecision
+from .register import register
+from .strategy import EngineStrategy
+
+
+class ZstorePrecision(EnginePrecision, Precision):  # type: ignore[misc]
+    """See EnginePrecision."""
+
+
+class ZstoreStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]
+    """See EngineStrategy."""
+
+    library = "pytorch_lightning"
+    precision_class: Any = ZstorePrecision
+
+
+register(StrategyRegistry, ZstoreStrategy)

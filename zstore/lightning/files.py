@@ -1,0 +1,92 @@
+"""Where checkpoints lie under the names that Lightning gives them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zstore.checkpoint.catalog import scan
+from zstore.checkpoint.commit import discard
+from zstore.checkpoint.names import tag_folder
+from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.io.files import Files
+from zstore.open.sources import folder_of
+from zstore.remote.url import is_url
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A checkpoint of Lightning's: `folder/name`, which is the engine's checkpoint of the tag `name` in `folder`.
+
+    A name with characters that a checkpoint's folder does not have is a symbolic link to the folder.
+    """
+
+    folder: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """The name that Lightning knows."""
+        return f"{self.folder}/{self.name}"
+
+    @property
+    def tag(self) -> str:
+        """The checkpoint's tag."""
+        return self.name
+
+    @staticmethod
+    def of(path: str) -> Place:
+        """Return the place of a path or URL. Raises UsageError for a name that is no tag."""
+        folder, _, name = path.rstrip("/").rpartition("/")
+        place = Place(folder=folder or ("/" if path.startswith("/") else "."), name=name)
+        if is_url(path) and tag_folder(name) != name:
+            raise UsageError(
+                f"{path}: {name!r} cannot name a checkpoint behind a URL: use letters, digits and `-_.~=+@,` alone"
+            )
+        tag_folder(name)
+        return place
+
+    def to_load(self) -> tuple[str, str | None]:
+        """Return the folder and the tag to load: a link's own folder. Raises CheckpointMismatchError for a file, which is
+        Lightning's own."""
+        path = Path(self.path)
+        if is_url(self.folder) or not (path.is_file() or path.is_symlink()):
+            return self.folder, self.tag
+        if path.is_file():
+            raise CheckpointMismatchError(
+                f"{path} is a file, and a checkpoint of zstore a folder: load its weights with "
+                "MODULE.load_from_checkpoint(PATH) before fit(), or use the strategy that saved it"
+            )
+        return str(path.resolve(strict=True)), None
+
+    def unlink(self) -> None:
+        """Remove a link, or a file of Lightning's own, that a checkpoint is to replace."""
+        path = Path(self.path)
+        if not is_url(self.folder) and (path.is_symlink() or path.is_file()):
+            path.unlink()
+
+    def link(self) -> None:
+        """Give the checkpoint its name where its folder has another."""
+        if not is_url(self.folder) and (stored := tag_folder(self.tag)) != self.name:
+            os.symlink(stored, self.path)
+
+
+def remove(place: Place, storage_options: Mapping[str, Any]) -> None:
+    """Remove a checkpoint so that at no instant half of it looks like one; nothing where it is not there."""
+    if is_url(place.folder):
+        from zstore.remote.commit import remove_checkpoint
+        from zstore.remote.folder import RemoteFolder
+
+        folder = folder_of(place.folder, storage_options)
+        found = [info for info in scan(folder).tags if info.tag == place.tag]
+        if isinstance(folder, RemoteFolder):
+            for info in found:
+                remove_checkpoint(folder, info)
+        return
+    stored = Path(place.folder) / tag_folder(place.tag)
+    place.unlink()
+    if stored.is_dir():
+        discard(Files(), stored)

@@ -1,0 +1,170 @@
+"""The config of a strategy, and what the Trainer answers in it. Nothing here imports Lightning."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.schema import Settings
+from zstore.errors import ConfigError
+
+CONFIG_VARIABLE = "ZSTORE_CONFIG"
+"""Names the config's file where a strategy is made without one."""
+DEFAULT_STAGE = 2
+PRECISIONS: Mapping[str, str | None] = {
+    "32-true": None,
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+}
+"""Lightning's names -> the config's section."""
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A config as it was given."""
+
+    raw: Mapping[str, Any]
+    name: str
+    """For messages."""
+
+    @property
+    def settings(self) -> Settings:
+        """Every key, typed."""
+        return load_config(self.raw, name=self.name).settings
+
+
+def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage: int | None) -> Source:
+    """Return the config of a strategy: the one given, the one that `ZSTORE_CONFIG` names, or one of `stage`.
+
+    Raises ConfigError that names every problem in it.
+    """
+    config = config if config is not None or stage is not None else os.environ.get(CONFIG_VARIABLE)
+    if config is None:
+        source = Source(
+            raw={"zero_optimization": {"stage": DEFAULT_STAGE if stage is None else stage}}, name="ZstoreStrategy"
+        )
+    elif stage is not None:
+        raise ConfigError(f"ZstoreStrategy got a config and stage={stage}: write the stage into the config")
+    elif isinstance(config, Mapping):
+        source = Source(raw=copy.deepcopy(dict(config)), name="ZstoreStrategy(config)")
+    elif isinstance(config, str | os.PathLike):
+        source = Source(raw=read_config(config), name=os.fspath(config))
+    else:
+        raise ConfigError(f"ZstoreStrategy: expected a config as dict or path, got {type(config).__name__}")
+    own = source.settings.zstore
+    if own.keep is not None:
+        raise ConfigError(
+            f"{source.name}: zstore.keep would remove checkpoints that Lightning's ModelCheckpoint keeps: leave it out, and "
+            "set ModelCheckpoint(save_top_k=...)"
+        )
+    if own.durability == "step":
+        raise ConfigError(
+            f'{source.name}: zstore.durability "step" saves without what Lightning keeps beside the engine: leave it out, '
+            "and use ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)"
+        )
+    return source
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerValues:
+    """What a Trainer was told that a config says, too."""
+
+    precision: str
+    """Lightning's name."""
+    accumulation_steps: int
+    clip_norm: float | None
+
+
+def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
+    """Return the config with the Trainer's values where it is silent or "auto".
+
+    Raises ConfigError where both name different values.
+    """
+    settings = source.settings
+    raw = copy.deepcopy(dict(source.raw))
+    raw.setdefault("steps_per_print", 0)
+    raw |= _precision(source, settings, PRECISIONS[trainer.precision], trainer.precision)
+    accumulation = trainer.accumulation_steps
+    _agree(source, "gradient_accumulation_steps", settings, accumulation, "accumulate_grad_batches")
+    raw["gradient_accumulation_steps"] = accumulation
+    clip = trainer.clip_norm
+    if clip is not None:
+        _agree(source, "gradient_clipping", settings, clip, "gradient_clip_val")
+        raw["gradient_clipping"] = clip
+    elif settings.gradient_clipping == "auto":
+        raw["gradient_clipping"] = 0.0
+    return raw
+
+
+def _agree(source: Source, key: str, settings: Settings, theirs: float, argument: str) -> None:
+    """Raise ConfigError where the config says another number than the Trainer."""
+    own = getattr(settings, key)
+    if key in settings.model_fields_set and own not in (None, "auto", theirs):
+        raise ConfigError(
+            f'{source.name}: {key} is {own}, and Trainer({argument}={theirs}): set both alike, or {key} to "auto"'
+        )
+
+
+def _precision(source: Source, settings: Settings, wanted: str | None, given: str) -> dict[str, Any]:
+    """Return the sections of precision; the Trainer's default, 32 bits, leaves the config its choice."""
+    sections: Mapping[str, Any] = {"bf16": settings.bf16, "fp16": settings.fp16}
+    stated = [name for name, section in sections.items() if section.enabled is True]
+    if wanted is not None and stated and stated != [wanted]:
+        raise ConfigError(
+            f'{source.name}: {stated[0]}.enabled is true, and Trainer(precision="{given}"): set both alike, or leave one out'
+        )
+    changed: dict[str, Any] = {}
+    for name, section in sections.items():
+        present = (
+            dict(section.model_dump(exclude_unset=True, by_alias=False)) if name in settings.model_fields_set else {}
+        )
+        if section.enabled == "auto":
+            changed[name] = present | {"enabled": name == wanted or name in stated}
+        elif name == wanted and section.enabled is not True:
+            if "enabled" in section.model_fields_set:
+                raise ConfigError(
+                    f'{source.name}: {name}.enabled is false, and Trainer(precision="{given}"): set both alike, or '
+                    f'{name}.enabled to "auto"'
+                )
+            changed[name] = present | {"enabled": True}
+    return changed
+
+
+def compute_dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of parameters and inputs of a config that `for_trainer` returned."""
+    settings = load_config(raw).settings
+    on = [name for name in _DTYPES if getattr(settings, name).enabled is True]
+    return _DTYPES[on[0]] if on else torch.float32
+
+
+def check_optimizer(source: Source, client: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where the config's optimizer is not the one of `configure_optimizers`.
+
+    What the section leaves "auto", or out, is that optimizer's.
+    """
+    section = source.settings.optimizer
+    if section is None:
+        return
+    kind = "AdamW" if section.type == "AdamW" or section.params.adam_w_mode else "Adam"
+    stated = {name: getattr(section.params, name) for name in ("lr", "betas", "eps", "weight_decay")}
+    differing = [
+        f"params.{name} is {value}, there it is {client.defaults.get(name)}"
+        for name, value in stated.items()
+        if name in section.params.model_fields_set and value != "auto" and value != client.defaults.get(name)
+    ]
+    if type(client).__name__ != kind:
+        differing.insert(0, f"{section.type} means {kind}, there it is {type(client).__name__}")
+    if differing:
+        raise ConfigError(
+            f"{source.name}: optimizer: configure_optimizers() returns another one: {'; '.join(differing)}. Leave the section "
+            'out, say "auto" there, or let configure_optimizers() return None'
+        )

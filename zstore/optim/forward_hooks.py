@@ -1,0 +1,97 @@
+"""Modules that wait for the update of their parameters before they run, for an update behind `step()`.
+
+A hook on all modules of the process, since an optimizer is given parameters and no model. A module waits for its own
+parameters; one that FSDP2 gathers for, for all those that it gathers. A module whose state is asked for waits too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .records import LocalRecord
+from .stepping import Stepping
+
+
+class ForwardHooks:
+    """Lets modules wait for the updates of `stepping`, for as long as this lives."""
+
+    def __init__(self, stepping: Stepping, records: Mapping[torch.Tensor, LocalRecord]) -> None:
+        self._stepping = stepping
+        self._records = records
+        self._gathers: weakref.WeakKeyDictionary[nn.Module, list[LocalRecord]] = weakref.WeakKeyDictionary()
+        """By module of FSDP2, what it gathers."""
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules whose state is not read before the updates."""
+        this = weakref.ref(self)
+
+        def before(module: nn.Module, args: Any) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks._before(module)
+
+        disable: Any = torch.compiler.disable
+        self._handles: list[Any] = [register_module_forward_pre_hook(disable(before))]
+
+    def _before(self, module: nn.Module) -> None:
+        read = self._read_by(module)
+        if read and self._stepping.is_behind:
+            self._stepping.wait(read)
+
+    def _read_by(self, module: nn.Module) -> list[LocalRecord]:
+        if isinstance(module, FSDPModule):
+            if _gathers_ahead(module):
+                return list(self._records.values())
+            known = self._gathers.get(module)
+            if known is None:
+                known = self._gathers[module] = self._gathered_by(module)
+                self._watch(module)
+            return known
+        own = [self._records[p] for p in module._parameters.values() if p is not None and p in self._records]
+        if own:
+            self._watch(module)
+        return own
+
+    def _gathered_by(self, module: nn.Module) -> list[LocalRecord]:
+        """Return the parameters below a module of FSDP2 that no module of FSDP2 below it gathers."""
+        found: dict[LocalRecord, None] = {}
+        waiting = [module]
+        while waiting:
+            each = waiting.pop()
+            for parameter in each._parameters.values():
+                if parameter is not None and parameter in self._records:
+                    found[self._records[parameter]] = None
+            waiting += [child for child in each.children() if not isinstance(child, FSDPModule)]
+        return list(found)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Let `module.state_dict()`, and that of what holds it, wait for all updates."""
+        if module in self._watched:
+            return
+        self._watched.add(module)
+        stepping = weakref.ref(self._stepping)
+
+        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            alive = stepping()
+            if alive is not None and alive.is_behind:
+                alive.wait()
+
+        watched: Any = module
+        self._handles.append(watched.register_state_dict_pre_hook(before))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _gathers_ahead(module: FSDPModule) -> bool:
+    """Return whether the module begins to gather for others in its forward (`set_modules_to_forward_prefetch`)."""
+    state: Any = module._get_fsdp_state()
+    return bool(getattr(state, "_states_to_forward_prefetch", True))

@@ -1,0 +1,275 @@
+"""The state of an offloaded optimizer: where each parameter's part of it rests, and what others see and load of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from zstore.engine.optim.kernel import FusedAdam, Scalars, TorchKernel
+from zstore.engine.optim.state import OptimizerState
+from zstore.engine.plan.plan import Placement
+from zstore.errors import BudgetError, UsageError
+from zstore.format.arrays import model_array, optimizer_array
+from zstore.format.boxes import Box
+from zstore.tensors import as_torch
+
+from .records import LocalRecord, local_part, make_local_record, memory_of
+from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float
+
+_log = logging.getLogger("zstore")
+
+MASTER = "master"
+"""Name of a 16-bit parameter's fp32 master among its state."""
+Tier = Literal["host", "disk"]
+Settle = Callable[[Iterable[LocalRecord]], None]
+
+
+class LocalState:
+    """Records, arrays and scalars of the parameters that are trained; `settle` waits until no update of them runs."""
+
+    def __init__(self, arrays: OptimizerState, tier: Tier, settle: Settle) -> None:
+        self.arrays = arrays
+        self.records: dict[torch.Tensor, LocalRecord] = {}
+        """By parameter, in order."""
+        self._tier = tier
+        self._settle = settle
+        self._kernels: list[FusedAdam | TorchKernel] = []
+        self._names: set[str] = set()
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def add_kernel(self, kernel: FusedAdam | TorchKernel) -> None:
+        """Add the kernel of a new parameter group."""
+        self._kernels.append(kernel)
+        self.arrays.kernels = self._kernels
+
+    def replace_kernels(self, kernels: list[FusedAdam | TorchKernel]) -> None:
+        """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
+        for number, (former, kernel) in enumerate(zip(self._kernels, kernels, strict=True)):
+            if former.slots != kernel.slots:
+                raise UsageError(
+                    f"parameter group {number} keeps {', '.join(former.slots) or 'nothing'}, but with the loaded settings it "
+                    f"would keep {', '.join(kernel.slots) or 'nothing'}: make the optimizer with the settings of the saved one"
+                )
+        self._kernels = kernels
+        self.arrays.kernels = kernels
+
+    def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
+        """Create the state of a parameter. Raises BudgetError where neither memory nor a disk has room for it."""
+        number = len(self.records)
+        name = name or f"parameter-{number}"
+        if name in self._names:
+            name = f"{name}-{number}"
+        record = make_local_record(name, parameter, group=group)
+        self._add_arrays(record, self._rest(record))
+        self.records[parameter] = record
+        self._names.add(name)
+        return record
+
+    def _rest(self, record: LocalRecord) -> Tier:
+        """Return where the state rests: in host memory that the budget does not have, on disk where there is one."""
+        store = self.arrays.store
+        num_arrays = len(self._kernels[record.group or 0].slots) + int(record.dtype != torch.float32)
+        nbytes, free = 4 * record.owned_numel * num_arrays, store.budget.free_bytes
+        spills = self._tier == "host" and store.options.run_path is not None and free is not None and nbytes > free
+        return "disk" if spills else self._tier
+
+    def _add_arrays(self, record: LocalRecord, tier: Tier) -> None:
+        try:
+            self.arrays.add(record, record.full, Placement(state=tier, parameter="device", gradient="device"))
+        except BudgetError as error:
+            error.add_note(
+                f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" rests all '
+                'state on disk, device="cpu" what the budget has no room for.'
+            )
+            raise
+
+    def watch_memory(self, records: Iterable[LocalRecord]) -> None:
+        """Follow parameters that got other memory, and take over values that somebody gave those with a master."""
+        for record in records:
+            local = local_part(record.parameter)
+            if local.numel() and local.data_ptr() != record.address:
+                self._rebind(record, local)
+            elif not self.arrays.is_master(record) and local._version != record.seen_version:
+                self._reconcile(record)
+
+    def _rebind(self, record: LocalRecord, local: torch.Tensor) -> None:
+        if local.shape != record.local_shape or local.dtype != record.dtype or local.device != record.full.device:
+            raise UsageError(
+                f"parameter {record.name!r} was {record.dtype} {list(record.local_shape)} on {record.full.device} and is "
+                f"{local.dtype} {list(local.shape)} on {local.device}: make the optimizer after the model is cast, moved or "
+                "sharded"
+            )
+        if tuple(local.stride()) != record.strides:
+            raise UsageError(f"parameter {record.name!r} got memory of another layout: make the optimizer after that")
+        record.full, record.address = memory_of(local), local.data_ptr()
+        if self.arrays.is_master(record):
+            store, name = self.arrays.store, model_array(record.name)
+            store.remove(name)
+            spec, memory = record.spec("model", record.dtype), record.full
+            store.create(spec, grid=record.state_grid, shard=record.state_shard, tier="device", memory=memory)
+        else:
+            self._reconcile(record)
+
+    def _reconcile(self, record: LocalRecord) -> None:
+        """Give the master the parameter's value wherever it would not round to that: somebody else set it."""
+        if record.owned_numel:
+            rows = record.owned()
+            with self.arrays.passing([[model_array(record.name)]], "update") as tiles:
+                for tile in tiles:
+                    master = as_torch(tile.views[0])
+                    here = torch.empty_like(master, dtype=rows.dtype)
+                    self.arrays.transfers.copy_into(here, rows[tile.first : tile.stop])
+                    other = master.to(rows.dtype) != here
+                    torch.where(other, here.float(), master, out=master)
+        record.seen_version = local_part(record.parameter)._version
+
+    def note_update(self, records: Iterable[LocalRecord]) -> None:
+        """Count the change of parameters, which autograd refuses to go back over."""
+        for record in records:
+            torch.autograd.graph.increment_version(record.parameter)
+            record.seen_version = local_part(record.parameter)._version
+
+    # -- what others see ------------------------------------------------------------------------------------------------
+
+    def entry(self, record: LocalRecord) -> dict[str, Any]:
+        """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
+        kernel = self._kernels[record.group or 0]
+        self._settle([record])
+        values = kernel.present(self.arrays.scalars[record])
+        values |= {slot: self._shown(record, optimizer_array(slot, record.name)) for slot in kernel.slots}
+        if not self.arrays.is_master(record):
+            values[MASTER] = self._shown(record, model_array(record.name))
+        return values
+
+    def _shown(self, record: LocalRecord, array: str) -> torch.Tensor:
+        """Return an array as a tensor that is laid out as the parameter is."""
+        changed = self._doubt_master if array == model_array(record.name) else _nothing
+        kind = RestingTensor if record.is_contiguous else StoredTensor
+        stored = kind(StoredArray(name=array, record=record, state=self.arrays, settle=self._settle, changed=changed))
+        parameter: torch.Tensor = record.parameter
+        if not isinstance(parameter, DTensor):
+            return stored
+        meta = TensorMeta(shape=parameter.shape, stride=parameter.stride(), dtype=stored.dtype)
+        spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+        # Not `from_local`, which would bring the values to the mesh's device.
+        make: Any = DTensor
+        shown: torch.Tensor = make(stored, spec, requires_grad=False)
+        return shown
+
+    def _doubt_master(self, record: LocalRecord) -> None:
+        record.seen_version = None
+
+    def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
+        """Replace a parameter's state by `entry`, of this class or torch's; by none where it has no such state.
+
+        Raises UsageError where shapes do not fit.
+        """
+        kernel = self._kernels[record.group or 0]
+        slots = {slot: entry.get(slot) for slot in kernel.slots}
+        if not entry or any(value is None for value in slots.values()):
+            self.reset(record)
+            return
+        for slot, value in slots.items():
+            self._put(record, slot, optimizer_array(slot, record.name), value)
+        self.arrays.scalars[record] = _scalars(kernel, entry)
+        if not self.arrays.is_master(record):
+            if MASTER in entry:
+                self._put(record, MASTER, model_array(record.name), entry[MASTER])
+            self._doubt_master(record)
+
+    def _put(self, record: LocalRecord, slot: str, array: str, value: Any) -> None:
+        local = self._local_value(record, f"{slot} of {record.name}", require_float(f"{slot} of {record.name}", value))
+        if isinstance(local, StoredTensor):
+            if local.array.state is self.arrays and local.array.name == array:
+                return  # it was loaded in place
+            local = local.read()
+        shown = self._shown(record, array)
+        target = shown.to_local() if isinstance(shown, DTensor) else shown
+        if isinstance(target, StoredTensor):
+            target.array.write(Box.whole(tuple(record.local_shape)), local)
+
+    def _local_value(self, record: LocalRecord, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a value that is whole, or laid out over the parameter's mesh."""
+        parameter: torch.Tensor = record.parameter
+        if value.shape != parameter.shape:
+            raise UsageError(
+                f"state {name!r}: expected shape {list(parameter.shape)}, got {list(value.shape)}: it is of another model"
+            )
+        if isinstance(parameter, DTensor):
+            if not isinstance(value, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            elif value.placements != parameter.placements:
+                value = value.redistribute(parameter.device_mesh, parameter.placements)
+        return local_part(value)
+
+    def reset(self, record: LocalRecord) -> None:
+        """Let a parameter's state be that of one that was never updated."""
+        self._settle([record])
+        kernel = self._kernels[record.group or 0]
+        groups = [[optimizer_array(slot, record.name)] for slot in kernel.slots] if record.owned_numel else []
+        with self.arrays.passing(groups, "fill") as tiles:
+            for tile in tiles:
+                as_torch(tile.views[0]).zero_()
+        self.arrays.scalars[record] = kernel.initial()
+
+
+def _nothing(record: LocalRecord) -> None:
+    """Nobody has to hear of it."""
+
+
+def _scalars(kernel: FusedAdam | TorchKernel, entry: Mapping[str, Any]) -> Scalars:
+    names = list(kernel.present(kernel.initial()))
+    missing = [name for name in names if name not in entry]
+    if missing:
+        raise UsageError(f"the loaded state has no {missing[0]!r}: it is of another optimizer class")
+    found = {name: float(entry[name]) for name in names}
+    if isinstance(kernel, FusedAdam):
+        return found
+    if found.get("step") == 0.0:
+        return kernel.initial()
+    return found | {"updates": found.get("step", 1.0)}
+
+
+class StateView(MutableMapping[torch.Tensor, Any]):
+    """`optimizer.state`: each trained parameter's state, as it is when it is asked for. Setting an entry loads it."""
+
+    def __init__(self, state: LocalState) -> None:
+        self._state = state
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        record = self._state.records.get(parameter)
+        return {} if record is None else self._state.entry(record)  # as the defaultdict that it stands in for
+
+    def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        self._state.load(self._record(parameter), entry)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._state.reset(self._record(parameter))
+
+    def _record(self, parameter: torch.Tensor) -> LocalRecord:
+        if parameter not in self._state.records:
+            raise KeyError("this optimizer does not update the parameter")
+        return self._state.records[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._state.records
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(list(self._state.records))
+
+    def __len__(self) -> int:
+        return len(self._state.records)
+
+    def clear(self) -> None:
+        """Let every parameter's state be that of one that was never updated."""
+        for record in self._state.records.values():
+            self._state.reset(record)
+
+    def __repr__(self) -> str:
+        return f"<state of {len(self)} parameters>"

@@ -1,0 +1,363 @@
+"""The optimizer as training loops see it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.tensor import DTensor
+
+from zstore.engine.device import Streams, Transfers, streams_for
+from zstore.engine.optim.state import OptimizerState
+from zstore.engine.runtime.allocator import map_large_blocks
+from zstore.errors import UsageError
+from zstore.store import StoreOptions, TensorStore
+from zstore.store.statistics import StoreStatistics
+
+from .forward_hooks import ForwardHooks
+from .gradients import Gradients, laid_out
+from .local_state import LocalState, StateView
+from .norm import clip_factor, global_norm
+from .registry import OptimizerClass, make_kernel, settings_of
+from .stepping import InBackward, Rows, Stepping
+
+Overlap = Literal["none", "forward", "backward"]
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """What an optimizer holds open; it must not refer to the optimizer, whose end closes it."""
+
+    stepping: Stepping
+    state: LocalState
+    gradients: Gradients
+    in_backward: InBackward | None
+    hooks: ForwardHooks | None
+    closed: bool = False
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        with ExitStack() as last_to_first:
+            last_to_first.callback(self.state.arrays.store.close)
+            last_to_first.callback(self.stepping.close)
+            if self.in_backward is not None:
+                last_to_first.callback(self.in_backward.close)
+            if self.hooks is not None:
+                last_to_first.callback(self.hooks.close)
+            last_to_first.callback(self.gradients.close)
+
+
+class Offloaded(torch.optim.Optimizer):
+    """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state rests off the device.
+
+    `device` "nvme" keeps the state in files under `path`, an existing folder on the drive to use that no other optimizer
+    uses at the same time; "cpu" keeps it in host memory, and what `host_budget_bytes` has no room for under `path`, where
+    that is given. The budget counts transfer buffers and state in host memory.
+
+    fp32 parameters are updated in place, with the bits of torch's class. Of bf16 and fp16 parameters an fp32 master is
+    kept with the state, and the parameter is the master, rounded.
+
+    `max_grad_norm` clips as `torch.nn.utils.clip_grad_norm_` does, over all ranks. `free_grads` takes gradients into host
+    memory as the backward makes them, so that `.grad` is None when it ends. `overlap` says when an update runs: see
+    docs/offloaded-optimizer.md. Each rank holds the state of what it has of each parameter; no rank waits for another.
+
+    `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
+    RunFolderError for a folder that cannot be used, BudgetError where the state does not fit.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling, and skipping a step, to `step`
+
+    def __init__(  # noqa: PLR0913 - the settings of the class come besides
+        self,
+        kind: OptimizerClass,
+        params: Any,
+        *,
+        device: Literal["nvme", "cpu"] = "nvme",
+        path: str | os.PathLike[str] | None = None,
+        host_budget_bytes: int | None = None,
+        max_grad_norm: float | None = None,
+        overlap: Overlap = "none",
+        free_grads: bool = False,
+        _streams: Streams | None = None,
+        **settings: Any,
+    ) -> None:
+        _check(device, path, overlap, max_grad_norm)
+        self.kind = kind
+        """The class whose update is carried out."""
+        self.max_grad_norm = max_grad_norm
+        self.overlap = overlap
+        self.free_grads = free_grads
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
+        params, first = _taken(params)
+        streams = _streams or streams_for(first.device)
+        options = _options(device, path, host_budget_bytes, first.device, streams)
+        store = TensorStore(options, rank=_rank(), cuda=streams.cuda_runtime)
+        try:
+            transfers = Transfers(streams, store.links)
+            stepping = Stepping()
+            arrays = OptimizerState(store, [], transfers)
+            arrays.owns_fp32 = True
+            state = LocalState(arrays, "disk" if device == "nvme" else "host", stepping.wait)
+            stepping.connect(state)
+            in_backward = InBackward(stepping, state) if overlap == "backward" else None
+            on_final = None if in_backward is None else in_backward.put
+            gradients = Gradients(transfers, frees=free_grads, on_final=on_final)
+            hooks = ForwardHooks(stepping, state.records) if overlap == "forward" else None
+            self._parts = _Parts(
+                stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
+            )
+            self._end = weakref.finalize(self, self._parts.close)
+            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
+            super().__init__(params, template.defaults)
+        except BaseException:
+            store.close()
+            raise
+        self.state: Any = StateView(state)
+
+    @property
+    def store(self) -> TensorStore:
+        """The store that holds the state."""
+        return self._parts.state.arrays.store
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer; the state of parameters that are trained is made at once."""
+        number = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            self._parts.state.add_kernel(make_kernel(self.kind, self.param_groups[number]))
+            self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
+        except BaseException:
+            del self.param_groups[number]
+            raise
+        if self._parts.in_backward is not None:
+            self._parts.in_backward.groups = self.param_groups
+
+    def _add_records(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
+        group = self.param_groups[number]
+        names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        for parameter in parameters:
+            record = self._parts.state.add(parameter, number, names.get(parameter))
+            self._parts.gradients.watch(record)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return what `closure` returns.
+
+        Raises UsageError where an earlier update stopped half way, and whatever a drive raises.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_open()
+        parts = self._parts
+        parts.stepping.require_whole()
+        parts.stepping.wait()
+        scale, is_finite = self._amp()
+        for number, group in enumerate(self.param_groups):
+            known = parts.state.records
+            self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in known])
+        rows = parts.gradients.collect(parts.state.records)
+        if not is_finite:
+            return loss
+        if parts.in_backward is not None:
+            parts.in_backward.finish(rows)
+            return loss
+        factor = self._factor(rows, scale)
+        parts.state.watch_memory(rows)
+        settings = parts.stepping.settings(self.param_groups, factor)
+        parts.stepping.run(rows, settings, behind=self.overlap == "forward")
+        return loss
+
+    def _amp(self) -> tuple[float, bool]:
+        """Return by what a GradScaler has multiplied the gradients, and whether they are finite."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is None:
+            return 1.0, True
+        if self.free_grads or self.overlap == "backward":
+            raise UsageError(
+                'a GradScaler looks at gradients between backward and step, when free_grads or overlap="backward" have taken '
+                "them: leave these out"
+            )
+        return _number(scale, 1.0), _number(found, 0.0) == 0.0
+
+    def _factor(self, rows: Rows, scale: float) -> float:
+        """Return what gradients are multiplied with: the inverse of the scale, and what clips them."""
+        if self.max_grad_norm is None:
+            return 1.0 / scale
+        self.grad_norm = global_norm(laid_out(rows)) / scale
+        return clip_factor(self.grad_norm, self.max_grad_norm) / scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer."""
+        if not set_to_none and not self._parts.closed:
+            self.wait()  # an update may still read the gradients
+        super().zero_grad(set_to_none)
+
+    def wait(self) -> None:
+        """Return when no update runs behind the last step: parameters may be read by whatever is no module's forward.
+
+        Raises what ended the update.
+        """
+        self._require_open()
+        self._parts.stepping.wait()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state as torch's class does; tensors of the state are `StoredTensor`s, or DTensors of them."""
+        self._require_open()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace groups' settings and state by those of `state_dict`, of this class or of torch's.
+
+        Values that are this optimizer's own `StoredTensor`s were loaded in place. Raises UsageError where shapes differ.
+        """
+        self._require_open()
+        loaded = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = before(self, loaded) or loaded
+        self._parts.stepping.forget()
+        self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
+        if self._parts.in_backward is not None:
+            self._parts.in_backward.groups = self.param_groups
+        self._parts.state.replace_kernels([make_kernel(self.kind, group) for group in self.param_groups])
+        saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, own, strict=True):
+            entry = loaded["state"].get(key)
+            if parameter in self._parts.state.records:
+                self.state[parameter] = {} if entry is None else entry
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "an offloaded optimizer holds files and threads, and cannot be copied or pickled: take its state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("Offloaded (", f"Offloaded {self.kind.__name__} (", 1)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> StoreStatistics:
+        """Return what the store moved and holds: bytes on disk, in host memory and in buffers."""
+        return self.store.statistics()
+
+    def close(self) -> None:
+        """Finish the update under way and remove the state's files; a second call does nothing."""
+        self._end()
+
+    def _require_open(self) -> None:
+        if self._parts.closed:
+            raise UsageError(
+                "the optimizer is closed, and its state is gone: make another one, and load a state_dict()"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
+    if device not in ("nvme", "cpu"):
+        raise UsageError(f'device: expected "nvme" or "cpu", where the state rests, got {device!r}')
+    if device == "nvme" and path is None:
+        raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
+    if path is not None and not Path(path).is_dir():
+        raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
+    if overlap not in ("none", "forward", "backward"):
+        raise UsageError(f'overlap: expected "none", "forward" or "backward", got {overlap!r}')
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(
+            f"max_grad_norm: expected a positive number, or None to leave gradients as they are, got {max_grad_norm}"
+        )
+    if max_grad_norm is not None and overlap == "backward":
+        raise UsageError(
+            'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '
+            'for: use overlap "forward" or "none"'
+        )
+
+
+def _taken(params: Any) -> tuple[Any, torch.Tensor]:
+    """Return the parameters or groups as lists, and the first parameter. Raises UsageError where devices differ."""
+    if isinstance(params, torch.Tensor):
+        raise UsageError("params: expected an iterable of tensors or of group dicts, got a single tensor")
+    taken = [_group(each) if isinstance(each, Mapping) else each for each in params]
+    members = chain.from_iterable(each["params"] if isinstance(each, dict) else [each] for each in taken)
+    tensors = [member[1] if isinstance(member, tuple) else member for member in members]
+    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if not found:
+        raise UsageError("params: expected at least one parameter, got none")
+    devices = {tensor.device for tensor in found}
+    if len(devices) > 1:
+        raise UsageError(
+            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
+        )
+    return taken, found[0]
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    members = group["params"]
+    return {**group, "params": [members] if isinstance(members, torch.Tensor) else list(members)}
+
+
+def _options(
+    device: str, path: Any, host_budget_bytes: int | None, where: torch.device, streams: Streams
+) -> StoreOptions:
+    if path is not None:
+        map_large_blocks()
+    return StoreOptions(
+        run_path=None if path is None else Path(path).absolute(),
+        host_budget_bytes=host_budget_bytes,
+        device=str(where),
+        pin_buffers=not streams.device_is_host,
+        pin_state=not streams.device_is_host and device == "cpu",
+    )
+
+
+def _rank() -> int:
+    return torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
+
+
+def _number(value: Any, default: float) -> float:
+    if value is None:
+        return default
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _merged(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with the settings of `saved` and their own parameters; see `Optimizer.load_state_dict`."""
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"the loaded state has parameter groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: it is of another "
+            "model, or its groups were made otherwise"
+        )
+    merged = []
+    for own, other in zip(groups, saved, strict=True):
+        group = copy.deepcopy({name: value for name, value in other.items() if name != "params"})
+        kept = {name: own[name] for name in ("params", "param_names") if name in own and name not in group}
+        merged.append(group | kept)
+    return merged

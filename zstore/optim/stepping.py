@@ -1,0 +1,221 @@
+"""Updates of an offloaded optimizer: in `step()`, behind it, or in the backward.
+
+[Note: overlap]
+none      `step()` updates everything before it returns.
+forward   `step()` fixes what the step is and returns; a thread updates parameter after parameter. Modules wait for their own
+          before they run (`forward_hooks`), and so does whatever reads the state.
+backward  A parameter is updated once the backward has its gradient; `step()` waits for the rest. A step is one backward.
+All give the same bits. What fails is raised by what waits for it, and the state is a mixture of two steps from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from zstore.engine.optim.update import StepSettings, Update
+from zstore.engine.optim.updater import Updater
+from zstore.engine.params.record import ParameterRecord
+from zstore.errors import UsageError
+from zstore.io.pool import Workers
+from zstore.io.queue import Ticket
+
+from .local_state import LocalState
+from .records import LocalRecord
+
+_WAITING_BYTES = 64 * 1024 * 1024
+"""Gradients that wait for their update in the backward before the backward does, at most, and one more."""
+Rows = dict[LocalRecord, torch.Tensor]
+
+
+def taking(rows: Rows) -> Callable[[ParameterRecord], torch.Tensor | None]:
+    """Return what gives the rows of a record, once."""
+    return cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
+
+
+class Stepping:
+    """Carries updates out, at once or behind the caller."""
+
+    def __init__(self) -> None:
+        self.torn: BaseException | None = None
+        """What ended an update before its end, so that the state is a mixture."""
+        self.steps = 0
+        """Steps that were begun."""
+        self._state: LocalState
+        self._updater: Updater
+
+    def connect(self, state: LocalState) -> None:
+        """Work on this state from now on."""
+        self._state = state
+        self._updater = Updater(state.arrays.store, state.arrays.transfers)
+
+    def require_whole(self) -> None:
+        """Raise UsageError where an update stopped half way."""
+        if self.torn is not None:
+            raise UsageError(
+                "an update stopped half way, so that parameters and optimizer state are a mixture of two steps: load both "
+                "before going on"
+            ) from self.torn
+
+    def settings(self, groups: Iterable[Mapping[str, Any]], factor: float) -> StepSettings:
+        """Return what the next step is taken with."""
+        self.steps += 1
+        return StepSettings.of(list(groups), step=self.steps, factor=factor)
+
+    def run(self, rows: Rows, settings: StepSettings, *, behind: bool) -> None:
+        """Update the parameters that have rows here."""
+        update = Update(self._state.arrays, list(rows), settings, taking(rows))
+        records = list(rows)
+        if behind:
+            update.note_scalars(records)
+            self._state.note_update(records)
+            self._updater.start(update)
+            return
+        try:
+            update.run()
+            update.note_scalars(records)
+        except BaseException as error:
+            self.torn = error
+            raise
+        self._state.note_update(records)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether an update may run behind the caller."""
+        return self._updater.is_behind
+
+    def wait(self, records: Iterable[LocalRecord] | None = None) -> None:
+        """Return when no update of `records` (all by default) is under way; raise what ended it."""
+        try:
+            if records is None:
+                self._updater.complete()
+            else:
+                self._updater.wait_for(list(records))
+        except BaseException as error:
+            if error is self._updater.error:
+                self.torn = error
+            raise
+
+    def forget(self) -> None:
+        """Forget an update that failed: the state was replaced."""
+        self._updater.forget()
+        self.torn = None
+
+    def close(self) -> None:
+        """End the thread, once what is under way is done."""
+        self._updater.close()
+
+
+class InBackward:
+    """Updates parameters in the backward, whose thread hands gradients over; a thread of its own takes all that wait.
+
+    From the first `put` to `finish` it is one step.
+    """
+
+    def __init__(self, stepping: Stepping, state: LocalState) -> None:
+        self._stepping = stepping
+        self._state = state
+        self.groups: list[dict[str, Any]] = []
+        """The optimizer's parameter groups."""
+        self._changed = threading.Condition()
+        self._waiting: Rows = {}
+        self._seen: set[LocalRecord] = set()
+        self._over = False
+        self._error: BaseException | None = None
+        self._workers: Workers | None = None
+        self._running: Ticket[None] | None = None
+
+    def put(self, record: LocalRecord, rows: torch.Tensor) -> None:
+        """Hand a gradient over. Raises UsageError for a second one before `finish`, and what ended the update."""
+        if record in self._seen:
+            raise UsageError(
+                f'a second gradient of parameter {record.name!r} before step(), but with overlap="backward" the first one has '
+                'updated it: call step() after each backward, or use overlap "forward" or "none"'
+            )
+        if self._running is None:
+            self._start()
+        self._state.watch_memory([record])
+        self._seen.add(record)
+        torch.autograd.graph.increment_version(record.parameter)
+        with self._changed:
+            self._waiting[record] = rows
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_room)
+        if self._error is not None:
+            raise self._error
+
+    def _has_room(self) -> bool:
+        return self._error is not None or sum(rows.nbytes for rows in self._waiting.values()) <= _WAITING_BYTES
+
+    def _start(self) -> None:
+        self._stepping.require_whole()
+        if self._workers is None:
+            self._workers = Workers(1, "zstore-update")
+        self._over, self._error = False, None
+        settings = self._stepping.settings(self.groups, 1.0)
+        context = self._state.arrays.transfers.stream_context()
+
+        def work() -> None:
+            with context():
+                self._work(settings)
+
+        self._running = self._workers.submit(work)
+
+    def _work(self, settings: StepSettings) -> None:
+        try:
+            while batch := self._take():
+                records = list(batch)
+                update = Update(self._state.arrays, records, settings, taking(batch))
+                update.run()
+                update.note_scalars(records)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take(self) -> Rows:
+        """Return the gradients that wait, at least one; none once the backward is over and all were taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._over)
+            batch, self._waiting = self._waiting, {}
+            self._changed.notify_all()
+            return batch
+
+    def finish(self, rest: Rows) -> None:
+        """End the step; `rest` are gradients of the step that the backward did not bring. Raises what ended the update."""
+        left = {record: rows for record, rows in rest.items() if record not in self._seen}
+        if self._running is None and not left:
+            return
+        if self._running is None:
+            self._start()
+        self._state.watch_memory(left)
+        with self._changed:
+            self._waiting |= left
+            self._seen |= left.keys()
+            self._over = True
+            self._changed.notify_all()
+        self._wait()
+        seen, self._seen = self._seen, set()
+        if self._error is not None:
+            self._stepping.torn = self._error
+            raise self._error
+        self._state.note_update(seen)
+
+    def _wait(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def close(self) -> None:
+        """Abandon a step under way and end the thread."""
+        with self._changed:
+            self._over = True
+            self._waiting = {}
+            self._changed.notify_all()
+        self._wait()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None

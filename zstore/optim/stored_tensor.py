@@ -1,0 +1,223 @@
+"""A tensor of an optimizer's state that is in the store: read when its values are used, written when it is copied to.
+
+[Note: a stored tensor]
+`state_dict()` hands these out, so that it costs no memory, and torch.distributed.checkpoint saves and loads through them
+one tensor after the other.
+read    whatever computes with it, copies or pickles it reads the values of that moment, into a new plain tensor.
+write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
+        copy.
+save    through `zstore.dcp.Writer` a `RestingTensor` is not read: its shard file is linked, or pinned for a save behind.
+It is valid until the optimizer is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_map
+
+from zstore.dcp.resting import RestingWrite
+from zstore.engine.optim.state import OptimizerState
+from zstore.errors import UsageError
+from zstore.format.boxes import Box
+from zstore.store.tiers import PinnedShard
+from zstore.tensors import as_torch
+
+from .records import LocalRecord
+
+_aten: Any = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredArray:
+    """An fp32 array of the store that has the shape of a parameter's local part."""
+
+    name: str
+    record: LocalRecord
+    state: OptimizerState
+    settle: Callable[[Iterable[LocalRecord]], None]
+    """Waits until no update of a record is under way."""
+    changed: Callable[[LocalRecord], None]
+    """Told when somebody wrote to the array."""
+
+    def read(self) -> torch.Tensor:
+        """Return the values, in new host memory."""
+        self.settle([self.record])
+        return self.record.in_shape(as_torch(self.state.store.read(self.name).wait()))
+
+    def write(self, box: Box, values: torch.Tensor) -> None:
+        """Set the elements of `box` to `values`, of its shape and any floating type."""
+        self.settle([self.record])
+        self.changed(self.record)
+        whole = box == Box.whole(box.shape)
+        if not (whole or self.record.is_contiguous):
+            part, values = values, self.read()
+            values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
+            whole = True
+        flat = self.record.flat(values) if whole else values.reshape(-1)
+        if not flat.numel():
+            return
+        with self.state.passing([[self.name]], "fill" if whole else "update") as tiles:
+            for tile in tiles:
+                view = as_torch(tile.views[0])
+                if whole:
+                    self.state.transfers.copy_into(view, flat[tile.first : tile.stop])
+                    continue
+                for at, in_box, numel in box.overlap(tile.first, tile.stop):
+                    target = view[at - tile.first : at - tile.first + numel]
+                    self.state.transfers.copy_into(target, flat[in_box : in_box + numel])
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor whose values are in the store. See [Note: a stored tensor]."""
+
+    array: StoredArray
+    box: Box
+
+    def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
+        """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
+        box = Box.whole(tuple(array.record.local_shape)) if box is None else box
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
+        made.array, made.box = array, box
+        return made
+
+    def __init__(self, array: StoredArray, box: Box | None = None) -> None:
+        super().__init__()
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def read(self) -> torch.Tensor:
+        """Return the values in a new plain tensor in host memory."""
+        read = self.array.read()
+        if self.box.sizes == self.box.shape:
+            return read
+        return read[tuple(slice(at, at + n) for at, n in zip(self.box.offsets, self.box.sizes, strict=True))].clone()
+
+    def write(self, values: torch.Tensor) -> None:
+        """Set the values."""
+        self.array.write(self.box, values)
+
+    def _part(self, dim: int, first: int, stop: int) -> StoredTensor:
+        offsets, sizes = list(self.box.offsets), list(self.box.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + first, max(0, stop - first)
+        return StoredTensor(self.array, Box(self.box.shape, tuple(offsets), tuple(sizes)))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, StoredTensor):
+            if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
+                return type(first)(first.array, first.box)
+            if func is _aten.is_pinned.default:
+                return False
+            if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
+                return _slice(first, *args[1:4])
+            if func is _aten.copy_.default:
+                first.write(_plain(args[1]).expand(first.shape))
+                return first
+        return _on_copies(func, args, dict(kwargs or {}))
+
+    # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
+        cut = self.array.record.cut
+        if not self.numel() and torch.Size(cut.whole_shape).numel():
+            return []  # others have the tensor's elements
+        place = torch.Size(cut.offsets)
+        written = TensorWriteData(
+            chunk=ChunkStorageMetadata(place, self.shape),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size(cut.whole_shape),
+        )
+        if cut.is_of_whole:
+            written = RestingWrite(written.chunk, written.properties, written.size, cut.grid, cut.shard)
+        return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.array.record.cut.offsets), self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
+        return self
+
+    # -- what does not go through torch's dispatch --------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values."""
+        return self.read().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values."""
+        return self.read().tolist()
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the values, as torch's `to`, but always in memory of their own."""
+        return self.read().to(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.read()
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.read()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RestingTensor(StoredTensor):
+    """A stored tensor whose array has its elements in their order, so that a save may take its file as it is."""
+
+    def pin_shard(self) -> PinnedShard:
+        """Return the present version, which no later update changes; the caller releases it."""
+        array = self.array
+        array.settle([array.record])
+        return array.state.store.snapshot([array.name]).pins[array.name]
+
+
+def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
+    extent = whole.shape[dim]
+    first, stop, _ = slice(start, end).indices(extent)
+    return whole._part(dim % whole.dim(), first, stop)
+
+
+def _plain(value: Any) -> Any:
+    return value.read() if isinstance(value, StoredTensor) else value
+
+
+def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on copies of the values, and take back those that it changed."""
+    copies: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = (value, value.read())
+        return copies[id(value)][1]
+
+    result = func(*tree_map(copy_of, args), **tree_map(copy_of, kwargs))
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = given.get(argument.name)
+            for value in written if isinstance(written, list | tuple) else [written]:
+                if isinstance(value, StoredTensor):
+                    value.write(copies[id(value)][1])
+    originals = {id(copy): value for value, copy in copies.values()}
+    return tree_map(lambda value: originals.get(id(value), value), result)
+
+
+def require_float(name: str, value: Any) -> torch.Tensor:
+    """Return `value`, a floating tensor. Raises UsageError that names the entry of the state for anything else."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        raise UsageError(f"state {name!r}: expected a floating tensor, got {type(value).__name__}")
+    return value
