@@ -51,7 +51,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_NEEDED_BY = {"forward": ("lp_params",), "wait_for_checkpoint": ("lp_params",)}
+_NEEDED_BY = {"forward": ("lp_params",)}
 """What a call needs of what `offload_states` moves, where that is not all."""
 
 
