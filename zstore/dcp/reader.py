@@ -202,7 +202,11 @@ class _Block:
         spec = self.source.arrays[self.name].spec
         self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
         self.itemsize = spec.itemsize
-        self._target: torch.Tensor = self.planner.resolve_tensor(self.item).detach()
+        with torch.no_grad():
+            target: torch.Tensor = self.planner.resolve_tensor(self.item)
+        # One of a class of its own takes its values by `copy_`, wherever it keeps them.
+        self._is_plain = type(target) in (torch.Tensor, torch.nn.Parameter)
+        self._target = target.detach() if self._is_plain else target
         self._buffer = self._target
 
     def ranges(self) -> list[Range]:
@@ -213,8 +217,9 @@ class _Block:
     def begin(self) -> None:
         """Make the memory that the block is read into."""
         dtype = torch_dtype(whole_dtype(self.source, self.name))
-        direct = self._target.device.type == "cpu" and self._target.is_contiguous() and self._target.dtype == dtype
-        self._buffer = self._target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
+        target = self._target
+        direct = self._is_plain and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
+        self._buffer = target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
 
     def put(self, span: Span) -> None:
         """Take what the block has of a span; of disjoint ones from several threads."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
 
-from zstore.checkpoint.build import READ_ONLY, CheckpointBuilder
-from zstore.checkpoint.commit import Committer, sweep
+from zstore.checkpoint.build import CheckpointBuilder
+from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.plan import CheckpointPlan
-from zstore.errors import CheckpointError, UsageError
+from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, tiles
 from zstore.format.partition import make_grid
@@ -30,7 +28,9 @@ from zstore.tensors import dtype_name
 
 from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
-from .work import PIECES_FOLDER, Share, Wrote, assemble
+from .place import Place
+from .resting import resting_grid
+from .work import Share, Wrote, assemble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,25 @@ class Stored:
 class Save:
     """One checkpoint on its way. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
 
-    def __init__(self, path: Path, step: int, plans: Sequence[SavePlan], timeout_s: float) -> None:
-        self._plans = plans
+    def __init__(
+        self,
+        place: Place,
+        step: int,
+        plans: Sequence[SavePlan],
+        timeout_s: float,
+        *,
+        link_unchanged: bool = True,
+    ) -> None:
+        self._plans = whole_plans(plans)
+        self._link_unchanged = link_unchanged
         self._step = step
         self._timeout_s = timeout_s
         self._files = Files()
         self._id = new_save_id()
-        self._tag = path.name
-        self._committer = Committer(self._files, path.parent, path.name, self._id)
-        self._paths = _paths(plans)
-        self._tensors = _tensors(plans)
+        self._destination = place.destination(self._files, self._id)
+        self._paths = _paths(self._plans)
+        self._tensors = _tensors(self._plans)
+        self._previous: TagInfo | None = None
         self._names = self._name()
         self._layouts = self._lay_out()
 
@@ -91,16 +100,19 @@ class Save:
                     f"{key!r} has {spec.numel} elements, but the ranks hold {held}, or some twice: it is sharded in a way that "
                     "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
                 )
-            layouts[key] = lay_out(spec, boxes, len(self._plans))
+            grid = resting_grid(spec, pieces)
+            if grid is None:
+                layouts[key] = lay_out(spec, boxes, len(self._plans), whole_shards=bool(self._destination.url))
+            else:
+                layouts[key] = ArrayLayout(spec=spec, grid=grid)
         return layouts
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError, DiskFullError."""
-        self._committer.check(overwrite=overwrite)
-        on_the_way = sum(layout.spec.nbytes for layout in self._layouts.values() if layout.passes_through_files)
-        self._plan().require_room(self._files, self._committer.folder, on_the_way)
-        self._committer.begin()
-        sweep(self._files, self._committer.folder)
+        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError."""
+        self._destination.check(overwrite=overwrite)
+        if self._link_unchanged:
+            self._previous = self._destination.newest()
+        self._destination.begin()
         return [
             dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
         ]
@@ -109,7 +121,8 @@ class Save:
         mine = {item.index.fqn for item in plan.items}
         return Share(
             save_id=self._id,
-            folder=str(self._committer.temporary),
+            folder=str(self._destination.folder),
+            url=self._destination.url,
             rank=rank,
             world_size=len(self._plans),
             arrays={
@@ -119,6 +132,7 @@ class Save:
             },
             names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
             timeout_s=self._timeout_s,
+            previous="" if self._previous is None else str(self._previous.path),
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -128,18 +142,18 @@ class Save:
         entries = list(stored)
         state = {STATE: self._document(entries)}
         plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
-        self._files.remove_tree(self._committer.temporary / PIECES_FOLDER)
-        builder = CheckpointBuilder(plan, self._committer.temporary, self._files)
+        self._destination.remove_pieces()
+        builder = CheckpointBuilder(plan, self._destination.folder, self._files)
         for rank, summaries in enumerate(self._summaries(plan, entries)):
             builder.write_manifest(rank, COMPLETE, summaries, {})
-        self._committer.commit(builder.finish(state))
+        self._destination.commit(builder.finish(state))
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
         """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
         specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
         grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
         return CheckpointPlan(
-            tag=self._tag,
+            tag=self._destination.tag,
             step=self._step,
             world_size=len(self._plans),
             save_id=self._id,
@@ -168,30 +182,38 @@ class Save:
         summaries: list[list[ShardSummary]] = [[] for _ in self._plans]
         for name, grid in plan.grids.items():
             for shard in range(grid.num_shards):
-                crcs = assemble(grid, shard, name, parts.get((name, shard), ()))
+                written = parts.get((name, shard), [])
+                crcs = assemble(grid, shard, name, written)
+                linked = all(each.linked for each in written)
                 file_bytes = plan.file_bytes(name, shard)
-                self._check_file(name, self._committer.temporary / plan.shard_path(name, shard), file_bytes)
-                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
-        for root, _, names in os.walk(self._committer.temporary):
-            for file in names:
-                os.chmod(os.path.join(root, file), READ_ONLY)
+                self._destination.take(name, plan.shard_path(name, shard), file_bytes, linked=linked)
+                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs, linked))
         return summaries
-
-    def _check_file(self, name: str, path: Path, file_bytes: int) -> None:
-        try:
-            found = self._files.size(path)
-        except FileNotFoundError:
-            found = -1
-        if found != file_bytes:
-            raise CheckpointError(
-                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
-                + (f"{found}" if found >= 0 else "no such file")
-                + f" in {path.parent}: the folder is not the same one for all ranks"
-            )
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed. Never raises."""
-        self._committer.abort("the save was given up", alone=True)
+        self._destination.abandon()
+
+
+def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
+    """Return the plans with those that the planner left out, because they are what they were, as it keeps them.
+
+    A planner with `enable_plan_caching` hands on only what changed since its last save, on rank 0 too.
+    """
+    if all(getattr(plan, "usable", True) for plan in plans):  # plans before torch 2.7 are never cached
+        return plans
+    kept = [
+        cached
+        for cached in SavePlanner._cached_global_plan.values()
+        if len(cached) == len(plans)
+        and all(plan is whole for plan, whole in zip(plans, cached, strict=True) if plan.usable)
+    ]
+    if len(kept) != 1:
+        raise UsageError(
+            f"{len(kept)} planners of this process keep plans for {len(plans)} ranks, and zstore.dcp.Writer cannot tell whose "
+            "a save is: use enable_plan_caching=True with one class of planners only"
+        )
+    return kept[0]
 
 
 def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
