@@ -85,7 +85,8 @@ class _Model(lightning.LightningModule):  # type: ignore[misc]
         (hidden,) = batch
         for layer in self.layers:
             hidden = layer(hidden)
-        return hidden.square().mean()
+        loss: torch.Tensor = hidden.square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)

@@ -44,8 +44,7 @@ class RowsInStore:
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` is asked for, `owns_fp32` whether fp32 parameters are their own masters wherever
-    their slots rest, and `types` in which type gradients on disk wait for the update."""
+    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
 
     def __init__(
         self,
@@ -56,7 +55,6 @@ class OptimizerState:
         is_sharded: bool = False,
         splits: bool = False,
         keeps_whole: bool = False,
-        owns_fp32: bool = False,
         types: GradientTypes | None = None,
     ) -> None:
         self.store = store
@@ -66,7 +64,8 @@ class OptimizerState:
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
-        self._owns_fp32 = owns_fp32
+        self.owns_fp32 = False
+        """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
         self._types = types or GradientTypes()
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
@@ -90,7 +89,7 @@ class OptimizerState:
         offloaded = placement.parameter != "device"
         if record.group is None:
             self._add_own(record, initial, placement.parameter)
-        elif record.dtype == torch.float32 and (offloaded or placement.state == "device" or self._owns_fp32):
+        elif record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32):
             self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
         elif self.is_split(record):

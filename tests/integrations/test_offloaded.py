@@ -1,4 +1,4 @@
-"""`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does with it."""
+"""`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
+from tests.engine.fake_device import FakeDevice
 from zstore.errors import BudgetError, RunFolderError, UsageError
 from zstore.optim import Offloaded, StoredTensor, register
 
@@ -229,6 +230,27 @@ def test_clipping_and_freed_gradients_have_the_bits_of_clip_grad_norm(tmp_path: 
             assert same_weights(ours.state_dict(), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    def run(**given: Any) -> list[torch.Tensor]:
+        model = make_model(dtype)
+        settings: dict[str, Any] = {"path": tmp_path, "lr": 1e-2, "max_grad_norm": 1.0, **given}
+        with Offloaded(AdamW, model.parameters(), **settings) as optimizer:
+            for step in range(3):
+                for micro in range(2):
+                    backward(model, 2 * step + micro)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.wait()
+            return [p.detach().clone() for p in model.parameters()]
+
+    expected = run()
+    for given in ({}, {"device": "cpu"}, {"free_grads": True}, {"overlap": "forward"}):
+        with FakeDevice() as device:
+            found = run(_streams=device, **given)
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True)), given
+
+
 def same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> bool:
     return all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
@@ -273,7 +295,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
     "AdamW, foreach": (AdamW, {"foreach": True}),
     "AdamW, neither": (AdamW, {"fused": False, "foreach": False}),
-    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "maximize": True}),
+    "AdamW, amsgrad": (AdamW, {"amsgrad": True, "maximize": True, "fused": True}),
     "Adamax": (torch.optim.Adamax, {}),
     "RAdam": (torch.optim.RAdam, {}),
     "Adadelta": (torch.optim.Adadelta, {}),
@@ -341,8 +363,8 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         state = optimizer.state_dict()
         with pytest.raises(UsageError, match="of another model"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+        entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         with pytest.raises(UsageError, match="expected shape"):
-            entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
             optimizer.load_state_dict({**state, "state": {0: entry}})
     for closed in (optimizer.step, optimizer.state_dict, optimizer.wait):
         with pytest.raises(UsageError, match="is closed"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, disk, durability, limits, offload, overhead, scale, step
+from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
@@ -45,6 +45,23 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "optimizer.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--layers", "4", "--width", "256", "--steps", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["optimizer", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    optimizer.main()
+    figures = json.loads(out.read_text())
+    assert 15 < figures["bytes_per_parameter"] < 18  # two moments, read and written
+    saves = figures["checkpoints"]
+    assert (
+        saves["save by zstore.dcp.Writer"]["new_blocks_bytes"] < saves["save by torch's writer"]["new_blocks_bytes"] / 4
+    )
 
 
 def test_offload_benchmark_compares_training_from_disk_with_the_computation(
@@ -246,3 +263,17 @@ def test_durability_benchmark_compares_runs_with_and_without_snapshots(
     disk, memory = json.loads(out.read_text())
     assert disk["written_bytes"] < memory["written_bytes"] == memory["snapshot_bytes"]
     assert disk["step"]["held_s"] > 0 == disk["checkpoint"]["held_s"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "trainer.json"
+    shape = ["--hidden", "64", "--layers", "1", "--tokens", "8", "--steps", "2", "--pairs", "1"]
+    monkeypatch.setattr(sys, "argv", ["trainer", "--path", str(tmp_path), *shape, "--json", str(out)])
+    trainer.main()
+    figures = json.loads(out.read_text())
+    assert figures["step"]["ratio"] > 0
+    assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
+    assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]

@@ -72,6 +72,7 @@ class EngineStrategy:
     root_device: torch.device
     world_size: int
     _layer_sync: Any
+    _precision_plugin: Any
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class EngineStrategy:
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin: Any = None if plugin is None else self.precision_class.in_place_of(plugin)
+        self._precision_plugin = None if plugin is None else self.precision_class.in_place_of(plugin)
 
     @property
     def checkpoint_io(self) -> Any:

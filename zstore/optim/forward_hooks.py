@@ -36,7 +36,8 @@ class ForwardHooks:
             if hooks is not None:
                 hooks._before(module)
 
-        self._handles: list[Any] = [register_module_forward_pre_hook(torch.compiler.disable(before))]
+        disable: Any = torch.compiler.disable
+        self._handles: list[Any] = [register_module_forward_pre_hook(disable(before))]
 
     def _before(self, module: nn.Module) -> None:
         read = self._read_by(module)
@@ -81,7 +82,8 @@ class ForwardHooks:
             if alive is not None and alive.is_behind:
                 alive.wait()
 
-        self._handles.append(module.register_state_dict_pre_hook(before))
+        watched: Any = module
+        self._handles.append(watched.register_state_dict_pre_hook(before))
 
     def close(self) -> None:
         """Take the hooks away."""

@@ -41,7 +41,8 @@ class Gradients:
             if gradients is not None and parameter.grad is not None:
                 gradients._note_final(record, parameter)
 
-        self._handles.append(record.parameter.register_post_accumulate_grad_hook(final))
+        parameter: Any = record.parameter
+        self._handles.append(parameter.register_post_accumulate_grad_hook(final))
 
     def _note_final(self, record: LocalRecord, parameter: torch.Tensor) -> None:
         rows = rows_of(record, parameter.grad)
@@ -99,7 +100,7 @@ def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
     local = local_part(gradient)
     if local.shape != record.local_shape:
         raise UsageError(
-            f"parameter {record.name!r}: this rank has {list(record.local_shape)} of it, but {list(local.shape)} of its gradient"
+            f"parameter {record.name!r}: the rank has {list(record.local_shape)} of it, but {list(local.shape)} of the gradient"
         )
     return record.flat(local)
 

@@ -19,7 +19,7 @@ from zstore.format.boxes import Box
 from zstore.tensors import as_torch
 
 from .records import LocalRecord, local_part, make_local_record, memory_of
-from .stored_tensor import StoredArray, StoredTensor, require_float
+from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float
 
 _log = logging.getLogger("zstore")
 
@@ -111,9 +111,8 @@ class LocalState:
         if self.arrays.is_master(record):
             store, name = self.arrays.store, model_array(record.name)
             store.remove(name)
-            store.create(
-                record.spec("model", record.dtype), grid=record.state_grid, shard=0, tier="device", memory=record.full
-            )
+            spec, memory = record.spec("model", record.dtype), record.full
+            store.create(spec, grid=record.state_grid, shard=record.state_shard, tier="device", memory=memory)
         else:
             self._reconcile(record)
 
@@ -151,16 +150,16 @@ class LocalState:
     def _shown(self, record: LocalRecord, array: str) -> torch.Tensor:
         """Return an array as a tensor that is laid out as the parameter is."""
         changed = self._doubt_master if array == model_array(record.name) else _nothing
-        stored = StoredTensor(
-            StoredArray(name=array, record=record, state=self.arrays, settle=self._settle, changed=changed)
-        )
+        kind = RestingTensor if record.is_contiguous else StoredTensor
+        stored = kind(StoredArray(name=array, record=record, state=self.arrays, settle=self._settle, changed=changed))
         parameter: torch.Tensor = record.parameter
         if not isinstance(parameter, DTensor):
             return stored
         meta = TensorMeta(shape=parameter.shape, stride=parameter.stride(), dtype=stored.dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
         # Not `from_local`, which would bring the values to the mesh's device.
-        shown: torch.Tensor = DTensor(stored, spec, requires_grad=False)  # type: ignore[abstract]
+        make: Any = DTensor
+        shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
     def _doubt_master(self, record: LocalRecord) -> None:
@@ -189,7 +188,7 @@ class LocalState:
         if isinstance(local, StoredTensor):
             if local.array.state is self.arrays and local.array.name == array:
                 return  # it was loaded in place
-            local = local.values()
+            local = local.read()
         shown = self._shown(record, array)
         target = shown.to_local() if isinstance(shown, DTensor) else shown
         if isinstance(target, StoredTensor):

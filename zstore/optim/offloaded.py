@@ -27,7 +27,7 @@ from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .local_state import LocalState, StateView
 from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, make_kernel
+from .registry import OptimizerClass, make_kernel, settings_of
 from .stepping import InBackward, Rows, Stepping
 
 Overlap = Literal["none", "forward", "backward"]
@@ -102,11 +102,13 @@ class Offloaded(torch.optim.Optimizer):
         """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
         params, first = _taken(params)
         streams = _streams or streams_for(first.device)
-        store = TensorStore(_options(device, path, host_budget_bytes, first.device, streams), rank=_rank())
+        options = _options(device, path, host_budget_bytes, first.device, streams)
+        store = TensorStore(options, rank=_rank(), cuda=streams.cuda_runtime)
         try:
             transfers = Transfers(streams, store.links)
             stepping = Stepping()
-            arrays = OptimizerState(store, [], transfers, owns_fp32=True)
+            arrays = OptimizerState(store, [], transfers)
+            arrays.owns_fp32 = True
             state = LocalState(arrays, "disk" if device == "nvme" else "host", stepping.wait)
             stepping.connect(state)
             in_backward = InBackward(stepping, state) if overlap == "backward" else None
@@ -117,7 +119,7 @@ class Offloaded(torch.optim.Optimizer):
                 stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
             )
             self._end = weakref.finalize(self, self._parts.close)
-            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
         except BaseException:
             store.close()
@@ -154,7 +156,7 @@ class Offloaded(torch.optim.Optimizer):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return what `closure` returns.
 
         Raises UsageError where an earlier update stopped half way, and whatever a drive raises.
@@ -311,7 +313,7 @@ def _taken(params: Any) -> tuple[Any, torch.Tensor]:
     devices = {tensor.device for tensor in found}
     if len(devices) > 1:
         raise UsageError(
-            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make one optimizer for each device"
+            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
         )
     return taken, found[0]
 

@@ -2,31 +2,52 @@
 
 [Note: the local part]
 An element-wise update needs no other rank. So what a rank has of a parameter, all of it or a DTensor's local part, is a
-tensor of its own here, and its state has that shape. Nothing knows of meshes but what shows the state to others
-(`local_state`), which lays it out as the parameter is.
+tensor of its own here, and so is its state. Where the part is rows that are cut alike over the ranks, as FSDP2 cuts them,
+the arrays of the state are the whole parameter's, of which this rank has its shard: then a shard file is one of a checkpoint
+too. Elsewhere (columns, meshes of two dims) they are of the part alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import make_grid
+from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
 from zstore.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the arrays of a parameter's state are cut. See [Note: the local part]."""
+
+    shape: tuple[int, ...]
+    """Of the arrays: the whole parameter's, or the local part's."""
+    grid: Grid
+    shard: int
+    whole_shape: tuple[int, ...]
+    """Of the whole parameter."""
+    offsets: tuple[int, ...]
+    """Where the local part begins in it."""
+    is_of_whole: bool
+    """The arrays are the whole parameter's, in its order."""
 
 
 @dataclass(eq=False, kw_only=True)
 class LocalRecord(ParameterRecord):
-    """What is known of this rank's part of one parameter; `full` and `spec` are of that part. See [Note: the local part]."""
+    """What is known of this rank's part of one parameter; `full` is that part. See [Note: the local part]."""
 
+    cut: Cut
     local_shape: torch.Size
     strides: tuple[int, ...]
     """Of the local part, which is dense: `full` has its elements in the order of its memory."""
@@ -41,9 +62,18 @@ class LocalRecord(ParameterRecord):
         """Whether the memory's order is that of the elements."""
         return self.strides == _contiguous(self.local_shape)
 
+    @property
+    def owned_numel(self) -> int:
+        """See ParameterRecord."""
+        return self.full.numel()
+
+    def owned(self) -> torch.Tensor:
+        """See ParameterRecord."""
+        return self.full
+
     def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
-        """See ParameterRecord; of the local part."""
-        return ArraySpec(name=f"{group}/{self.name}", shape=tuple(self.local_shape), dtype=dtype_name(dtype))
+        """See ParameterRecord."""
+        return ArraySpec(name=f"{group}/{self.name}", shape=self.cut.shape, dtype=dtype_name(dtype))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of `flat`, 1-D in the order of the memory, in the shape of the local part."""
@@ -65,7 +95,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with torch.no_grad():
         local: Any = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local  # of a collective that nobody waited for yet
+    # Of a collective that nobody waited for yet it is another class.
+    found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return found
 
 
 def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:
@@ -81,27 +113,95 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
             "model has its values"
         )
     local = local_part(parameter)
-    shape, strides = local.shape, tuple(local.stride())
+    shape, strides = local.shape, tuple(local.stride()) if local.numel() else _contiguous(local.shape)
     if local.numel() and not _is_dense(shape, strides):
         raise UsageError(
             f"parameter {name!r} is a view of strides {strides} into other memory: make it contiguous before the optimizer"
         )
-    stored_shape = ArraySpec(name=model_array(name), shape=tuple(shape), dtype="float32").stored_shape
-    grid = make_grid(stored_shape, 1)
+    cut = _cut_of(parameter, local, strides)
     return LocalRecord(
         name=name,
         aliases=(),
         parameter=parameter,  # type: ignore[arg-type]
-        grid=grid,
-        state_grid=grid,
-        state_shard=0,
+        grid=cut.grid,
+        state_grid=cut.grid,
+        state_shard=cut.shard,
         world_size=1,
         group=group,
         full=memory_of(local),
+        cut=cut,
         local_shape=shape,
-        strides=strides if local.numel() else _contiguous(shape),
+        strides=strides,
         seen_version=local._version,
     )
+
+
+def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ...]) -> Cut:
+    whole, shape = tuple(parameter.shape), tuple(local.shape)
+    offsets: tuple[int, ...] = (0,) * len(whole)
+    if isinstance(parameter, DTensor):
+        _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        offsets = tuple(found)
+    rows = _rows_of_ranks(parameter, local) if strides == _contiguous(local.shape) else None
+    if rows is None:
+        return Cut(
+            shape=shape,
+            grid=make_grid(_stored(shape), 1),
+            shard=0,
+            whole_shape=whole,
+            offsets=offsets,
+            is_of_whole=False,
+        )
+    grid, shard = rows
+    return Cut(shape=whole, grid=grid, shard=shard, whole_shape=whole, offsets=offsets, is_of_whole=True)
+
+
+def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ArraySpec(name=model_array("any"), shape=shape, dtype="float32").stored_shape
+
+
+def _rows_of_ranks(parameter: torch.Tensor, local: torch.Tensor) -> tuple[Grid, int] | None:
+    """Return a grid of the whole parameter of which the local part is a shard, and its number; None where there is none."""
+    stored = _stored(tuple(parameter.shape))
+    if not isinstance(parameter, DTensor):
+        return make_grid(stored, 1), 0
+    cut = [number for number, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
+    if not cut:
+        return make_grid(stored, 1), 0
+    placement = parameter.placements[cut[0]]
+    coordinate = parameter.device_mesh.get_coordinate()
+    if (
+        len(cut) > 1
+        or type(placement) is not Shard
+        or placement.dim != 0
+        or coordinate is None
+        or not parameter.numel()
+    ):
+        return None
+    extent, shard = parameter.shape[0], coordinate[cut[0]]
+    each = -(-extent // parameter.device_mesh.size(cut[0]))
+    if local.shape[0] != max(0, min(extent, (shard + 1) * each) - shard * each):
+        return None
+    grid = _grid_of_rows(stored, each * (stored[0] // extent))
+    return None if grid is None else (grid, shard)
+
+
+def _grid_of_rows(stored: tuple[int, ...], shard_rows: int) -> Grid | None:
+    """Return a grid of shards of `shard_rows` rows whose chunks end where the kernel's tiles may; None where none does."""
+    rows, row_numel = stored[0], math.prod(stored[1:])
+    root = math.isqrt(shard_rows)
+    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
+    fitting = [
+        d
+        for d in (*small, *(shard_rows // d for d in small))
+        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= _MOST_CHUNK_NUMEL)
+        or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
+    ]
+    if not fitting:
+        return None
+    target = min(max(shard_rows * row_numel // 16, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
+    return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
 def memory_of(local: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,20 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None) -> Non
     kernel is used. Without it `kind` steps tiles itself; that it gives the same bits over parts of a tensor as over the
     whole is checked when an optimizer is made. Its state must be fp32 tensors of the parameter's shape, and numbers.
     """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UsageError(f"register: expected a class derived from torch.optim.Optimizer, got {kind!r}")
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
+        raise UsageError(f"register: expected a class derived from torch.optim.Optimizer, got {given!r}")
     if like is not None and like not in ELEMENT_WISE:
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(f"register: `like` must be one of torch.optim's {names}, got {like!r}")
     _registered[kind] = like
+
+
+def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the implementation that is used where none is asked for, as torch's class says it."""
+    if kind in _ADAMS and not any(settings.get(name) is not None for name in ("fused", "foreach", "differentiable")):
+        return {**settings, "fused": True}
+    return dict(settings)
 
 
 def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel:

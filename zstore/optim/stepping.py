@@ -11,13 +11,14 @@ All give the same bits. What fails is raised by what waits for it, and the state
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
+from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.io.pool import Workers
 from zstore.io.queue import Ticket
@@ -28,6 +29,11 @@ from .records import LocalRecord
 _WAITING_BYTES = 64 * 1024 * 1024
 """Gradients that wait for their update in the backward before the backward does, at most, and one more."""
 Rows = dict[LocalRecord, torch.Tensor]
+
+
+def taking(rows: Rows) -> Callable[[ParameterRecord], torch.Tensor | None]:
+    """Return what gives the rows of a record, once."""
+    return cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
 
 
 class Stepping:
@@ -61,7 +67,7 @@ class Stepping:
 
     def run(self, rows: Rows, settings: StepSettings, *, behind: bool) -> None:
         """Update the parameters that have rows here."""
-        update = Update(self._state.arrays, list(rows), settings, rows.pop)
+        update = Update(self._state.arrays, list(rows), settings, taking(rows))
         records = list(rows)
         if behind:
             update.note_scalars(records)
@@ -162,7 +168,7 @@ class InBackward:
         try:
             while batch := self._take():
                 records = list(batch)
-                update = Update(self._state.arrays, records, settings, batch.pop)
+                update = Update(self._state.arrays, records, settings, taking(batch))
                 update.run()
                 update.note_scalars(records)
         except BaseException as error:

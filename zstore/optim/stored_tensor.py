@@ -6,6 +6,7 @@ one tensor after the other.
 read    whatever computes with it, copies or pickles it reads the values of that moment, into a new plain tensor.
 write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
         copy.
+save    through `zstore.dcp.Writer` a `RestingTensor` is not read: its shard file is linked, or pinned for a save behind.
 It is valid until the optimizer is closed.
 """
 
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
+from zstore.dcp.resting import RestingWrite
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format.boxes import Box
+from zstore.store.tiers import PinnedShard
 from zstore.tensors import as_torch
 
 from .records import LocalRecord
@@ -75,21 +80,20 @@ class StoredTensor(torch.Tensor):
     array: StoredArray
     box: Box
 
-    @staticmethod
-    def __new__(cls, array: StoredArray, box: Box | None = None) -> StoredTensor:
+    def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
+        """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
         box = Box.whole(tuple(array.record.local_shape)) if box is None else box
-        made: StoredTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False
-        )
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
         made.array, made.box = array, box
         return made
 
     def __init__(self, array: StoredArray, box: Box | None = None) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def read(self) -> torch.Tensor:
         """Return the values in a new plain tensor in host memory."""
         read = self.array.read()
         if self.box.sizes == self.box.shape:
@@ -106,13 +110,13 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(self.array, Box(self.box.shape, tuple(offsets), tuple(sizes)))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
         if isinstance(first, StoredTensor):
-            if func in _SAME:
-                return StoredTensor(first.array, first.box)
+            if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
+                return type(first)(first.array, first.box)
             if func is _aten.is_pinned.default:
                 return False
             if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
@@ -122,26 +126,61 @@ class StoredTensor(torch.Tensor):
                 return first
         return _on_copies(func, args, dict(kwargs or {}))
 
+    # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
+        cut = self.array.record.cut
+        if not self.numel() and torch.Size(cut.whole_shape).numel():
+            return []  # others have the tensor's elements
+        place = torch.Size(cut.offsets)
+        written = TensorWriteData(
+            chunk=ChunkStorageMetadata(place, self.shape),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size(cut.whole_shape),
+        )
+        if cut.is_of_whole:
+            written = RestingWrite(written.chunk, written.properties, written.size, cut.grid, cut.shard)
+        return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.array.record.cut.offsets), self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
+        return self
+
+    # -- what does not go through torch's dispatch --------------------------------------------------------------------
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values."""
-        return self.values().numpy(force=force)
+        return self.read().numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the values."""
-        return self.values().tolist()
+        return self.read().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the values, as torch's `to`, but always in memory of their own."""
-        return self.values().to(*args, **kwargs)
+        return self.read().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
+        plain: Any = self.read()
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.values()
+        return self.read()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RestingTensor(StoredTensor):
+    """A stored tensor whose array has its elements in their order, so that a save may take its file as it is."""
+
+    def pin_shard(self) -> PinnedShard:
+        """Return the present version, which no later update changes; the caller releases it."""
+        array = self.array
+        array.settle([array.record])
+        return array.state.store.snapshot([array.name]).pins[array.name]
 
 
 def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
@@ -151,7 +190,7 @@ def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int
 
 
 def _plain(value: Any) -> Any:
-    return value.values() if isinstance(value, StoredTensor) else value
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +201,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, StoredTensor):
             return value
         if id(value) not in copies:
-            copies[id(value)] = (value, value.values())
+            copies[id(value)] = (value, value.read())
         return copies[id(value)][1]
 
     result = func(*tree_map(copy_of, args), **tree_map(copy_of, kwargs))

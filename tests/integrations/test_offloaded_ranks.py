@@ -1,0 +1,269 @@
+"""`zstore.optim.Offloaded` on FSDP2, tensor parallel meshes and DDP beside torch's own optimizer, and through DCP."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import zstore.dcp
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import UsageError
+from zstore.optim import Offloaded, StoredTensor
+from zstore.testing.ranks import run_ranks
+
+AdamW = torch.optim.AdamW
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def make_model() -> nn.Sequential:
+    """Of its weights each of two ranks has enough rows for the disk, one rank one row more."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 601), nn.Tanh(), nn.Linear(601, 71))
+
+
+def sharded() -> nn.Sequential:
+    model = make_model()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def tensor_parallel() -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (torch_dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 71))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) / 8)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, clip: float | None = None, tp: int = 1
+) -> None:
+    rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+    model(x.chunk(world_size // tp)[rank // tp]).square().mean().backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(tensors: Any) -> str:
+    """Of the values of a whole state dict, put together from all ranks."""
+    found = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    if isinstance(optimizer, Offloaded):
+        optimizer.wait()
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    flat = {f"{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+    return digest(get_model_state_dict(model)), digest(flat)
+
+
+def app(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, **source: Any) -> None:
+    state = app(model, optimizer)
+    dcp.load(state, **source)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+def train_and_save(rank: int, folder: str) -> dict[str, Any]:
+    """Beside torch's AdamW on the same FSDP2 model, in every way to overlap; then save three times."""
+    found: dict[str, Any] = {}
+    theirs = sharded()
+    torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    for number in range(3):
+        step(theirs, torchs, number)
+    found["torch"] = digests(theirs, torchs)
+    for kept in (
+        {"overlap": "none"},
+        {"overlap": "forward", "max_grad_norm": 1e9},
+        {"overlap": "backward", "free_grads": True},
+    ):
+        ours = sharded()
+        with Offloaded(AdamW, ours.parameters(), path=folder, lr=1e-2, **kept) as optimizer:
+            for number in range(3):
+                step(ours, optimizer, number)
+            found[str(kept["overlap"])] = digests(ours, optimizer)
+            disk_bytes = optimizer.statistics().disk_bytes
+            assert disk_bytes == 8 * sum(ours[i].weight.to_local().numel() for i in (0, 2)), disk_bytes
+            if kept["overlap"] == "forward":
+                dcp.save(app(ours, optimizer), checkpoint_id=f"{folder}/theirs")
+                dcp.save(app(ours, optimizer), storage_writer=zstore.dcp.Writer(f"{folder}/ours/step-3"))
+                full = get_optimizer_state_dict(
+                    ours, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+                )
+                if rank == 0:
+                    assert not isinstance(full["state"]["0.weight"]["exp_avg"], StoredTensor)
+                    found["full"] = full["state"]["0.weight"]["exp_avg"].shape
+                behind(ours, optimizer, folder)
+    dcp.save(app(theirs, torchs), checkpoint_id=f"{folder}/torchs")
+    clipped = []
+    for offloads in (False, True):
+        model = sharded()
+        if offloads:
+            with Offloaded(
+                AdamW, model.parameters(), device="cpu", lr=1e-2, max_grad_norm=0.01, free_grads=True
+            ) as optimizer:
+                for number in range(2):
+                    step(model, optimizer, number)
+                clipped.append(digests(model, optimizer))
+        else:
+            torchs = AdamW(model.parameters(), lr=1e-2, fused=True)
+            for number in range(2):
+                step(model, torchs, number, clip=0.01)
+            clipped.append(digests(model, torchs))
+    found["clipped"] = clipped
+    found["ddp"] = in_ddp(folder)
+    found["two dims"] = on_two_dims(folder)
+    return found
+
+
+def on_two_dims(folder: str) -> list[tuple[str, str]]:
+    """With tensor parallelism: torch's optimizer, this one, and this one loaded from a save of its."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view that tensor parallelism returns
+    found = []
+    for offloads in (False, True):
+        model = tensor_parallel()
+        if offloads:
+            with Offloaded(AdamW, model.parameters(), path=folder, lr=1e-2) as optimizer:
+                for number in range(3):
+                    step(model, optimizer, number, tp=2)
+                dcp.save(app(model, optimizer), checkpoint_id=f"{folder}/two-dims")
+                found.append(digests(model, optimizer))
+            with Offloaded(AdamW, model.parameters(), path=folder, lr=1e-2) as optimizer:
+                load(model, optimizer, checkpoint_id=f"{folder}/two-dims")
+                found.append(digests(model, optimizer))
+        else:
+            torchs = AdamW(model.parameters(), lr=1e-2, fused=True)
+            for number in range(3):
+                step(model, torchs, number, tp=2)
+            found.append(digests(model, torchs))
+    return found
+
+
+def behind(model: nn.Module, optimizer: Offloaded, folder: str) -> None:
+    """Save what is there now while training goes on."""
+    group = torch_dist.new_group(backend="gloo")
+    saved: Any = dcp.async_save(
+        app(model, optimizer),
+        storage_writer=zstore.dcp.Writer(f"{folder}/ours/step-4"),
+        async_stager=zstore.dcp.Stager(),
+        process_group=group,
+    )
+    step(model, optimizer, 3)
+    optimizer.wait()
+    saved.result(60)
+
+
+def in_ddp(folder: str) -> bool:
+    ours, theirs = make_model(), make_model()
+    wrapped = [DistributedDataParallel(model) for model in (ours, theirs)]
+    torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    with Offloaded(AdamW, ours.parameters(), path=folder, lr=1e-2, overlap="forward", max_grad_norm=1e9) as optimizer:
+        for number in range(3):
+            step(wrapped[0], optimizer, number)
+            step(wrapped[1], torchs, number)
+        optimizer.wait()
+    is_same = digest(ours.state_dict()) == digest(theirs.state_dict())
+    freeing = Offloaded(AdamW, ours.parameters(), device="cpu", free_grads=True)
+    with freeing, pytest.raises(UsageError, match="DistributedDataParallel"):
+        step(wrapped[0], freeing, 3)
+    return is_same
+
+
+def resume(rank: int, folder: str) -> dict[str, Any]:
+    """Load each of the three saves into this optimizer and one of them into torch's; go on from there."""
+    found: dict[str, Any] = {}
+    sources: dict[str, dict[str, Any]] = {
+        "theirs": {"checkpoint_id": f"{folder}/theirs"},
+        "torchs": {"checkpoint_id": f"{folder}/torchs"},
+        "ours": {"storage_reader": zstore.dcp.Reader(f"{folder}/ours/step-3")},
+    }
+    for name, source in sources.items():
+        model = sharded()
+        with Offloaded(AdamW, model.parameters(), path=folder, lr=1.0) as optimizer:
+            load(model, optimizer, **source)
+            loaded = digests(model, optimizer)
+            step(model, optimizer, 3)
+            found[name] = loaded, digests(model, optimizer)
+    model = sharded()
+    torchs = AdamW(model.parameters(), lr=1.0, fused=True)
+    load(model, torchs, **sources["theirs"])
+    loaded = digests(model, torchs)
+    step(model, torchs, 3)
+    found["into torch"] = loaded, digests(model, torchs)
+    return found
+
+
+def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path: Path) -> None:
+    trained = run_ranks(train_and_save, 2, str(tmp_path))
+    for found in trained:
+        assert found["none"] == found["forward"] == found["backward"] == found["torch"] == trained[0]["torch"]
+        assert found["clipped"][0] == found["clipped"][1]
+        assert found["ddp"]
+        assert len(set(found["two dims"])) == 1
+    assert trained[0]["full"] == (601, 64)
+    for name in ("ours/step-3", "ours/step-4"):
+        linked = linked_arrays(tmp_path / name)
+        assert {"optimizer/exp_avg/0.weight", "optimizer/exp_avg_sq/2.weight"} <= linked
+    with open_checkpoint(tmp_path / "ours/step-3") as now, open_checkpoint(tmp_path / "ours/step-4") as staged:
+        assert verify_checkpoint(now) == verify_checkpoint(staged) == []
+        for array in now.arrays:
+            assert now.read_array(array).tobytes() == staged.read_array(array).tobytes(), array
+    for found in run_ranks(resume, 1, str(tmp_path)):
+        assert {loaded for loaded, _ in found.values()} == {trained[0]["torch"]}
+        assert len({after for _, after in found.values()}) == 1
+
+
+def linked_arrays(path: Path) -> set[str]:
+    """The arrays of a checkpoint of two ranks of which no shard was written anew."""
+    with open_checkpoint(path) as reader:
+        shards = [each for rank in range(2) for each in reader.manifest(rank).shards]
+    return {each.array for each in shards} - {each.array for each in shards if not each.linked}
+
+
+def soaked(rank: int, folder: str) -> tuple[Any, ...]:
+    trained = train_and_save(rank, folder)
+    return trained["torch"], trained["two dims"], resume(rank, folder)
+
+
+@pytest.mark.soak
+def test_four_ranks_on_a_mesh_and_resuming_at_the_same_world_size(tmp_path: Path) -> None:
+    for torchs, two_dims, resumed in run_ranks(soaked, 4, str(tmp_path)):
+        assert len(set(two_dims)) == 1
+        assert {loaded for loaded, _ in resumed.values()} == {torchs}
+        assert len({after for _, after in resumed.values()}) == 1
