@@ -9,6 +9,10 @@ of the engine's seconds to the other's, by the clock and by the processor time o
 Where there is a CUDA device one process computes there, and the clock is stopped once it is done; `--others` sets it beside
 FSDP2 and DeepSpeed, where that is installed, on a group of one rank. Several processes are of the CPU.
 
+`--others compiled` sets the engine beside itself with its units compiled by inductor, where parameters come and go: at
+stage 3 with `--offload-param`. Then the ratio is what compiling gains. `--model llama` is transformers' model of that
+shape, whose norms, rotations and gates are many operators.
+
     python -m bench.overhead [--pairs 20] [--processes 1 2] [--precisions fp32 bf16] [--stages 0 1 2 3] [--json FILE]
 """
 
@@ -21,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,8 @@ _CLIP = 1.0
 _WARM_UP = 3
 _GOALS = {("plain", stage): 1.02 for stage in range(4)} | {("FSDP2", 3): 1.03}
 
+_Shape = dict[str, int]
+
 Step = Callable[[torch.Tensor], torch.Tensor]
 """Trains on token ids [batch, tokens] and returns the loss."""
 
@@ -57,12 +63,16 @@ def main() -> None:
         "--others",
         nargs="+",
         default=["plain"],
-        choices=["plain", "FSDP2", "DeepSpeed"],
-        help="what one process is compared with; FSDP2 at stage 3 only",
+        choices=["plain", "FSDP2", "DeepSpeed", "compiled"],
+        help="what one process is compared with; FSDP2 and compiled at stage 3 only",
+    )
+    parser.add_argument(
+        "--offload-param", default="none", choices=["none", "cpu"], help="where the engine's parameters rest"
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3])
+    parser.add_argument("--model", default="gpt", choices=["gpt", "llama"])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
@@ -77,12 +87,13 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the model, the machine and one row for each run of pairs; print each row as it comes."""
     names = ("hidden", "layers", "vocab", "batch", "tokens")
-    shape = {name: int(getattr(options, name)) for name in names}
+    shape: _Shape = {name: int(getattr(options, name)) for name in names}
+    shape["llama"] = int(options.model == "llama")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in _build(shape).parameters())
     print(
-        f"GPT of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, vocabulary "
-        f"{options.vocab}), {options.batch} x {options.tokens} tokens a process; medians of {options.pairs} pairs"
+        f"{options.model} of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, "
+        f"vocabulary {options.vocab}), {options.batch} x {options.tokens} tokens a process; medians of {options.pairs} pairs"
     )
     figures: dict[str, Any] = {
         "model": {**shape, "parameters": parameters},
@@ -93,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for pairing in _pairings(options, shape):
         if pairing.processes > 1:
             row = _slowest(run_ranks(_pairs_of_rank, pairing.processes, pairing, timeout_s=3600))
-        elif pairing.other == "plain":
+        elif pairing.other in {"plain", "compiled"}:
             row = _pairs(0, pairing)
         else:
             with _group_of_one(pairing.device):
@@ -113,14 +124,15 @@ class _Pairing:
     precision: str
     stage: int
     other: str
-    shape: dict[str, int]
+    shape: _Shape
     pairs: int
     device: str
+    offload_param: str
 
 
-def _pairings(options: argparse.Namespace, shape: dict[str, int]) -> Iterator[_Pairing]:
+def _pairings(options: argparse.Namespace, shape: _Shape) -> Iterator[_Pairing]:
     for processes, precision, stage in itertools.product(options.processes, options.precisions, options.stages):
-        alone = [other for other in options.others if other != "FSDP2" or stage == 3]
+        alone = [other for other in options.others if other not in {"FSDP2", "compiled"} or stage == 3]
         for other in alone if processes == 1 else ["DDP" if stage < 2 else "FSDP2"]:
             yield _Pairing(
                 processes=processes,
@@ -130,6 +142,7 @@ def _pairings(options: argparse.Namespace, shape: dict[str, int]) -> Iterator[_P
                 shape=shape,
                 pairs=options.pairs,
                 device=options.device if processes == 1 else "cpu",  # several talk over gloo
+                offload_param=options.offload_param,
             )
 
 
@@ -167,9 +180,14 @@ def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
     others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step, "DeepSpeed": _deepspeed_step}
     stage, precision, shape, device = pairing.stage, pairing.precision, pairing.shape, pairing.device
     generator = torch.Generator().manual_seed(rank)
-    engine = _engine(stage, precision, shape, pairing.processes)
-    with engine:
-        other = others[pairing.other](stage, precision, shape, device)
+    with ExitStack() as engines:
+        engine = engines.enter_context(_engine(pairing))
+        if pairing.other == "compiled":
+            compiled = engines.enter_context(_engine(pairing))
+            compiled.compile()
+            other = _engine_step(compiled)
+        else:
+            other = others[pairing.other](stage, precision, shape, device)
         steps: list[tuple[int, Step]] = [(0, _engine_step(engine)), (1, other)]
         times: list[list[list[float]]] = []
         losses = [0.0, 0.0]
@@ -222,8 +240,33 @@ def _meet() -> None:
 # -- contestants ------------------------------------------------------------------------------------------------------
 
 
-def _build(shape: dict[str, int]) -> Gpt:
+class _Llama(nn.Module):
+    """transformers' Llama, without a cache; returns its loss."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=shape["hidden"],
+            intermediate_size=3 * shape["hidden"],
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=max(1, shape["hidden"] // 64),
+            vocab_size=shape["vocab"],
+            max_position_embeddings=shape["tokens"],
+            use_cache=False,
+        )
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(input_ids=ids, labels=labels).loss
+        return loss
+
+
+def _build(shape: _Shape) -> nn.Module:
     torch.manual_seed(0)
+    if shape["llama"]:
+        return _Llama(shape)
     return Gpt(
         GptConfig(
             hidden=shape["hidden"],
@@ -235,15 +278,18 @@ def _build(shape: dict[str, int]) -> Gpt:
     )
 
 
-def _engine(stage: int, precision: str, shape: dict[str, int], world_size: int) -> zstore.engine.Engine:
-    bf16 = precision == "bf16"
+def _engine(pairing: _Pairing) -> zstore.engine.Engine:
+    bf16, shape = pairing.precision == "bf16", pairing.shape
+    zero: dict[str, Any] = {"stage": pairing.stage}
+    if pairing.offload_param != "none":
+        zero["offload_param"] = {"device": pairing.offload_param}
     config = {
-        "train_batch_size": shape["batch"] * world_size,
+        "train_batch_size": shape["batch"] * pairing.processes,
         "train_micro_batch_size_per_gpu": shape["batch"],
         "gradient_clipping": _CLIP if bf16 else 0.0,
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": _LR}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
     }
     engine, *_ = zstore.initialize(model=_build(shape), config=config)
     return engine
@@ -258,22 +304,23 @@ def _engine_step(engine: zstore.engine.Engine) -> Step:
     return step
 
 
-def _plain_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+def _plain_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
     return plain_step(_build(shape).to(device), precision, lr=_LR, clip=_CLIP)
 
 
-def _ddp_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+def _ddp_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
     model = _build(shape).to(device)
     return plain_step(model, precision, lr=_LR, clip=_CLIP, wrap=lambda: DistributedDataParallel(model))
 
 
-def _fsdp_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+def _fsdp_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
     """Return a step of FSDP2; at stage 2 parameters stay gathered between forward and backward."""
     bf16 = precision == "bf16"
     model = _build(shape).to(device)
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     mesh = init_device_mesh(device, (torch_dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    for block in model.transformer.h:
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
@@ -290,7 +337,7 @@ def _fsdp_step(stage: int, precision: str, shape: dict[str, int], device: str) -
     return step
 
 
-def _deepspeed_step(stage: int, precision: str, shape: dict[str, int], device: str) -> Step:
+def _deepspeed_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
     """Return a step of DeepSpeed with torch's own fused AdamW."""
     import deepspeed
 

@@ -278,7 +278,7 @@ class Training:
             return
         if self.compiled is not None:
             self.compiled.remove()
-        self.compiled = CompiledUnits(self.hooks, compiler)
+        self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

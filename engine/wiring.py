@@ -70,7 +70,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
-    built = BuiltModel(model, world)
+    built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
     slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)

@@ -3,8 +3,9 @@
 `Popen` and `run` stand in for those of `subprocess` where a command begins with this Python and goes on with `-c`, `-m` or a
 script; others they leave to it. What they start is a process of its own, with its own arguments, environment, standard
 streams and signals, and it ends as Python does; only its imports were done before. What it starts with this Python itself,
-as a launcher does its ranks, are forks of it. With `anew=True`, and in `pytest --new-processes`, all are started as a user
-does it. Not for tests of what is imported, or of how much memory an interpreter takes.
+as a launcher does its ranks, are forks of it, and so are scripts on PATH whose first line names this Python. With
+`anew=True`, and in `pytest --new-processes`, all are started as a user does it; with NEW_PROCESSES in a process's
+variables, those that it starts. Not for tests of what is imported, or of how much memory an interpreter takes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,7 +250,11 @@ def _execute_child(self: Any, *passed: Any) -> None:
     """
     given = inspect.signature(_execute_anew).bind(self, *passed).arguments
     interpreter, *words = [os.fspath(word) for word in given["args"]]
-    if interpreter != sys.executable or (words[0].startswith("-") and words[0] not in {"-c", "-m", "-u"}):
+    script = shutil.which(interpreter)
+    if script is not None and _is_ours(script):
+        interpreter, words = sys.executable, [script, *words]
+    anew = os.environ.get(NEW_PROCESSES) or interpreter != sys.executable
+    if anew or (words[0].startswith("-") and words[0] not in {"-c", "-m", "-u"}):
         _execute_anew(self, *passed)
         return
     start = _Start(
@@ -280,8 +286,15 @@ def _execute_child(self: Any, *passed: Any) -> None:
         os._exit(1)  # what failed is not the launcher's
 
 
+def _is_ours(script: str) -> bool:
+    """Return whether a program is a script that names this Python in its first line."""
+    with open(script, "rb") as file:
+        return file.readline().strip() == f"#!{sys.executable}".encode()
+
+
 def _become(start: _Start, streams: list[int]) -> None:
     gc.freeze()
+    signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

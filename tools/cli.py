@@ -22,6 +22,7 @@ from .train.rank_errors import exit_code, say
 
 COMMANDS = {
     "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
+    "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
@@ -33,9 +34,9 @@ COMMANDS = {
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
 }
-_MODULES = {"train": ".train.command", "plan": ".plan.command"}
+_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
 """Modules of the commands that are not in a file of their name."""
-_WITH_TORCH = ("train", "plan", "doctor")
+_WITH_TORCH = ("train", "run", "plan", "doctor")
 
 
 class Commands(TyperGroup):
@@ -48,7 +49,11 @@ class Commands(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        one.command(name, help=COMMANDS[str(name)])(for_typer(getattr(module, f"{name}_command")))
+        told = {
+            "epilog": getattr(module, "EPILOG", None),
+            "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
+        }
+        one.command(name, help=COMMANDS[str(name)], **told)(for_typer(getattr(module, f"{name}_command")))
         return name, typer.main.get_command(one), rest
 
 

@@ -33,6 +33,7 @@ def check_listing(place: Folder, common: Common) -> None:
     folders: list[Path] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         folders = [Path(entry.path) for entry in os.scandir(place.path) if entry.is_dir()]
+        folders += [Path(inner) for one in folders for inner in one.glob("*") if one.name.startswith("checkpoint")]
     paths = [path for path in (place.path, *folders) if (path / RECORD_FILE).is_file()]
     num_files = sum(len(names) for path in paths for _, _, names in os.walk(path))
     _require(common, place, num_files, _bytes_of_records(paths))

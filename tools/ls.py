@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint.catalog import Catalog, TagInfo, list_tags
+from zstore.checkpoint.catalog import Catalog, TagInfo, list_nested, list_tags
+from zstore.checkpoint.folder import Folder
 from zstore.checkpoint.usage import size_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
@@ -59,9 +60,11 @@ def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
             found = list_tags(place)
         except (CheckpointNotFoundError, CorruptionError):
             found = Catalog(tags=(), refusals=())
+        nested = list_nested(place)
+        found = Catalog(tags=found.tags + nested.tags, refusals=found.refusals + nested.refusals)
         nbytes = check_records(place, found.tags, common)
         progress.expect(nbytes)
-        entries = list_entries(found.tags, time.time_ns())
+        entries = list_entries(found.tags, time.time_ns(), place)
         progress.advance(nbytes)
         listed = bool(found.tags or found.refusals)
         one = None if listed else _describe_one(folder, common)
@@ -80,14 +83,15 @@ def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
     return 0
 
 
-def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
-    """Return an entry for each checkpoint of one folder, in their order."""
+def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[Entry]:
+    """Return an entry for each checkpoint in the folder `place`, in their order; those of its folders `checkpoint-N` are
+    called `checkpoint-N/TAG`."""
     found = [stored_files(info.folder) for info in infos]
     holders = Counter(key for files in found for key in files)
     newest = max((info.record.committed_ns for info in infos), default=0)
     return [
         Entry(
-            tag=info.tag,
+            tag=_name(info, place),
             path=info.location,
             step=info.record.step,
             world_size=info.record.world_size,
@@ -100,6 +104,12 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int) -> list[Entry]:
         )
         for info, files in zip(infos, found, strict=True)
     ]
+
+
+def _name(info: TagInfo, place: Folder) -> str:
+    holder = info.folder.parent
+    within = holder.parent.location == place.location != holder.location
+    return f"{holder.name}/{info.tag}" if within else info.tag
 
 
 def _describe_one(location: str | os.PathLike[str], common: Common) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from .checkpoint.catalog import TagInfo, find_tag, scan
 from .checkpoint.commit import discard
@@ -68,6 +68,8 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **parts)
         if not self.enable:
             return
+        self.stager: Any
+        self.purge_thread: threading.Thread | None
         self._num_threads = config.num_threads
         self._trust_pickles = config.trust_pickles
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -97,10 +99,10 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         writer = Writer(checkpoint_id, overwrite=True, num_threads=self._num_threads)
         result: Any = None
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            save(state_dict, storage_writer=writer)
         else:
             in_process = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-            result = dcp.async_save(
+            result = async_save(
                 state_dict,
                 storage_writer=writer,
                 process_group=self.pg,
@@ -117,7 +119,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         reader = Reader(checkpoint_id, num_threads=self._num_threads, trust_pickles=self._trust_pickles)
-        dcp.load(state_dict, storage_reader=reader)
+        load(state_dict, storage_reader=reader)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 

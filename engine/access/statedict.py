@@ -31,6 +31,8 @@ class StateDictGuard:
         self._record_of = record_of
         self._loses = loses
         self._is_suspended = False
+        self.lets_state_dicts_pass = False
+        """Whether sharded parameters may be in a state dict, as NaN."""
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             self._handles += [
@@ -48,7 +50,7 @@ class StateDictGuard:
         return any(record.residency is Residency.RELEASED for record in self._records(module))
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._released(module):
+        if not self.lets_state_dicts_pass and self._released(module):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: call engine.module_state_dict(), "
                 "engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "

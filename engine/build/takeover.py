@@ -19,11 +19,14 @@ from .builder import Builder, Built, find_built, gone
 class BuiltModel:
     """What `initialize` takes over of a model that may have been built in shards.
 
-    Raises UsageError, on all ranks, for parameters that were changed after they were released (all ranks).
+    With `copies`, a config that uses the same folders otherwise is no error, as a reference model's may that leaves out what
+    it is not trained by: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that were
+    changed after they were released (all ranks).
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, *, copies: bool = False) -> None:
         self.world = world
+        self._copies = copies
         self._model = model
         found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
         self._found: dict[nn.Parameter, tuple[Builder, Built]] = found
@@ -63,7 +66,7 @@ class BuiltModel:
             if builder.key == key:
                 return builder
             shared = _folders(builder.key) & _folders(key)
-            if shared:
+            if shared and not self._copies:
                 raise UsageError(
                     f"zstore.Init() and initialize() got configs that use {min(shared)} in different ways: {builder.key} "
                     f"and {key}. Give both the same config"

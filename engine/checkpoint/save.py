@@ -39,6 +39,7 @@ from .load_plan import LoadOptions, LoadReport
 from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
+from .snapshot_folder import TAKEN
 
 if TYPE_CHECKING:
     from ..training import Training
@@ -133,6 +134,7 @@ class Checkpoints:
             "client_state": marked,
             "engine": engine_record(self._training),
             "metrics": client.numbers({} if metrics is None else metrics),
+            TAKEN: time.time_ns(),
         }
         return Small(record, specs, arrays)
 

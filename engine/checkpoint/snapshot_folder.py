@@ -4,7 +4,8 @@
 A snapshot is a checkpoint whose record says, under `durability`, in which folders its run has its checkpoints. It belongs
 to a folder that it names, and to one with a checkpoint of its run. One that names none, of a run that was killed before
 its first save, belongs to any folder without checkpoints. The newer of the snapshot and of the folder's newest
-checkpoint is what a resume goes on from; of the same step it is the checkpoint, which has the client's state.
+checkpoint is what a resume goes on from; of the same step it is the checkpoint, which has the client's state. Newer is
+what has the later state: a save with `wait=False` may be committed after the snapshots of the steps behind it.
 
 A power cut may leave a snapshot whose record is there and whose data is not, for nothing of it is made durable. So a
 snapshot of another boot of the machine counts only where every chunk of it has its checksum.
@@ -32,6 +33,8 @@ _log = logging.getLogger("zstore")
 
 KEY = "durability"
 """Where a snapshot's record has what belongs to it as one."""
+TAKEN = "taken_ns"
+"""Where the state of a checkpoint's record says when the state was taken, in ns since the epoch by rank 0's clock."""
 BOOT = "boot"
 """Where a rank's own state in a snapshot names the boot of its machine."""
 
@@ -113,7 +116,12 @@ def _folders(snapshot: Record) -> list[str]:
 
 
 def _is_newer(snapshot: Record, saved: Record) -> bool:
-    return snapshot.committed_ns > saved.committed_ns and (snapshot.run, snapshot.step) != (saved.run, saved.step)
+    return _taken_ns(snapshot) > _taken_ns(saved) and (snapshot.run, snapshot.step) != (saved.run, saved.step)
+
+
+def _taken_ns(record: Record) -> int:
+    taken_ns = record.state.get(TAKEN)
+    return taken_ns if type(taken_ns) is int else record.committed_ns
 
 
 def _is_whole(info: TagInfo, boots: Collection[str]) -> bool:

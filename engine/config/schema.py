@@ -166,7 +166,7 @@ class Settings(Section):
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
     """Insist on DeepSpeed's CPU Adam for offloaded state."""
     graph_harvesting: Bool = not_built(
-        False, 'no CUDA graph is captured; torch.compile(mode="reduce-overhead") does, of a model at stages 0 to 2'
+        False, 'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'
     )
     """Capture CUDA graphs."""
     use_data_before_expert_parallelism: Bool = no_effect(False, "there is no expert parallelism")
@@ -194,7 +194,9 @@ class Settings(Section):
     """Let the engine run torch.autocast."""
     sparse_attention: Unread = refused(None, "choose the attention in the model")
     """Sparse attention kernels."""
-    compile: Unread = refused(None, "pass a model that torch.compile compiled to initialize(), at stages 0 to 2")
+    compile: Unread = refused(
+        None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
+    )
     """DeepCompile."""
     elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
     """Batch sizes from a list of world sizes."""

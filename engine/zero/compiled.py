@@ -65,10 +65,10 @@ def _nothing() -> None:
 class CompiledUnits:
     """The units whose forward is compiled. See [Note: what is compiled]."""
 
-    def __init__(self, hooks: UnitHooks, compiler: Compiler) -> None:
+    def __init__(self, model: nn.Module, hooks: UnitHooks, compiler: Compiler) -> None:
         """Compile what can be. Raises UsageError for a compiler that captures CUDA graphs."""
         _require_no_cuda_graphs(compiler)
-        hooks.stay_out_of_graphs()
+        hooks.stay_out_of_graphs(model.modules())
         self._former: list[tuple[nn.Module, Any]] = []
         """Modules with what they had as a forward of their own, in place of their class's."""
         self.names: list[str] = []
@@ -190,7 +190,7 @@ def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDi
 def _room_for_graphs(sharing: int) -> Iterator[None]:
     """Allow a function that is the forward of several modules as many graphs as each would have by itself: blocks may
     differ in a number that is part of a graph, as the index of the layer."""
-    config = torch._dynamo.config  # type: ignore[attr-defined]
+    config = torch._dynamo.config
     former = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)
     try:

@@ -5,7 +5,7 @@ forward   the pre-hook of the first of its modules that is called gathers it; th
 backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
           nodes in the reverse of the order in which they were made. It is released when every one of its parameters
           has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
-          it (of which neither lies within the other), or at the end of the backward.
+          it (of which neither lies within the other, or was called there), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
 releases. A parameter that is read while its unit is released, as in `F.linear(x, self.embed.weight)`, in a forward of the
@@ -47,6 +47,8 @@ class UnitHooks:
         """Units gathered for the backward, and their parameters whose gradients are to come."""
         self._stray: dict[Unit, None] = {}
         """Units of which a parameter was read from elsewhere since the last backward."""
+        self._called_within: set[tuple[Unit, Unit]] = set()
+        """Units whose module was called within the forward of another unit, and that one."""
         self._units_of: dict[ParameterRecord, list[Unit]] = {}
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._inner: dict[Unit, set[nn.Module]] = {}
@@ -77,8 +79,13 @@ class UnitHooks:
         """What modules call these hooks."""
         return frozenset(handle.id for handle in self._handles)
 
-    def stay_out_of_graphs(self) -> None:
-        """Let torch.compile break its graph where a parameter is read that has to be gathered first."""
+    def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
+        """Let torch.compile break its graphs at these hooks, and where a parameter is read that has to be gathered first:
+        what they look at must not be traced, nor guarded."""
+        ids = self.hook_ids
+        for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
+            for number in ids.intersection(hooks):
+                hooks[number] = torch.compiler.disable(_called(hooks[number]))  # type: ignore[no-untyped-call]
         on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
         for module in self._watched:
             if isinstance(module._parameters, _WatchedParameters):
@@ -124,6 +131,8 @@ class UnitHooks:
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit not in self._holder:
             self._gather_unit(unit, None if self._in_backward else module)
+        if self._holder[unit] is None or self._holder[unit] is module:
+            self._called_within.update((unit, other) for other, holder in self._holder.items() if holder is not None)
         if torch.is_grad_enabled() and (self._in_backward or self._holder[unit] is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
@@ -175,11 +184,14 @@ class UnitHooks:
         self._open(unit)
 
     def _nested(self, unit: Unit, other: Unit) -> bool:
-        """Return whether one of the units lies within the other, so that this hook says nothing of the other's nodes.
+        """Return whether one of the units lies within the other, or was called there, so that this hook says nothing of the
+        other's nodes.
 
         Where the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
         the first.
         """
+        if (unit, other) in self._called_within or (other, unit) in self._called_within:
+            return True
         return unit.modules[0] in self._inner[other] or other.modules[0] in self._inner[unit]
 
     def _open(self, unit: Unit) -> None:
@@ -242,6 +254,15 @@ class UnitHooks:
         _unwatch(self._watched)
         for handle in self._handles:
             handle.remove()
+
+
+def _called(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the hook, of which torch makes an untraced one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs)
+
+    return call
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

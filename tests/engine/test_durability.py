@@ -18,7 +18,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError
 from zstore.io.files import Files
-from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command
 
@@ -178,6 +178,27 @@ def test_the_newer_of_snapshot_and_checkpoint_is_loaded(nvme: Path, tmp_path: Pa
         step(engine)
         engine.load_checkpoint(f"{ckpt}/step-00000002")
         assert engine.global_steps == 2
+
+
+def test_a_later_snapshot_counts_though_an_earlier_save_was_committed_after_it(nvme: Path, tmp_path: Path) -> None:
+    ckpt = tmp_path / "ckpt"
+    files = GatedFiles("rename", pattern=f"{ckpt}/*")
+    with trained(nvme, 1, files=files) as engine, files.holding():
+        engine.save_checkpoint(str(ckpt), wait=False)
+        files.arrived(1)
+        for _ in range(2):
+            step(engine)
+        engine.steps.complete()
+        files.open_gate()
+        engine.wait_for_checkpoint()
+        expected = state_of(engine)
+        abandon(engine)
+    with trained(nvme, 0) as engine:
+        path, _ = engine.load_checkpoint(str(ckpt))
+        assert path is not None
+        assert path.startswith(str(steps_of(nvme)))
+        assert engine.global_steps == 3
+        assert state_of(engine) == expected
 
 
 def test_a_run_does_not_take_anothers_snapshot(nvme: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,7 +75,7 @@ def test_several_hundred_kills(tmp_path: Path) -> None:
         killing.go(2)
         seconds = time.monotonic() - started
         least = killing.check(0)
-        for start in range(12):
+        for start in range(16):
             if start % 2:
                 moment = rng.uniform(0.2, 1.5) * seconds
                 after_s = [moment + rng.uniform(0, 0.02) for _ in range(run.world_size)]

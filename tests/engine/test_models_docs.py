@@ -42,7 +42,7 @@ def test_every_row_is_complete() -> None:
 def test_the_files_that_it_names_are_there() -> None:
     words = PAGE.read_text(encoding="utf-8").split("`")
     named = [word for word in words if word.startswith("tests/")]
-    assert len(named) == 4
+    assert len(named) == 5
     assert all((PAGE.parent.parent / name).exists() for name in named)
 
 
@@ -77,7 +77,7 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
         (lambda: nn.Sequential(scripted()), {"stage": 0}, "module '0' is scripted"),
         (turning, {"stage": 0}, "parameter 'turn' is torch.complex64"),
         (lambda: compiled(in_place=True), OFFLOADED, "module '0' is compiled"),
-        (lambda: compiled(in_place=False), OFFLOADED, "module '' is compiled"),
+        (lambda: nn.Sequential(compiled(in_place=False)), OFFLOADED, "module '0' is compiled"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(make: Callable[[], nn.Module], zero: dict[str, Any], message: str) -> None:

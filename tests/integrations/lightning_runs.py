@@ -135,7 +135,7 @@ def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Traine
         return L.Trainer(**{**chosen, **options}, strategy=strategy)
 
 
-class quiet(warnings.catch_warnings):  # noqa: N801
+class quiet(warnings.catch_warnings):
     """Lets Lightning say what it thinks of small runs."""
 
     def __enter__(self) -> Any:

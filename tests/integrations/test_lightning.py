@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,49 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import zstore
+from tests import warm
 from tests.integrations.lightning_runs import Batches, LateNet, disk_config, fit, make_net, make_trainer, quiet
 from zstore.lightning import ZstoreStrategy
 from zstore.testing.ranks import run_ranks
 
 ROUNDING = 2e-6
+
+STARTED = """
+import sys, tempfile, torch, zstore.lightning
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+class Small(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+if __name__ == "__main__":
+    for method in sys.argv[1:]:
+        ends = []
+        for strategy in (f"ddp_{method}", f"zstore_{method}"):
+            torch.manual_seed(0)
+            module, data = Small(), TensorDataset(torch.randn(16, 8), torch.randn(16, 4))
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = L.Trainer(
+                    max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=[ModelCheckpoint(folder)],
+                    logger=False, enable_progress_bar=False, enable_model_summary=False,
+                )
+                trainer.fit(module, DataLoader(data, 4))
+                assert trainer.checkpoint_callback.best_model_path.endswith("step=2.ckpt")
+            ends.append((trainer.callback_metrics["loss"], module.net.weight.detach()))
+        torch.testing.assert_close(*ends)
+        print("same", method)
+"""
 
 
 def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
@@ -112,3 +151,30 @@ def test_lightning_trains_as_ddp_and_resumes_within_an_epoch_and_on_more_ranks(t
         assert found["predicted"] == [(4, 4), (4, 4)]
         assert len(found["resumed"]["ddp"]) == 7
         assert found["resumed"]["zstore"] == pytest.approx(found["resumed"]["ddp"], rel=ROUNDING)
+
+
+def _start(tmp_path: Path, method: str) -> str:
+    (tmp_path / "small.py").write_text(STARTED)
+    command = [sys.executable, str(tmp_path / "small.py"), method]
+    return warm.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+
+
+def test_ranks_that_lightning_forks_bring_weights_back(tmp_path: Path) -> None:
+    assert "same fork" in _start(tmp_path, "fork")
+
+
+@pytest.mark.soak
+def test_ranks_that_lightning_spawns_bring_weights_back(tmp_path: Path) -> None:
+    assert "same spawn" in _start(tmp_path, "spawn")
+
+
+@pytest.mark.soak
+def test_pytorch_lightning_has_a_strategy_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(
+        STARTED.replace("import sys", "import pytorch_lightning, sys")
+        .replace("import lightning as L", "import pytorch_lightning as L")
+        .replace("from lightning.pytorch", "from pytorch_lightning")
+    )
+    command = [sys.executable, str(tmp_path / "small.py"), "fork"]
+    done = warm.run(command, capture_output=True, text=True, check=True, timeout=200, anew=True)
+    assert "same fork" in done.stdout

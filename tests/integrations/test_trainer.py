@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
@@ -35,8 +33,12 @@ def _quiet() -> None:
     warnings.simplefilter("default")  # accelerate's, of threads and devices
 
 
-def _train(kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], **train: Any) -> Any:
-    trainer = kind(llama(), arguments(folder, **run), train_dataset=Texts(14), eval_dataset=Texts(6, seed=3), **extra)
+def _train(
+    kind: type, folder: Path, run: dict[str, Any], extra: dict[str, Any], samples: int = 14, **train: Any
+) -> Any:
+    trainer = kind(
+        llama(), arguments(folder, **run), train_dataset=Texts(samples), eval_dataset=Texts(6, seed=3), **extra
+    )
     trainer.train(**train)
     return trainer
 
@@ -67,3 +69,54 @@ def _beside(rank: int, folder: str, world_size: int) -> None:
 def test_an_epoch_from_disk_has_the_losses_of_trainer_alone(tmp_path: Path, world_size: int) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_beside, world_size, os.fspath(tmp_path), world_size)
+
+
+def _resume(rank: int, folder: str, world_size: int) -> list[float]:
+    """Train to the middle, resume, and go on to the end; return the losses logged."""
+    _quiet()
+    place = Path(folder)
+    run = {
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+    }
+    extra = {"zstore_config": config(place / "nvme")}
+    whole = _train(zstore.hf.Trainer, place / "whole", run, extra, 16)
+    kept = sorted(path.name for path in (place / "whole").glob("checkpoint-*"))
+    assert kept == ["checkpoint-6", "checkpoint-8"] if world_size == 1 else ["checkpoint-2", "checkpoint-4"]
+    if rank == 0:
+        shutil.rmtree(place / "whole" / kept[-1])
+    torch.distributed.barrier()
+    whole.close()
+    resumed = _train(zstore.hf.Trainer, place / "whole", run, extra, 16, resume_from_checkpoint=True)
+    assert history(resumed, "loss") == history(whole, "loss")
+    assert history(resumed, "learning_rate") == history(whole, "learning_rate")
+    return history(whole, "loss")
+
+
+def _go_on_at_two_ranks(rank: int, folder: str) -> list[float]:
+    _quiet()
+    place = Path(folder)
+    run = {
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+    }
+    extra = {"zstore_config": config(place / "nvme")}
+    middle = os.fspath(place / "whole" / "checkpoint-6")
+    resumed = _train(zstore.hf.Trainer, place / "two", run, extra, 16, resume_from_checkpoint=middle)
+    assert resumed.args.gradient_accumulation_steps == 1
+    return history(resumed, "loss")
+
+
+def test_a_run_resumes_with_the_same_bits_and_at_another_world_size(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    whole, *_ = run_ranks(_resume, 1, os.fspath(tmp_path), 1)
+    two, *_ = run_ranks(_go_on_at_two_ranks, 2, os.fspath(tmp_path))
+    assert two == pytest.approx(whole, rel=1e-5)

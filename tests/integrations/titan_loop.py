@@ -115,6 +115,11 @@ class Run(Stateful):
             self.manager.save(self.step, last_step=self.step == STEPS)
         return self
 
+    def weights(self) -> dict[str, Any]:
+        """Return the whole weights, as numbers."""
+        state = self.model.state_dict()
+        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).tolist() for k, v in state.items()}
+
     def close(self) -> str:
         """End the run and return a digest of all that it trained."""
         self.manager.close()

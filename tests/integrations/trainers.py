@@ -15,6 +15,8 @@ from transformers import TrainingArguments
 transformers.logging.set_verbosity_error()
 
 VOCAB, TOKENS = 64, 8
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
+"""Arguments of a run on the CPU that talks to nobody."""
 
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
@@ -61,16 +63,13 @@ def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
         changes["gradient_checkpointing"] = changes.pop("activation_checkpointing")  # its name before transformers 5.22
     return TrainingArguments(
         **{
+            **QUIET,
             "output_dir": os.fspath(folder),
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
             "logging_steps": 1,
             "save_strategy": "no",
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 2,
             "learning_rate": 1e-2,
-            "dataloader_pin_memory": False,
             **changes,
         }
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step
+from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
@@ -261,3 +261,17 @@ def test_durability_benchmark_compares_runs_with_and_without_snapshots(
     disk, memory = json.loads(out.read_text())
     assert disk["written_bytes"] < memory["written_bytes"] == memory["snapshot_bytes"]
     assert disk["step"]["held_s"] > 0 == disk["checkpoint"]["held_s"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "trainer.json"
+    shape = ["--hidden", "64", "--layers", "1", "--tokens", "8", "--steps", "2", "--pairs", "1"]
+    monkeypatch.setattr(sys, "argv", ["trainer", "--path", str(tmp_path), *shape, "--json", str(out)])
+    trainer.main()
+    figures = json.loads(out.read_text())
+    assert figures["step"]["ratio"] > 0
+    assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
+    assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]

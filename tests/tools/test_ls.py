@@ -68,7 +68,7 @@ def test_ages_are_in_units_that_people_use(folder: Path) -> None:
 
     assert [_age(seconds) for seconds in (5.4, 119, 120, 7300, 3 * 86400)] == ["5 s", "119 s", "2 min", "2 h", "3 d"]
     infos = tags(folder)
-    (_, second) = list_entries(infos, infos[1].record.committed_ns + 10**9)
+    (_, second) = list_entries(infos, infos[1].record.committed_ns + 10**9, infos[0].folder.parent)
     assert second.age_s == 1.0
 
 

@@ -16,7 +16,7 @@ from zstore.remote.folder import open_folder
 from zstore.remote.url import is_url
 
 from .config import TrainOptions, answers, load_train_config, offloads
-from .launch import end_with_launcher, launch
+from .launch import launch
 from .rank_errors import said_once
 from .resume import Position, require_free_tags, resume_source, saved_run, start_position
 
@@ -52,7 +52,6 @@ def train_command(options: TrainOptions) -> None:
         _prepare(options)  # errors are reported once, not by every rank
         launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
     else:
-        end_with_launcher()
         with said_once():
             _train(options)
 

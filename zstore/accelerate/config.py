@@ -74,21 +74,13 @@ def ask_for_precision(raw: dict[str, Any]) -> None:
 
 
 def refuse_launchers(source: str) -> None:
-    """Raise UsageError where `accelerate launch` was asked for another way of sharding, or to compile."""
+    """Raise UsageError where `accelerate launch` was asked for another way of sharding."""
     for variable, what in _LAUNCHERS.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise UsageError(
                 f"{source}: accelerate was started for {what} ({variable}=true), and zstore shards the model itself: run "
                 "`accelerate config` anew without it, or start with torchrun"
             )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() != "no":
-        raise UsageError(f"{source}: {compiling('ACCELERATE_DYNAMO_BACKEND=' + backend)}")
-
-
-def compiling(asked: str) -> str:
-    """Return what to say to a loop that asks for torch.compile."""
-    return f"{asked} would compile the whole model, whose parameters come and go within the forward: leave it out"
 
 
 def mismatch_text(source: str, differing: Iterable[str]) -> str:

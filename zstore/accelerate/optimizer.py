@@ -33,9 +33,14 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._is_overflow = not self.engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget gradients that no step took, but within an accumulation."""
+        if self.gradient_state.sync_gradients:
+            self.forget()
+
+    def forget(self) -> None:
         """Forget gradients that no step took; after a step there are none."""
         training = self.engine.training_state
-        if self.gradient_state.sync_gradients and not training.accumulation.is_new:
+        if not training.accumulation.is_new:
             training.pending.abandon()
             training.restart_accumulation()
 

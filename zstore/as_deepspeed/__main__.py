@@ -10,9 +10,7 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 
-from zstore.engine.runtime.messages import show_messages
-
-from .installing import install
+from .installing import put_in_place
 
 USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank] SCRIPT [ARGUMENTS]
        python -m zstore.as_deepspeed [--local_rank | --no_local_rank] -m MODULE [ARGUMENTS]
@@ -53,8 +51,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_ALONE)
-    show_messages()
-    install()
+    put_in_place()
     target, *arguments = words
     if is_module:
         sys.argv = [target, *_with_local_rank(arguments, "--local_rank" if wants_rank else None)]

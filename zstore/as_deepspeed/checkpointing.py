@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
-from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
+
+from .config import raw_config
 
 _log = logging.getLogger("zstore")
 
@@ -40,7 +41,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     if mpu_ is not None:
         raise UsageError("deepspeed.checkpointing.configure(mpu_=...): there is no model parallelism; pass None")
     if checkpoint_in_cpu is None and deepspeed_config is not None:
-        checkpoint_in_cpu = load_config(deepspeed_config).settings.activation_checkpointing.cpu_checkpointing
+        checkpoint_in_cpu = raw_config(deepspeed_config).get("activation_checkpointing", {}).get("cpu_checkpointing")
     _Choice.in_cpu = bool(checkpoint_in_cpu)
     others = {
         "partition_activations": partition_activations,

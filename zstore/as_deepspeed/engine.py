@@ -57,6 +57,8 @@ class DeepSpeedEngine(Engine):
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
+        # Scripts save what rank 0 has, and ask on every rank. There it stays an error: it would save NaN.
+        self.access.guard.lets_state_dicts_pass = self.global_rank != 0
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
@@ -95,7 +97,7 @@ class DeepSpeedEngine(Engine):
             **options,
         )
 
-    def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+    def load_checkpoint(
         self,
         load_dir: str,
         tag: str | float | None = None,
@@ -160,22 +162,22 @@ class DeepSpeedEngine(Engine):
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return whether the config wants whole weights where a model is saved at stage 3."""
-        return self._zero("stage3_gather_16bit_weights_on_model_save", False)
+        return bool(self._zero("stage3_gather_16bit_weights_on_model_save"))
 
-    def zero_offload_optimizer(self) -> dict[str, Any] | None:
+    def zero_offload_optimizer(self) -> Any:
         """Return the config's `offload_optimizer`; None without it."""
-        return self._zero("offload_optimizer", None)
+        return self._zero("offload_optimizer")
 
-    def zero_offload_param(self) -> dict[str, Any] | None:
+    def zero_offload_param(self) -> Any:
         """Return the config's `offload_param`; None without it."""
-        return self._zero("offload_param", None)
+        return self._zero("offload_param")
 
     def zero_cpu_offload(self) -> bool:
         """Return whether optimizer state rests in host memory."""
         return self.training_state.config.offload_optimizer.device == "cpu"
 
-    def _zero(self, key: str, default: Any) -> Any:
-        return (self.config.get("zero_optimization") or {}).get(key, default)
+    def _zero(self, key: str) -> Any:
+        return (self.config.get("zero_optimization") or {}).get(key)
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale adapts itself: in fp16 without a fixed one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine import add_config_arguments, init_distributed
@@ -38,10 +40,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
     `optimizer` may be a function that makes one of `model_parameters`. Where neither it nor the config names one, the
     engine is for evaluation: it has none, and the optimizer and scheduler returned are None. The process group is started
-    where a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`.
+    where a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`,
+    and where accelerate counts other ranks than there are.
     """
     if mesh_param is not None:
         raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
+    _require_agreement()
     source = _source(args, config if config is not None else config_params)
     given = cleaned(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -59,13 +63,27 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=given,
-        **({"frozen": True} if frozen else {}),
+        frozen=frozen,
         _engine=DeepSpeedEngine,
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
     engine.config = raw_config(source)
     return engine, *others
+
+
+def _require_agreement() -> None:
+    """Raise UsageError where accelerate counts other ranks than there are: each would train on all of the data."""
+    module = sys.modules.get("accelerate.state")
+    state = {} if module is None else module.PartialState._shared_state
+    known = state.get("num_processes")
+    prepares = str(state.get("distributed_type")).endswith("DEEPSPEED")
+    if not prepares or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
+        return
+    raise UsageError(
+        f"there are {torch_dist.get_world_size()} ranks, and accelerate knows of {known}: with DeepSpeed it finds several "
+        "only on GPUs. Start one rank, or use zstore.hf or zstore.accelerate, which train on several without GPUs too"
+    )
 
 
 def _source(args: Namespace | None, config: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+import multiprocessing
 import multiprocessing.spawn
 import os
 import sys
@@ -16,7 +17,7 @@ from .finder import VERSION, AnswerFinder, installed_finder
 
 _log = logging.getLogger("zstore")
 
-_LOOKED_ALREADY = ("transformers.integrations.deepspeed", "accelerate.utils.deepspeed", "lightning.pytorch.strategies")
+_LOOKED_ALREADY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
 """Modules that look for DeepSpeed once, when they are imported."""
 
 
@@ -34,16 +35,23 @@ def install() -> None:
             "DeepSpeed was imported in this process before: call zstore.as_deepspeed.install() at its start, or run the "
             "script by `zstore run --as-deepspeed`"
         )
-    early = [name for name in _LOOKED_ALREADY if name in sys.modules]
-    if early:
+    early = next((name for name in _LOOKED_ALREADY if name in sys.modules), None)
+    if early is not None:
         raise UsageError(
-            f"{early[0].partition('.')[0]} was imported before, and has looked for DeepSpeed: call "
-            "zstore.as_deepspeed.install() before any other import, or run the script by `zstore run --as-deepspeed`"
+            f"{early.partition('.')[0]} was imported in this process before, and has looked for DeepSpeed: call "
+            "zstore.as_deepspeed.install() before that, or run the script by `zstore run --as-deepspeed`"
         )
+    put_in_place()
+
+
+def put_in_place() -> None:
+    """Do as `install`, in a process that has just begun."""
+    if installed_finder() is not None:
+        return
     other = _other_version()
     sys.meta_path.insert(0, AnswerFinder())
     _tell_children()
-    if other is not None and os.environ.get("RANK", "0") == "0":
+    if other is not None and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         _log.warning("DeepSpeed %s is installed here; in this run `import deepspeed` gives zstore (%s)", other, VERSION)
 
 
@@ -59,7 +67,7 @@ class _Install:
     """What installs when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return install, ()
+        return put_in_place, ()
 
 
 def _tell_children() -> None:

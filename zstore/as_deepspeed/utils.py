@@ -12,12 +12,14 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from zstore.engine.runtime.messages import show_messages
 from zstore.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("zstore")
-"""The logger of zstore's messages."""
+"""The logger of zstore's messages, which are seen from the import on."""
+show_messages()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -33,11 +35,10 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 class RepeatingLoader:
-    """Gives the batches of a loader over and over. A `DistributedSampler` in it gets the number of each epoch."""
+    """Gives the batches of a loader over and over."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self._epoch = 0
         self._batches = iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -47,10 +48,6 @@ class RepeatingLoader:
         try:
             return next(self._batches)
         except StopIteration:
-            self._epoch += 1
-            sampler = getattr(self.loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
             self._batches = iter(self.loader)
             return next(self._batches)
 

@@ -53,8 +53,8 @@ class Init(PlainInit):
     of fewer than all ranks, and for quantized weights.
     """
 
-    _open = 0
-    """Blocks that are open."""
+    _blocks = 0
+    """Those that are open."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         self,
@@ -96,12 +96,15 @@ class Init(PlainInit):
             mem_efficient_linear=mem_efficient_linear,
             _from_rank_0=True,
         )
+        if module is not None and enabled:
+            for parameter in module.parameters():
+                mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
 
     def __enter__(self) -> Self:
-        self._enabled = self._enabled and not Init._open
+        self._enabled = self._enabled and not Init._blocks
         entered = super().__enter__()
         if self._enabled:
-            Init._open += 1
+            Init._blocks += 1
             self._marking = register_module_parameter_registration_hook(_mark_built)
         return entered
 
@@ -109,7 +112,7 @@ class Init(PlainInit):
         if self._marking is not None:
             self._marking.remove()
             self._marking = None
-            Init._open -= 1
+            Init._blocks -= 1
         super().__exit__(kind, value, tb)
 
 

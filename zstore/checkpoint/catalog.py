@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own
 
 _MOST_LISTED = 10
 """Tags that a message names."""
+_LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
+"""Folders that loops of others make, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
     ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
@@ -234,6 +237,21 @@ def list_tags(place: FolderLike) -> Catalog:
     folder = folder_at(place)
     info = _tag_at(folder)
     return scan(folder) if info is None else Catalog(tags=(info,), refusals=())
+
+
+def list_nested(place: FolderLike) -> Catalog:
+    """Return what the folders `checkpoint-N` in a folder hold, which a Trainer makes, or `checkpoint_N` of Accelerate."""
+    folder = folder_at(place)
+    try:
+        names = [name for name in folder.entries().folders if _LOOPS_FOLDER.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return Catalog(tags=(), refusals=())
+    found = [scan(folder.child(name)) for name in names]
+    tags = [info for one in found for info in one.tags]
+    return Catalog(
+        tags=tuple(sorted(tags, key=lambda info: (info.record.committed_ns, info.record.step))),
+        refusals=tuple(refusal for one in found for refusal in one.refusals),
+    )
 
 
 def _tag_at(folder: Folder) -> TagInfo | None:

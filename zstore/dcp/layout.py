@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zstore.checkpoint.metadata import MAX_CHUNKS_PER_SHARD
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, cut_numel
-from zstore.format.partition import CHUNKS_PER_SHARD, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
+from zstore.format.partition import ALIGN_NUMEL, CHUNKS_PER_SHARD, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
 from zstore.format.shardfile import layout_of
 
 _MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
@@ -33,8 +33,6 @@ class ArrayLayout:
     grid: Grid
     boxes: tuple[Box, ...] = ()
     """Where pieces pass through files, all pieces; empty where every rank writes its own chunks."""
-    rests: bool = False
-    """Whether each rank's piece rests in a file of that very layout."""
 
     @property
     def passes_through_files(self) -> bool:
@@ -42,15 +40,56 @@ class ArrayLayout:
         return bool(self.boxes)
 
 
-def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int) -> ArrayLayout:
-    """Return how an array that lies in `boxes`, which tile it, is written. See [Note: pieces and chunks]."""
+def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int, *, whole_shards: bool = False) -> ArrayLayout:
+    """Return how an array that lies in `boxes`, which tile it, is written. See [Note: pieces and chunks].
+
+    With `whole_shards` no shard file is written by two ranks, as where files are uploaded.
+    """
     pieces = [box for box in boxes if box.numel]
     if len(pieces) <= 1:
         return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, 1))
-    grid = _fitting_grid(spec, pieces, world_size)
+    grid = _grid_of_pieces(spec, pieces) or _fitting_grid(spec, pieces, world_size)
+    if grid is not None and whole_shards and not all(_is_whole_shards(box, grid) for box in pieces):
+        grid = None
     if grid is not None and _is_worth_it(grid, spec, pieces):
         return ArrayLayout(spec=spec, grid=grid)
     return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, world_size), boxes=tuple(pieces))
+
+
+def _is_whole_shards(box: Box, grid: Grid) -> bool:
+    numel = grid.rows * grid.row_numel
+    runs = ((run.at, run.at + run.numel) for run in box.overlap(0, numel))
+    return all(at % grid.shard_numel == 0 and (stop % grid.shard_numel == 0 or stop == numel) for at, stop in runs)
+
+
+def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box]) -> Grid | None:
+    """Return the grid whose shards are the pieces; None where they are not rows, as many each but for the last."""
+    shard_rows = max(box.numel for box in pieces) // spec.row_numel
+    if cut_numel(pieces) != shard_rows * spec.row_numel:
+        return None
+    return grid_of_rows(spec.stored_shape, shard_rows)
+
+
+def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
+    """Return the grid of an array whose ranks have `shard_rows` rows each and the last one what is left, as FSDP2 cuts it.
+
+    A store that cuts the state of such a parameter alike has files that a checkpoint takes as they are. Chunks are of a
+    useful size and end where aligned memory does; None where none would.
+    """
+    rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])
+    root = math.isqrt(shard_rows)
+    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
+    fitting = [
+        d
+        for d in (*small, *(shard_rows // d for d in small))
+        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= _MOST_CHUNK_NUMEL)
+        or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
+    ]
+    if not fitting:
+        return None
+    target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
+    return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
 def _fitting_grid(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Grid | None:
@@ -69,25 +108,6 @@ def _fitting_grid(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Gr
     if chunk_rows == 1 and row_numel > MAX_CHUNK_NUMEL:
         cols = _best_divisor(row_numel, 1, target) or row_numel
     return Grid(rows, row_numel, -(-least_rows // chunk_rows) * chunk_rows, chunk_rows, cols)
-
-
-def grid_of_rows(spec: ArraySpec, shard_rows: int) -> Grid | None:
-    """Return a grid whose shards are `shard_rows` rows each, the last one what is left, as FSDP2 cuts a tensor.
-
-    None where no chunks of a useful size end where such shards do.
-    """
-    row_numel = spec.row_numel
-    target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
-    chunk_rows = _best_divisor(shard_rows, row_numel, target)
-    if chunk_rows is None:
-        return None
-    cols = row_numel
-    if chunk_rows == 1 and row_numel > MAX_CHUNK_NUMEL:
-        cols = _best_divisor(row_numel, 1, target) or row_numel
-    grid = Grid(spec.rows, row_numel, shard_rows, chunk_rows, cols)
-    layout = layout_of(grid, 0, spec.dtype)
-    few = layout.num_chunks <= _FEW or 3 * layout.slot_bytes <= 4 * layout.payload_bytes
-    return grid if few and layout.num_chunks <= MAX_CHUNKS_PER_SHARD else None
 
 
 def _best_divisor(number: int, each_numel: int, target: int) -> int | None:

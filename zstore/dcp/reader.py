@@ -202,7 +202,8 @@ class _Block:
         spec = self.source.arrays[self.name].spec
         self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
         self.itemsize = spec.itemsize
-        target: torch.Tensor = self.planner.resolve_tensor(self.item)
+        with torch.no_grad():
+            target: torch.Tensor = self.planner.resolve_tensor(self.item)
         # One of a class of its own takes its values by `copy_`, wherever it keeps them.
         self._is_plain = type(target) in (torch.Tensor, torch.nn.Parameter)
         self._target = target.detach() if self._is_plain else target

@@ -1,10 +1,10 @@
 """Tensors that rest in shard files of this machine, as an offloaded optimizer's state does: saved by links, not copies.
 
-[Note: how a tensor says that it rests]
-A tensor subclass with DCP's own two methods takes part: its `__create_write_items__` gives write items whose tensor data
-are `RestingWrite`, and what its `__get_tensor_shard__` returns has `pin_shard()`. Where all ranks' pieces of an array are
-whole shards of one grid, the checkpoint is cut as they are, and each rank links its file. Elsewhere the values are read from
-it and written as any others.
+[Note: how a tensor rests]
+A tensor of a class that has `pin_shard()` takes part, in a state dict as it is, or as the local part of a DTensor. The
+writer pins it, and where the file that it rests in is what the checkpoint is to have, byte by byte, that is linked: where
+all of an array is one rank's, or each rank has rows of it that the store cuts by `grid_of_rows`. A tensor with write items of
+its own may say by `RestingWrite` how it is cut otherwise. Elsewhere the values are read and written as any others.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
 from zstore.format.partition import Grid
-from zstore.store.tiers import PinnedShard
+from zstore.format.shardfile import layout_of
+from zstore.store.tiers import LocalShard, PinnedShard
 
 
 @dataclass(frozen=True)
 class RestingWrite(TensorWriteData):
-    """What a write item says of a piece that rests in a shard file: how the whole array is cut, and which shard it is."""
+    """What a write item says of a piece that is a shard of an array cut as `grid` has it."""
 
     grid: Grid
     shard: int
@@ -35,25 +36,45 @@ class RestingWrite(TensorWriteData):
 
 @runtime_checkable
 class Resting(Protocol):
-    """A piece whose values rest in a store."""
+    """A tensor whose values rest in a store."""
 
-    def pin_shard(self) -> PinnedShard:
-        """Return its present version, which no later change reaches until it is released; the caller releases it."""
+    def pin_shard(self) -> PinnedShard | None:
+        """Return its present version, which no later change reaches until it is released; the caller releases it.
+
+        Its elements are the tensor's, in C order. None where the store has no such shard, as of a part of one: then the
+        tensor is read as any other.
+        """
         ...
 
 
+def shard_of(local: LocalShard, spec: ArraySpec, grid: Grid, box: Box) -> int | None:
+    """Return which shard of an array on `grid` the file of `local`, which rests, may be as it is; None where none.
+
+    `box` is what it has of the array.
+    """
+    run = next(box.overlap(0, spec.numel), None)
+    if run is None or run.at % grid.shard_numel:
+        return None
+    shard = run.at // grid.shard_numel
+    alike = (
+        run.numel == box.numel == local.valid_numel == grid.shard_valid_numel(shard)
+        and (local.spec.dtype, local.grid.chunk_numel) == (spec.dtype, grid.chunk_numel)
+        and layout_of(local.grid, local.shard, spec.dtype) == layout_of(grid, shard, spec.dtype)
+    )
+    return shard if alike else None
+
+
 def resting_grid(spec: ArraySpec, pieces: Sequence[TensorWriteData]) -> Grid | None:
-    """Return the grid on which each piece of an array rests as a whole shard; None where there is no such one."""
+    """Return the grid on which each piece of an array says that it rests as a whole shard; None where they do not."""
     grids = {piece.grid if isinstance(piece, RestingWrite) else None for piece in pieces}
     grid = grids.pop() if len(grids) == 1 else None
     if grid is None or (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel):
         return None
-    shards = [each.shard for each in pieces if isinstance(each, RestingWrite) and is_shard(each, grid)]
+    shards = [each.shard for each in pieces if isinstance(each, RestingWrite) and _is_shard(each, grid)]
     return grid if sorted(shards) == list(range(grid.num_shards)) and len(shards) == len(pieces) else None
 
 
-def is_shard(piece: RestingWrite, grid: Grid) -> bool:
-    """Return whether a piece is its shard of `grid`, no more and no less."""
+def _is_shard(piece: RestingWrite, grid: Grid) -> bool:
     box = Box(tuple(piece.size), tuple(piece.chunk.offsets), tuple(piece.chunk.sizes))
     base, numel = piece.shard * grid.shard_numel, grid.shard_valid_numel(piece.shard)
     return 0 < box.numel == numel and sum(run.numel for run in box.overlap(base, base + numel)) == numel
@@ -63,23 +84,27 @@ class PinnedTensor(torch.Tensor):
     """A tensor that rests in a store, as it is now: what a stager hands on. It holds its pins until they were saved."""
 
     _items: list[WriteItem]
-    _chunks: list[ChunkStorageMetadata]
     _pins: dict[tuple[int, ...], PinnedShard]
 
     def __new__(cls, tensor: Any, items: list[WriteItem]) -> Self:
         """Return it, without memory of its own."""
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(cls, tensor.shape, dtype=tensor.dtype)
         return made
 
     def __init__(self, tensor: Any, items: list[WriteItem]) -> None:
         self._items = items
-        self._chunks = tensor.__create_chunk_list__()
         self._pins = {}
         for item in items:
-            pin = tensor.__get_tensor_shard__(item.index).pin_shard()
-            weakref.finalize(self, pin.release)
-            self._pins[_place(item.index)] = pin
+            pin = _part(tensor, item.index).pin_shard()
+            if pin is not None:
+                weakref.finalize(self, pin.release)
+                self._pins[_place(item.index)] = pin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its pieces are pinned."""
+        return len(self._pins) == len(self._items)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """See `torch.distributed.checkpoint`."""
@@ -87,17 +112,19 @@ class PinnedTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """See `torch.distributed.checkpoint`."""
-        return self._chunks
+        return [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Resting:
         """See `torch.distributed.checkpoint`."""
         return _Pinned(self._pins[_place(index)])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PinnedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse to compute: the values are not in memory."""
         raise UsageError(f"{func} on a tensor that was staged for a save by zstore.dcp.Writer: it only can be saved")
 
@@ -120,13 +147,31 @@ def _place(index: MetadataIndex) -> tuple[int, ...]:
     return () if index.offset is None else tuple(index.offset)
 
 
-def pinned(value: Any) -> Any:
-    """Return what stands for `value` in a staged state dict: a tensor's pinned version where it rests, else None."""
-    if not isinstance(value, torch.Tensor) or not hasattr(type(value), "__create_write_items__"):
+def _part(tensor: Any, index: MetadataIndex) -> Any:
+    return tensor.__get_tensor_shard__(index) if hasattr(tensor, "__get_tensor_shard__") else tensor
+
+
+def _write_items(tensor: Any) -> list[WriteItem]:
+    if hasattr(tensor, "__create_write_items__"):
+        items: list[WriteItem] = tensor.__create_write_items__("", tensor)
+        return items
+    place = torch.Size([0] * tensor.dim())
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(place, tensor.shape),
+        properties=TensorProperties(dtype=tensor.dtype),
+        size=tensor.shape,
+    )
+    return [WriteItem(MetadataIndex("", place), WriteItemType.TENSOR, tensor_data=data)]
+
+
+def pinned(value: Any) -> PinnedTensor | None:
+    """Return what stands for `value` in a staged state dict: its pinned version where it rests in a store, else None."""
+    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
         return None
     if isinstance(value, PinnedTensor):
         return value
-    items: list[WriteItem] = value.__create_write_items__("", value)  # type: ignore[attr-defined]
-    if not any(isinstance(item.tensor_data, RestingWrite) for item in items):
+    items = _write_items(value)
+    if not items or not all(isinstance(_part(value, item.index), Resting) for item in items):
         return None
-    return PinnedTensor(value, items)
+    found = PinnedTensor(value, items)
+    return found if found.is_whole else None

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
 
-from zstore.checkpoint.build import READ_ONLY, CheckpointBuilder
-from zstore.checkpoint.catalog import TagInfo, scan
-from zstore.checkpoint.commit import Committer, sweep
+from zstore.checkpoint.build import CheckpointBuilder
+from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.format import COMPLETE
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.plan import CheckpointPlan
-from zstore.checkpoint.reader import open_checkpoint
-from zstore.errors import CheckpointError, UsageError, ZstoreError
+from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box, tiles
 from zstore.format.partition import make_grid
@@ -33,8 +28,9 @@ from zstore.tensors import dtype_name
 
 from ..format.arrays import client_array
 from .layout import ArrayLayout, lay_out
+from .place import Place
 from .resting import resting_grid
-from .work import PIECES_FOLDER, Share, Wrote, assemble
+from .work import Share, Wrote, assemble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,13 @@ class Save:
     """One checkpoint on its way. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
 
     def __init__(
-        self, path: Path, step: int, plans: Sequence[SavePlan], timeout_s: float, *, link_unchanged: bool = True
+        self,
+        place: Place,
+        step: int,
+        plans: Sequence[SavePlan],
+        timeout_s: float,
+        *,
+        link_unchanged: bool = True,
     ) -> None:
         self._plans = whole_plans(plans)
         self._link_unchanged = link_unchanged
@@ -63,8 +65,7 @@ class Save:
         self._timeout_s = timeout_s
         self._files = Files()
         self._id = new_save_id()
-        self._tag = path.name
-        self._committer = Committer(self._files, path.parent, path.name, self._id)
+        self._destination = place.destination(self._files, self._id)
         self._paths = _paths(self._plans)
         self._tensors = _tensors(self._plans)
         self._previous: TagInfo | None = None
@@ -100,46 +101,28 @@ class Save:
                     "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
                 )
             grid = resting_grid(spec, pieces)
-            layouts[key] = (
-                lay_out(spec, boxes, len(self._plans))
-                if grid is None
-                else ArrayLayout(spec=spec, grid=grid, rests=True)
-            )
+            if grid is None:
+                layouts[key] = lay_out(spec, boxes, len(self._plans), whole_shards=bool(self._destination.url))
+            else:
+                layouts[key] = ArrayLayout(spec=spec, grid=grid)
         return layouts
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError, DiskFullError."""
-        self._committer.check(overwrite=overwrite)
+        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError."""
+        self._destination.check(overwrite=overwrite)
         if self._link_unchanged:
-            self._previous = max(
-                scan(self._committer.folder).tags, key=lambda info: info.record.committed_ns, default=None
-            )
-        self._require_room()
-        self._committer.begin()
-        sweep(self._files, self._committer.folder)
+            self._previous = self._destination.newest()
+        self._destination.begin()
         return [
             dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
         ]
-
-    def _require_room(self) -> None:
-        """Raise DiskFullError where what is surely written does not fit; what may be linked shows as it is written."""
-        linked: set[str] = {layout.spec.name for layout in self._layouts.values() if layout.rests}
-        if self._previous is not None:
-            with contextlib.suppress(ZstoreError, OSError), open_checkpoint(self._previous.path) as reader:
-                for layout in self._layouts.values():
-                    stored = reader.arrays.get(layout.spec.name)
-                    if stored is not None and (stored.spec, stored.grid) == (layout.spec, layout.grid):
-                        linked.add(layout.spec.name)
-        on_the_way = sum(layout.spec.nbytes for layout in self._layouts.values() if layout.passes_through_files)
-        plan = self._plan()
-        written = {name: spec for name, spec in plan.specs.items() if name not in linked}
-        dataclasses.replace(plan, specs=written).require_room(self._files, self._committer.folder, on_the_way)
 
     def _share(self, rank: int, plan: SavePlan) -> Share:
         mine = {item.index.fqn for item in plan.items}
         return Share(
             save_id=self._id,
-            folder=str(self._committer.temporary),
+            folder=str(self._destination.folder),
+            url=self._destination.url,
             rank=rank,
             world_size=len(self._plans),
             arrays={
@@ -159,18 +142,18 @@ class Save:
         entries = list(stored)
         state = {STATE: self._document(entries)}
         plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
-        self._files.remove_tree(self._committer.temporary / PIECES_FOLDER)
-        builder = CheckpointBuilder(plan, self._committer.temporary, self._files)
+        self._destination.remove_pieces()
+        builder = CheckpointBuilder(plan, self._destination.folder, self._files)
         for rank, summaries in enumerate(self._summaries(plan, entries)):
             builder.write_manifest(rank, COMPLETE, summaries, {})
-        self._committer.commit(builder.finish(state))
+        self._destination.commit(builder.finish(state))
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
         """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
         specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
         grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
         return CheckpointPlan(
-            tag=self._tag,
+            tag=self._destination.tag,
             step=self._step,
             world_size=len(self._plans),
             save_id=self._id,
@@ -203,27 +186,13 @@ class Save:
                 crcs = assemble(grid, shard, name, written)
                 linked = all(each.linked for each in written)
                 file_bytes = plan.file_bytes(name, shard)
-                self._check_file(name, self._committer.temporary / plan.shard_path(name, shard), file_bytes)
+                self._destination.take(name, plan.shard_path(name, shard), file_bytes, linked=linked)
                 summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs, linked))
-                if not linked:
-                    os.chmod(self._committer.temporary / plan.shard_path(name, shard), READ_ONLY)
         return summaries
-
-    def _check_file(self, name: str, path: Path, file_bytes: int) -> None:
-        try:
-            found = self._files.size(path)
-        except FileNotFoundError:
-            found = -1
-        if found != file_bytes:
-            raise CheckpointError(
-                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
-                + (f"{found}" if found >= 0 else "no such file")
-                + f" in {path.parent}: the folder is not the same one for all ranks"
-            )
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed. Never raises."""
-        self._committer.abort("the save was given up", alone=True)
+        self._destination.abandon()
 
 
 def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:

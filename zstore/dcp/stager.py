@@ -18,8 +18,8 @@ class Stager(AsyncStager):
 
     With `shared_memory` into memory that the process of `AsyncCheckpointerType.PROCESS` reads in place, pinned where the
     machine has an accelerator; it is kept for the next save, which must come after the last one ended. With
-    `in_background` the copy is made by a thread, and `async_save` returns an `AsyncSaveResponse`: wait for its
-    `staging_completion` before parameters change. Close it after the last save.
+    `in_background` `async_save` returns an `AsyncSaveResponse`, and a thread makes the copy where there is an accelerator:
+    wait for its `staging_completion` before what is saved changes, buffers included. Close it after the last save.
     """
 
     _synchronize_after_execute = False
@@ -27,25 +27,33 @@ class Stager(AsyncStager):
     def __init__(self, *, shared_memory: bool = False, in_background: bool = False) -> None:
         self._shared_memory = shared_memory
         self._kept: Any = None
-        self._executor = ThreadPoolExecutor(1, "zstore-stager") if in_background else None
+        self._last: Future[dict[str, Any]] | None = None
+        self._in_background = in_background
+        self._executor: ThreadPoolExecutor | None = None
         self._stream: Any = None
         if in_background and torch.accelerator.is_available():
+            self._executor = ThreadPoolExecutor(1, "zstore-stager")
             self._stream = torch.Stream()
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
-        """Return the copy, or a future of it where it is made in the background."""
+        """Return the copy, or a future of it with `in_background`."""
         # What rests in a store is pinned now, whoever copies the rest.
         pins: dict[tuple[Any, ...], Any] = {}
-        state_dict = _take_out(state_dict, (), pins)
-        if self._executor is None:
-            return _put_back(self._copy(state_dict), pins)
-        if self._stream is not None:
+        with torch.no_grad():
+            state_dict = _take_out(state_dict, (), pins)
+        if self._executor is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
-        return self._executor.submit(lambda: _put_back(self._copy_beside(state_dict), pins))
+            self._last = self._executor.submit(lambda: _put_back(self._copy_beside(state_dict), pins))
+            return self._last
+        copy = _put_back(self._copy(state_dict), pins)
+        if not self._in_background:
+            return copy
+        # Memory to memory: a thread would only take what training needs.
+        done: Future[dict[str, Any]] = Future()
+        done.set_result(copy)
+        return done
 
     def _copy_beside(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self._stream is None:
-            return self._copy(state_dict)
         with self._stream:
             return self._copy(state_dict)
 
@@ -55,11 +63,16 @@ class Stager(AsyncStager):
             self._kept = stager
         return stager.stage(state_dict)  # type: ignore[no-any-return]
 
+    def synchronize_staging(self) -> None:
+        """Wait until the copy that `stage` began last is made."""
+        if self._last is not None:
+            self._last.result()
+
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
         if self._executor is not None:
             self._executor.shutdown()
-        kept, self._kept = self._kept, None
+        kept, self._kept, self._last = self._kept, None, None
         if kept is not None:
             kept.close()
 

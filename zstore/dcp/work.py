@@ -6,7 +6,7 @@ import contextlib
 import errno
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from zstore.store.tiers import PinnedShard
 
 from .layout import ArrayLayout
 from .previous import Previous
+from .resting import shard_of
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
@@ -50,7 +51,7 @@ class Share:
 
     save_id: str
     folder: str
-    """The save's temporary folder."""
+    """The save's temporary folder, where ranks share one."""
     rank: int
     world_size: int
     arrays: dict[str, ArrayLayout]
@@ -58,6 +59,8 @@ class Share:
     names: dict[str, str]
     """Array by DCP's key, of entries that are no tensors."""
     timeout_s: float
+    url: str = ""
+    """The folder that files are uploaded to; empty where ranks share one."""
     previous: str = ""
     """Folder of the checkpoint whose unchanged shards are linked; empty where there is none."""
 
@@ -74,7 +77,7 @@ class RankWriter:
     def __post_init__(self) -> None:
         if self.share.previous:
             self._previous = Previous(Path(self.share.previous), self.resources)
-        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self._check_others)
+        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check_others)
 
     @property
     def folder(self) -> Path:
@@ -107,22 +110,46 @@ class RankWriter:
                 linked = self._link(spec, grid, part.shard, fill) if is_whole else None
                 wrote.append(linked or self._write_chunks(spec, grid, part.shard, chunks, fill))
         for shard in {each.shard for each in wrote if not each.linked}:
-            self.resources.files.sync_file(self._shard_path(spec, shard))
+            self.deliver(self.shard_path(spec, shard))
         return wrote
+
+    def deliver(self, path: Path) -> None:
+        """Make a shard file that this rank wrote its part of durable."""
+        self.resources.files.sync_file(path)
 
     def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
         """Link the shard's file of the checkpoint before, where that holds the same; else None."""
         if self._previous is None:
             return None
-        crcs = self._previous.link(spec, grid, shard, fill, self._shard_path(spec, shard))
+        crcs = self._previous.link(spec, grid, shard, fill, self.shard_path(spec, shard))
         return None if crcs is None else Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=crcs, linked=True)
 
-    def publish(self, spec: ArraySpec, grid: Grid, shard: int, pin: PinnedShard) -> Wrote:
-        """Make the shard file of what rests in a store on that very grid: a link where it rests on this file system."""
-        path = self._shard_path(spec, shard)
+    def publish(self, spec: ArraySpec, grid: Grid, box: Box, pin: PinnedShard) -> Wrote | None:
+        """Make the shard file of what rests in such a file: a link where it rests on this file system.
+
+        None where no shard of the checkpoint is that file.
+        """
+        local = pin.local
+        shard = shard_of(local, spec, grid, box)
+        if shard is None:
+            return None
+        path = self.shard_path(spec, shard)
         self.resources.files.make_folder(path.parent)
-        summary = pin.publish(self.resources, path, grid, shard, Priority.CHECKPOINT)
+        summary = pin.publish(self.resources, path, local.grid, local.shard, Priority.CHECKPOINT)
         return Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=summary.crcs, linked=summary.linked)
+
+    def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
+        """Raise DiskFullError where the disk has no room for these boxes, but for what may be linked."""
+        needed = 0
+        for layout, box in layouts:
+            spec, grid = layout.spec, layout.grid
+            if layout.passes_through_files:
+                needed += 2 * box.numel * spec.itemsize
+            elif self._previous is None or not self._previous.has(spec, grid):
+                needed += -(-box.numel // grid.chunk_numel) * layout_of(grid, 0, spec.dtype).slot_bytes
+        if needed:
+            text = f"rank {self.share.rank}'s part of the checkpoint needs {needed} bytes"
+            self.resources.files.require_room(self.folder, needed, text)
 
     def values_of(self, pin: PinnedShard) -> Bytes:
         """Return the values of what rests in a store, in a save that cuts the array in another way."""
@@ -143,11 +170,12 @@ class RankWriter:
         if self._previous is not None:
             self._previous.close()
 
-    def _shard_path(self, spec: ArraySpec, shard: int) -> Path:
+    def shard_path(self, spec: ArraySpec, shard: int) -> Path:
+        """Return where a shard's file is made."""
         return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
 
     def _write_chunks(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
-        path = self._shard_path(spec, shard)
+        path = self.shard_path(spec, shard)
         self._make(path, grid, shard, spec.dtype)
         writer = ShardWriter(self.resources, path, spec, grid, shard, Priority.CHECKPOINT)
         crcs = writer.write(*chunks, fill)
@@ -168,14 +196,15 @@ class RankWriter:
 
     def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
         """Put this rank's piece of an array into a file, for the owners of its shards."""
-        path = self._piece_path(layout, box)
+        path = self.piece_path(layout, box)
         self._buffered.make_folder(path.parent)
         part = path.with_suffix(".part")
         with self._buffered.opened(part, write=True, create=True) as file:
             self._buffered.write_from(file, data, 0)
         self._buffered.rename(part, path)
 
-    def _piece_path(self, layout: ArrayLayout, box: Box) -> Path:
+    def piece_path(self, layout: ArrayLayout, box: Box) -> Path:
+        """Return where a piece is put."""
         return self.folder / PIECES_FOLDER / array_path(layout.spec.name) / f"piece-{layout.boxes.index(box)}"
 
     def assemble_shard(self, layout: ArrayLayout) -> list[Wrote]:
@@ -183,11 +212,10 @@ class RankWriter:
         spec, grid, shard = layout.spec, layout.grid, self.share.rank
         base = shard * grid.shard_numel
         end = base + grid.shard_valid_numel(shard)
-        pieces = [(self._piece_path(layout, box), box) for box in layout.boxes if _touches(box, base, end)]
-        for path, _ in pieces:
-            self._wait_for(path)
+        pieces = [(self.piece_path(layout, box), box) for box in layout.boxes if _touches(box, base, end)]
         with contextlib.ExitStack() as opened:
-            files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
+            paths = [(opened.enter_context(self.piece(path)), box) for path, box in pieces]
+            files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in paths]
 
             def fill(low: int, high: int, out: Bytes) -> None:
                 filled = 0
@@ -202,21 +230,29 @@ class RankWriter:
             if (linked := self._link(spec, grid, shard, fill)) is not None:
                 return [linked]
             wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
-        self.resources.files.sync_file(self._shard_path(spec, shard))
+        self.deliver(self.shard_path(spec, shard))
         return [wrote]
 
     def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:
         self._buffered.read_into(file, out, start * itemsize)
 
-    def _wait_for(self, path: Path) -> None:
+    @contextlib.contextmanager
+    def piece(self, path: Path) -> Iterator[Path]:
+        """Wait for a piece, and yield the file that has it."""
+        self.wait_for(path.exists, path)
+        yield path
+
+    def wait_for(self, is_there: Callable[[], bool], piece: object) -> None:
+        """Return once a piece is there; raises CheckpointError where none comes."""
         share = self.share
         self._rendezvous.wait_until(
-            path.exists,
+            is_there,
             share.timeout_s,
-            lambda: f"rank {share.rank}: no rank wrote {path} within {share.timeout_s} s; the save is given up",
+            lambda: f"rank {share.rank}: no rank wrote {piece} within {share.timeout_s} s; the save is given up",
         )
 
-    def _check_others(self) -> None:
+    def check_others(self) -> None:
+        """Raise CheckpointError where another rank gave up the save."""
         for path in self._rendezvous.folder.glob("failed-*.json"):
             if (told := self._rendezvous.posted(path.name)) is not None:
                 raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")

@@ -10,21 +10,25 @@ written by then goes with the next save through this writer, with the writer its
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from zstore.checkpoint.commit import temporary_folder
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
@@ -32,20 +36,28 @@ from zstore.format.partition import make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
 from zstore.io.pool import Workers
-from zstore.io.shards import open_resources
+from zstore.io.shards import IoResources, open_resources
+from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
 
-from .resting import Resting, RestingWrite
+from .destination import SCRATCH_NAME
+from .layout import ArrayLayout
+from .place import Place
+from .resting import Resting
 from .save import Save, Stored
-from .work import RankWriter, Share
+from .upload import UploadingRankWriter
+from .work import RankWriter, Share, Wrote
 
 
 class Writer(StorageWriter):
-    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
+    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share, or at a URL.
 
     `step` is what the record says; by default the number that `path` ends with, as in `step-100`, else 0. An existing
     checkpoint is refused unless `overwrite`. With `link_unchanged`, shards whose values are those in the newest checkpoint
     of the folder are hard links to its files. Where pieces pass between ranks, one waits `timeout_s` for another.
+
+    To a URL each shard file is uploaded as soon as it is written, and removed from the system's folder for temporary files
+    (the variable TMPDIR), which holds a few at a time. `storage_options` are those of the fsspec file system.
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class Writer(StorageWriter):
         link_unchanged: bool = True,
         num_threads: int = 4,
         timeout_s: float = 1800.0,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._step = step
         self._overwrite = overwrite
@@ -65,8 +78,8 @@ class Writer(StorageWriter):
         self._timeout_s = timeout_s
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
-        self.path = _local(path)
-        """The checkpoint's folder."""
+        self._storage_options = storage_options
+        self._place = Place.of(path, storage_options)
 
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
@@ -74,7 +87,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at `checkpoint_id` where it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
-            self.path = _local(checkpoint_id)
+            self._place = Place.of(checkpoint_id, self._storage_options)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageWriter` (all ranks)."""
@@ -91,8 +104,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
-        step = step_of(self.path.name) if self._step is None else self._step
-        self._save = Save(self.path, step, plans, self._timeout_s, link_unchanged=self._link_unchanged)
+        step = step_of(self._place.tag) if self._step is None else self._step
+        self._save = Save(self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged)
         self._forget = weakref.finalize(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 
@@ -102,8 +115,7 @@ class Writer(StorageWriter):
         if not isinstance(share, Share):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
-        with open_resources(num_threads=self._num_threads) as resources:
-            writer = RankWriter(share, resources)
+        with open_resources(num_threads=self._num_threads) as resources, self._rank_writer(share, resources) as writer:
             try:
                 writer.check_folder()
                 with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
@@ -126,6 +138,15 @@ class Writer(StorageWriter):
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _rank_writer(self, share: Share, resources: IoResources) -> Iterator[RankWriter]:
+        if not share.url:
+            yield RankWriter(share, resources)
+            return
+        # Ranks of one machine have folders of their own.
+        with temporary_folder(resources.files, Path(tempfile.gettempdir()), f"{SCRATCH_NAME}-{share.rank}") as scratch:
+            yield UploadingRankWriter(share, resources, remote=self._place.remote(share.url), scratch=scratch)
+
     def __getstate__(self) -> dict[str, Any]:
         # For another process, which saves by itself: a save under way stays here.
         return self.__dict__ | {"_save": None, "_forget": None}
@@ -139,29 +160,21 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether checkpoints can be written there."""
-        return "://" not in os.fspath(checkpoint_id)
+        return "://" not in os.fspath(checkpoint_id) or is_url(os.fspath(checkpoint_id))
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint's folder."""
-        return str(self.path)
+        """Path or URL of the checkpoint's folder."""
+        return self._place.shown
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners are told of the checkpoint."""
-        return StorageMeta(checkpoint_id=str(self.path))
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    if "://" in text:
-        raise UsageError(
-            f"zstore.dcp.Writer writes to folders, got {text}: save to one, and copy it with `zstore reshard`"
-        )
-    return Path(os.path.abspath(text))
+        return StorageMeta(checkpoint_id=self._place.shown)
 
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
+    writer.require_room(_written(writer, plan, planner))
     items = sorted(plan.items, key=lambda item: not _passes(writer, item))
     results = workers.run([partial(_write_item, writer, item, planner) for item in items])
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()]):
@@ -169,10 +182,29 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
     return results
 
 
+# A DTensor gives its local part as it is where gradients are not followed.
+@torch.no_grad()
+def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[tuple[ArrayLayout, Box]]:
+    """Return the tensors of a plan that do not rest in files."""
+    found: list[tuple[ArrayLayout, Box]] = []
+    for item in plan.items:
+        written = item.tensor_data
+        if written is not None:
+            value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) else None
+            if not isinstance(value, Resting):
+                found.append((writer.share.arrays[item.index.fqn], _box(written)))
+    return found
+
+
+def _box(written: TensorWriteData) -> Box:
+    return Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
+
+
 def _passes(writer: RankWriter, item: WriteItem) -> bool:
     return item.tensor_data is not None and writer.share.arrays[item.index.fqn].passes_through_files
 
 
+@torch.no_grad()
 def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
     if item.type == WriteItemType.BYTE_IO:
         return _write_value(writer, item, planner)
@@ -180,20 +212,20 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     if written is None:
         raise UsageError(f"{item.index.fqn!r} is not a tensor")
     layout = writer.share.arrays[item.index.fqn]
-    box = Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
+    box = _box(written)
     found: Any = planner.resolve_data(item)
-    if isinstance(found, Resting):
-        pin = found.pin_shard()
+    pin = found.pin_shard() if isinstance(found, Resting) else None
+    wrote: list[Wrote] = []
+    if pin is None:
+        data = _bytes(item, found, layout.spec, box)
+    else:
         try:
-            if layout.rests and isinstance(written, RestingWrite):
-                wrote = [writer.publish(layout.spec, layout.grid, written.shard, pin)]
-                return WriteResult(item.index, pin.local.nbytes, Stored(wrote=tuple(wrote)))
+            published = writer.publish(layout.spec, layout.grid, box, pin)
+            if published is not None:
+                return WriteResult(item.index, pin.local.nbytes, Stored(wrote=(published,)))
             data = writer.values_of(pin)
         finally:
             pin.release()
-    else:
-        data = _bytes(item, found, layout.spec, box)
-    wrote = []
     if not layout.passes_through_files:
         wrote = writer.write_box(layout.spec, layout.grid, box, data)
     elif box.numel:

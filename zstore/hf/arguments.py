@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from zstore.accelerate.config import ask_for_precision, compiling, mismatch_text, section, written
+from zstore.accelerate.config import ask_for_precision, mismatch_text, section, written
+from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, UsageError
 
 _log = logging.getLogger("zstore")
 
+_ELEMENT_WISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_WHOLE = ("adafactor", "adamw_anyprecision", "grokadamw", "stable_adamw")
+"""Values of `optim`: what steps each element by itself, and what needs whole tensors."""
 _NAMES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -79,6 +84,21 @@ def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
         raise ConfigError(mismatch_text(source, differing))
 
 
+def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
+    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _ELEMENT_WISE or written(raw, "optimizer") is not None:
+        return
+    config = load_config(raw, name=source)
+    offloads = any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
+    if optim not in _WHOLE or config.stage > 0 or offloads:
+        where = " at stage 0 without offload" if optim in _WHOLE else ""
+        raise UsageError(
+            f'TrainingArguments(optim="{optim}"): the engine steps shards, tile by tile; choose one of '
+            f"{', '.join(_ELEMENT_WISE)}" + (f", or use it{where}" if where else "")
+        )
+
+
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(other, tuple):
         return isinstance(one, list | tuple) and tuple(one) == other
@@ -109,8 +129,6 @@ def _problems(args: Any) -> Iterator[str]:
         yield "TrainingArguments(fsdp=...): leave it out; zero_optimization.stage of the config shards the model"
     if getattr(args, "parallelism_config", None) is not None:
         yield "TrainingArguments(parallelism_config=...): zstore is data parallel alone; leave it out"
-    if args.torch_compile:
-        yield f"TrainingArguments: {compiling('torch_compile=True')}"
     if args.save_on_each_node:
         yield "TrainingArguments(save_on_each_node=True): all machines write into one shared output_dir; leave it out"
     if args.save_only_model and args.load_best_model_at_end:
@@ -119,6 +137,11 @@ def _problems(args: Any) -> Iterator[str]:
         yield "TrainingArguments(auto_find_batch_size=True): the engine keeps its batch size; set per_device_train_batch_size"
     if is_torch_xla_available() or is_sagemaker_mp_enabled():
         yield "zstore trains on GPUs and CPUs, not on TPUs or with SageMaker's model parallelism"
+    if args.world_size == 1 < int(os.environ.get("WORLD_SIZE", "1")):
+        yield (
+            "this process is one of several, but TrainingArguments found no process group, since there is no GPU: pass "
+            "use_cpu=True to them"
+        )
     if args.n_gpu > 1:
         number = torch.cuda.device_count()
         yield (

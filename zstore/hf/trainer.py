@@ -15,22 +15,24 @@ looks at the folder right after it: a callback with an `on_save` of its own, `pu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
 from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import logging as transformers_logging
 
 from zstore.accelerate.accelerator import Accelerator
 from zstore.accelerate.config import read_source
@@ -40,7 +42,15 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError
 
-from .arguments import answers_of, check_arguments, check_matches, complete_config, keeps_global_batch, writes_weights
+from .arguments import (
+    answers_of,
+    check_arguments,
+    check_matches,
+    check_optim,
+    complete_config,
+    keeps_global_batch,
+    writes_weights,
+)
 from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
 
 _log = logging.getLogger("zstore")
@@ -94,6 +104,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self._accelerator_args: dict[str, Any] = {}
         self._unfinished: tuple[str, str] | None = None
         """Folder and tag of a save in the background."""
+        self._in_checkpoint = False
+        """Whether `checkpoint-N` is being saved, and not weights alone."""
         super().__init__(*args, **kwargs)
 
     # -- construction -----------------------------------------------------------------------------------------------
@@ -101,8 +113,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Return the accelerator's arguments, without what would do again what the engine does."""
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        self._accelerator_args = {**found, "mixed_precision": "no", "deepspeed_plugin": None}
-        return dict(self._accelerator_args)
+        self._accelerator_args = {**found, "deepspeed_plugin": None}
+        return {**self._accelerator_args, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, then put ours in its place."""
@@ -110,11 +122,11 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         raw, source = read_source(self._zstore_config, "zstore_config")
         complete_config(raw, self.args)
         check_matches(raw, source, self.args)
+        check_optim(raw, source, self.args)
         super().create_accelerator_and_postprocess()
-        mine = {**self._accelerator_args, "mixed_precision": self.args.mixed_precision}
         self._writes_weights = writes_weights(raw)
         self._keeps_global_batch = keeps_global_batch(raw)
-        self.accelerator = TrainerAccelerator(raw, source, self.args, **mine)
+        self.accelerator = TrainerAccelerator(raw, source, self.args, **self._accelerator_args)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -136,7 +148,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             accelerator.close_engines()  # model_init made another one
             self.optimizer = None
         if accelerator.engine is not None:
-            self.optimizer.zero_grad()  # of a training that was interrupted
+            self.optimizer.forget()  # of a training that was interrupted
             return
         if self.engine is not None:
             raise UsageError(
@@ -273,7 +285,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        in_checkpoint = _internal_call and not self.args.save_only_model
+        in_checkpoint = self._in_checkpoint and not self.args.save_only_model
         if self._saves_whole:
             self._save_gathered(engine, folder, skip=in_checkpoint and not self._writes_weights)
         else:
@@ -299,18 +311,19 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         """Write all that Trainer writes beside the weights (rank 0)."""
         own = folder / _TEMPORARY
         shutil.rmtree(own, ignore_errors=True)
-        self._save(os.fspath(own), state_dict={})
+        with _no_progress_bars():  # they would tell of no weights
+            self._save(os.fspath(own), state_dict={})
         shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model*.safetensors*"), dirs_exist_ok=True)
         shutil.rmtree(own)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save `checkpoint-N`; see [Note: saves in the background] (all ranks)."""
         self._complete_save()
-        limit = self.args.save_total_limit
+        limit, self._in_checkpoint = self.args.save_total_limit, True
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self.args.save_total_limit = limit
+            self.args.save_total_limit, self._in_checkpoint = limit, False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save everything that is the engine's, and the schedule (all ranks)."""
@@ -362,6 +375,12 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                         use_mtime=True,
                     )
 
+    def close(self) -> None:
+        """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
+        ranks). A model whose parameters are sharded can be used no more."""
+        self._complete_save()
+        self.accelerator.close_engines()
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Complete the last save, then end as Trainer does."""
         self._complete_save()
@@ -370,6 +389,18 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
 _WEIGHTS_KEY = "stage3_gather_16bit_weights_on_model_save"
 _TEMPORARY = ".zstore-files"
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Let transformers draw none in the block."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _is_peft(model: nn.Module) -> bool:

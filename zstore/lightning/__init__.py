@@ -19,6 +19,6 @@ if _classic and find_spec("pytorch_lightning") is None:
 if _classic:
     from .classic import ZstoreStrategy
 else:
-    from .unified import ZstoreStrategy  # type: ignore[assignment]
+    from .unified import ZstoreStrategy
 
 __all__ = ["ZstoreStrategy"]

@@ -76,5 +76,6 @@ class EnginePrecision:
         if clip_val and (float(clip_val) != self.clip_norm or algorithm != "norm"):
             raise UsageError(
                 f"clip_gradients({clip_val}, {algorithm!r}): the engine clips within its step, to a norm of "
-                f"{self.clip_norm}: set Trainer(gradient_clip_val={clip_val}), or gradient_clipping in the config"
+                f"{self.clip_norm}: set gradient_clipping to {clip_val} in the config, or leave the call out and set "
+                f"Trainer(gradient_clip_val={clip_val})"
             )

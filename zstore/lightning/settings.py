@@ -116,7 +116,7 @@ def _agree(source: Source, key: str, settings: Settings, theirs: float, argument
 
 def _precision(source: Source, settings: Settings, wanted: str | None, given: str) -> dict[str, Any]:
     """Return the sections of precision; the Trainer's default, 32 bits, leaves the config its choice."""
-    sections = {"bf16": settings.bf16, "fp16": settings.fp16}
+    sections: Mapping[str, Any] = {"bf16": settings.bf16, "fp16": settings.fp16}
     stated = [name for name, section in sections.items() if section.enabled is True]
     if wanted is not None and stated and stated != [wanted]:
         raise ConfigError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -26,13 +25,14 @@ import torch
 from zstore.engine import Init, initialize
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
 from zstore.engine.engine import Engine
-from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
 from .files import Place, remove
+from .fitting import batch_size, configured, hand_on_settings
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
-from .settings import TrainerValues, check_optimizer, compute_dtype, for_trainer, read_source
+from .settings import TrainerValues, compute_dtype, for_trainer, read_source
 
 _log = logging.getLogger("zstore")
 
@@ -55,7 +55,8 @@ class EngineStrategy:
     of whoever wrote it. `options` are those of DDPStrategy that start ranks: `start_method`, `timeout`,
     `process_group_backend`, `cluster_environment`, `accelerator`, `parallel_devices`.
 
-    Raises ConfigError that names every problem of the config, UsageError for an option that has no meaning here.
+    Raises ConfigError that names every problem of the config, UsageError for an option that has no meaning here. Over 300
+    lines because it is all that Lightning asks of a strategy.
     """
 
     library: str
@@ -71,6 +72,7 @@ class EngineStrategy:
     root_device: torch.device
     world_size: int
     _layer_sync: Any
+    _precision_plugin: Any
 
     def __init__(
         self,
@@ -87,8 +89,16 @@ class EngineStrategy:
                 f"DDPStrategy that it takes: {', '.join(_OPTIONS)}"
             )
         self.source = read_source(config, stage)
+        method = options.get("start_method", "popen")
+        if method != "popen" and self.source.settings.zero_optimization.stage == 3:
+            raise UsageError(
+                f"start_method {method!r} brings whole weights back to the process that starts the ranks, and at stage 3 there "
+                "are none: leave it out, start the script by torchrun, or choose a stage below"
+            )
         self._load_objects = load_objects
         self._engine: Engine | None = None
+        self._trainable: list[torch.nn.Parameter] = []
+        """Parameters that a frozen engine took the gradients from."""
         self._generators: dict[str, Any] | None = None
         """Random number generators that a load brought back, until training starts."""
         super().__init__(**options)
@@ -104,12 +114,12 @@ class EngineStrategy:
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin: Any = None if plugin is None else self.precision_class.in_place_of(plugin)
+        self._precision_plugin = None if plugin is None else self.precision_class.in_place_of(plugin)
 
     @property
     def checkpoint_io(self) -> Any:
-        """Not used: the engine saves. Setting it raises UsageError."""
-        return None
+        """What brings weights back from ranks that were spawned or forked; the engine saves. Setting it raises UsageError."""
+        return import_module(f"{self.library}.plugins").TorchCheckpointIO()
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
@@ -131,7 +141,10 @@ class EngineStrategy:
     def engine(self) -> Engine:
         """The engine of the module in use. Raises UsageError before `fit`, `validate`, `test` or `predict` set it up."""
         if self._engine is None:
-            raise UsageError("there is no engine yet: it is made within trainer.fit(), validate(), test() or predict()")
+            raise UsageError(
+                "there is no engine here: trainer.fit(), validate(), test() and predict() make one, in ranks that were spawned "
+                "or forked in those alone"
+            )
         return self._engine
 
     def _run_config(self, trainer: Any) -> dict[str, Any]:
@@ -173,7 +186,8 @@ class EngineStrategy:
         if trainer.state.fn.value == "fit":
             self._set_up_training(trainer, module, raw)
         elif self._engine is None:
-            self._engine = initialize(model=module, config=_without_optimizer(raw), frozen=True)[0]
+            self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self._engine = initialize(model=module, config=raw, frozen=True)[0]
         self.precision_plugin.clip_norm = self.engine.gradient_clipping()
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
@@ -186,49 +200,34 @@ class EngineStrategy:
 
     def _set_up_training(self, trainer: Any, module: Any, raw: dict[str, Any]) -> None:
         """Make or renew optimizer and schedules, and the engine around them."""
+        if self._engine is not None and self._engine.training_state.config.frozen:
+            self._thaw(self._engine)
         trainer.fit_loop.setup_data()
-        client, schedules = self._configured(module, raw)
-        if self._engine is not None and self._engine.is_frozen:
-            self.close()
+        client, schedules = configured(self.library, self.source, module, raw)
         if self._engine is None:
             settings = self.source.settings
-            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": _batch_size(trainer)}
+            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": batch_size(trainer)}
             if settings.scheduler is not None:
                 answers["scheduler.params.total_num_steps"] = max(1, int(trainer.estimated_stepping_batches))
             self._engine = initialize(model=module, config=raw, optimizer=client, auto=answers)[0]
         elif client is not None:
-            _hand_on_settings(client, self._engine.optimizer)
+            hand_on_settings(client, self._engine.optimizer)
         self._engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [self._engine.optimizer]
         self.lr_scheduler_configs = schedules
 
-    def _configured(self, module: Any, raw: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, list[Any]]:
-        """Return the optimizer and the schedules of `configure_optimizers`; no optimizer where the config has it."""
-        made = import_module(f"{self.library}.core.optimizer")
-        with warnings.catch_warnings():
-            if "optimizer" in raw:
-                warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
-            optimizers, schedules = made._init_optimizers_and_lr_schedulers(module)
-        if len(optimizers) > 1:
+    def _thaw(self, frozen: Engine) -> None:
+        """Take the module back from the engine that evaluated it. Raises UsageError where its weights are not whole."""
+        training = frozen.training_state
+        if training.hooks is not None or training.config.precision != "fp32":
             raise UsageError(
-                f"configure_optimizers() returned {len(optimizers)} optimizers, and the engine has one: return one with a "
-                'parameter group for each, or train with strategy="ddp"'
+                "fit() after validate(), test() or predict() of the same module, which rounded or sharded its weights: call "
+                "fit() first, with Trainer(num_sanity_val_steps=-1) to validate before the first step, or give fit() a new "
+                "module"
             )
-        client = optimizers[0]
-        if isinstance(client, made._MockOptimizer):
-            if "optimizer" not in raw:
-                raise ConfigError(
-                    f'{self.source.name}: configure_optimizers() returned None, and there is no "optimizer" section: write '
-                    "one, or return an optimizer"
-                )
-            client = None
-        else:
-            check_optimizer(self.source, client)
-        if schedules and "scheduler" in raw:
-            raise ConfigError(
-                f"{self.source.name}: there is a schedule in the config and one of configure_optimizers(): leave one out"
-            )
-        return client, schedules
+        self.close()
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
 
     def on_train_start(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""
@@ -316,8 +315,9 @@ class EngineStrategy:
             engine.save_checkpoint(
                 place.folder, place.tag, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
             )
-        if self.is_global_zero:
-            place.link()
+        with engine.world.agreeing():
+            if self.is_global_zero:
+                place.link()
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -364,38 +364,6 @@ class EngineStrategy:
         """Remove a checkpoint (rank 0)."""
         if self.is_global_zero:
             remove(Place.of(os.fspath(filepath)), self.engine.training_state.config.storage_options)
-
-
-def _hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    """Let the engine's groups have the settings of a new optimizer, whose schedules drive them from now on.
-
-    Raises UsageError where the groups differ.
-    """
-    sizes = [[len(group["params"]) for group in one.param_groups] for one in (client, present)]
-    if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"configure_optimizers() returned groups of {sizes[0]} parameters, and the engine of the earlier fit() has groups "
-            f"of {sizes[1]}: return the same groups, or call trainer.strategy.close() and fit a new module"
-        )
-    for group, fresh in zip(present.param_groups, client.param_groups, strict=True):
-        group.update({name: value for name, value in fresh.items() if name != "params"})
-    client.param_groups = present.param_groups
-
-
-def _without_optimizer(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an engine that trains nothing."""
-    kept = {name: value for name, value in raw.items() if name not in ("optimizer", "scheduler")}
-    return kept | {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 1}
-
-
-def _batch_size(trainer: Any) -> int:
-    """Return the samples of a micro-batch, as the first training loader has them; 1 where it does not tell."""
-    loader = trainer.fit_loop._combined_loader
-    for one in [] if loader is None else loader.flattened:
-        size = getattr(one, "batch_size", None) or getattr(getattr(one, "batch_sampler", None), "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return 1
 
 
 def _numbers(trainer: Any) -> dict[str, float]:

@@ -1,0 +1,112 @@
+"""Saves through torch.distributed.checkpoint: zstore's writer beside torch's own, in one process.
+
+    python -m bench.dcp [--path FOLDER] [--mib 512]
+
+Prints the bytes that a second save writes anew where 1 of 10 tensors changed, and how long asynchronous saves hold the
+caller up, by a thread and by a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+
+import zstore.dcp
+
+_ROUNDS = 5
+
+
+def new_bytes(folder: Path) -> int:
+    """Return the bytes on the drive of files that have no other name."""
+    found = (path.stat() for path in folder.rglob("*") if path.is_file())
+    return sum(each.st_blocks * 512 for each in found if each.st_nlink == 1)
+
+
+def save_twice(state: dict[str, Any], folder: Path, make: Callable[[Path], Any]) -> tuple[float, float, int]:
+    """Return the seconds of a first save, those of a second one with 1 of 10 tensors changed, and the bytes it wrote."""
+    seconds = []
+    for number in range(2):
+        state["model"]["w3"] += number
+        started = time.perf_counter()
+        save(state, storage_writer=make(folder / f"step-{number}"))
+        os.sync()
+        seconds.append(time.perf_counter() - started)
+    return seconds[0], seconds[1], new_bytes(folder / "step-1")
+
+
+def stalls(
+    state: dict[str, Any], folder: Path, make: Callable[[Path], Any], stager: Any, kind: Any
+) -> tuple[float, float]:
+    """Return the median seconds until `async_save` returns with the state copied, and until the save is done."""
+    group = dist.new_group(backend="gloo")
+    held, done = [], []
+    for number in range(_ROUNDS + 1):
+        state["model"]["w0"] += 1
+        started = time.perf_counter()
+        result: Any = async_save(
+            state,
+            storage_writer=make(folder / f"step-{number}"),
+            process_group=group,
+            async_stager=stager,
+            async_checkpointer_type=kind,
+        )
+        held.append(time.perf_counter() - started)
+        (getattr(result, "upload_completion", None) or result).result()
+        done.append(time.perf_counter() - started)
+        shutil.rmtree(folder / f"step-{number}")
+    return statistics.median(held[1:]), statistics.median(done[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser.add_argument("--mib", type=int, default=512)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        measure(Path(folder), options.mib)
+
+
+def measure(folder: Path, mib: int) -> None:
+    """Measure with a state dict of `mib` MiB, and print what was found."""
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    rows = mib * 2**20 // 10 // 4096 // 4
+    state = {"model": {f"w{i}": torch.randn(rows, 4096) for i in range(10)}}
+    writers: dict[str, Callable[[Path], Any]] = {
+        "torch": FileSystemWriter,
+        "zstore": zstore.dcp.Writer,
+    }
+    for name, make in writers.items():
+        first, second, nbytes = save_twice(state, folder / name, make)
+        share = 100 * nbytes / (mib * 2**20)
+        print(f"{name}: first save {first:.2f} s; 1 of 10 changed {second:.2f} s, {nbytes} bytes ({share:.1f} %) anew")
+        shutil.rmtree(folder / name)
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        shared = kind is AsyncCheckpointerType.PROCESS
+        for name, make in writers.items():
+            stager: Any = zstore.dcp.Stager(shared_memory=shared)
+            if name == "torch":
+                # By a thread, what `async_save` makes by itself; by a process, one whose memory is shared and kept, too.
+                stager = DefaultStager(StagingOptions(False, True, False, False)) if shared else None
+            held, done = stalls(state, folder / name, make, stager, kind)
+            print(f"{name}, by a {kind.value}: {1000 * held:.0f} ms until training goes on, {done:.2f} s until saved")
+            if stager is not None:
+                stager.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

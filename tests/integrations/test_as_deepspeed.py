@@ -1,0 +1,357 @@
+"""Scripts that import deepspeed, run as they are by `python -m zstore.as_deepspeed`; and what a process sees of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import types
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import warm
+from zstore.as_deepspeed import install
+from zstore.as_deepspeed.config import cleaned, raw_config
+from zstore.as_deepspeed.names import (
+    _GROUPS,
+    _LEAVES,
+    _SCHEDULES,
+    _TORCH_COMM,
+    ENGINE_INSTEAD,
+    INSTEAD,
+    MODULES,
+    missing,
+    missing_of_engine,
+)
+from zstore.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+LAUNCHER = (
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+    "--local-addr=127.0.0.1",
+)
+AS_DEEPSPEED = ("-m", "zstore.as_deepspeed")
+CONFIG = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.003, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def run(*words: object, world_size: int = 1, code: int = 0, **variables: str) -> tuple[list[str], str]:
+    """Run Python with these words; return the lines that it printed, and what it wrote to stderr."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
+    with tempfile.TemporaryDirectory() as logs:
+        launcher = (*LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
+        done = warm.run(
+            [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
+        printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
+    assert done.returncode == code, "".join(printed) + done.stderr
+    return "".join(printed).splitlines(), done.stderr
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(found[1]) for line in lines if (found := re.match(r"rank 0 step \d+ loss (\S+)", line))]
+
+
+def plain_losses(steps: int) -> list[float]:
+    """Losses of the GPT script's model in a plain loop with torch's optimizer."""
+    found, _ = run("-c", PLAIN, SCRIPTS / "deepspeed" / "gpt.py", steps)
+    return [float(line) for line in found]
+
+
+PLAIN = """
+import runpy, sys
+import torch
+from zstore.as_deepspeed.installing import put_in_place
+put_in_place()
+script = runpy.run_path(sys.argv[1])
+torch.manual_seed(1234)
+model, data = script["GPT"](), script["Tokens"]()
+decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+plain = [p for n, p in model.named_parameters() if "norm" in n]
+groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+for step in range(2 * int(sys.argv[2])):
+    batch = torch.stack([data[(8 * step + i) % len(data)] for i in range(8)])
+    loss = model(batch[:, :-1], batch[:, 1:])
+    (loss / 2).backward()
+    if step % 2:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    print(repr(loss.item()))
+"""
+
+
+def test_a_gpt_script_trains_as_the_plain_loop_and_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    script = SCRIPTS / "deepspeed" / "gpt.py"
+    (tmp_path / "nvme").mkdir()
+    save = ("--save", tmp_path / "ckpt")
+    disk = ("--zero_stage", 3, "--nvme_path", tmp_path / "nvme")
+    first, errors = run(*AS_DEEPSPEED, script, "--steps", 4, *save, *disk, world_size=2)
+    expected = plain_losses(8)
+    assert losses(first) == pytest.approx(expected[:8], rel=1e-5)
+    assert first[-1].startswith("rank 0 saved ['global_step4', 'latest'] sum ")
+    assert errors.count("started together") == 1
+    again, _ = run(*AS_DEEPSPEED, script, "--load", tmp_path / "ckpt")
+    assert losses(again) == pytest.approx(expected[8:], rel=1e-5)
+
+
+def unmodified(script: str, folder: Path) -> Path:
+    """Return a copy of a script with the import that it was made from."""
+    text = (SCRIPTS / f"{script}.py").read_text()
+    assert text.count("\nimport zstore as deepspeed\n") == 1
+    path = folder / f"{script}.py"
+    path.write_text(text.replace("\nimport zstore as deepspeed\n", "\nimport deepspeed\n"))
+    return path
+
+
+def test_a_script_prints_what_it_prints_with_zstore_imported(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    words = ("--deepspeed", "--deepspeed_config", config, "--steps", 6)
+    ours, _ = run(SCRIPTS / "getting_started.py", *words)
+    theirs, _ = run(*AS_DEEPSPEED, unmodified("getting_started", tmp_path), *words)
+    assert theirs == ours
+    assert len(losses(ours)) == 6
+
+
+def test_a_script_with_a_process_group_of_its_own_runs_on_two_ranks(tmp_path: Path) -> None:
+    script = unmodified("image_classifier", tmp_path)
+    lines, _ = run(*AS_DEEPSPEED, script, "--stage", 3, "--epochs", 2, world_size=2)
+    found = losses(lines)
+    assert mean(found[-4:]) < 0.8 * mean(found[:4])
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    lines, errors = run(*AS_DEEPSPEED, ROOT / "examples" / "deepspeed_script.py", "--out", tmp_path)
+    found = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(found) == 4
+    assert found[-1] < 0.5 * found[0]
+    assert f"saved {tmp_path}" in errors
+    assert (tmp_path / "global_step20").is_dir()
+
+
+def test_names_that_are_there_and_names_that_are_not() -> None:
+    lines, errors = run(*AS_DEEPSPEED, SCRIPTS / "deepspeed" / "names.py")
+    told = dict(line.split(" ", 1) for line in lines if not line.startswith("missing"))
+    assert re.fullmatch(r"0\.19\.8\+zstore\.\S+", told["version"])
+    assert told["spawned"] == told["version"]
+    assert told["outside"] == "ModuleNotFoundError: No module named 'deepspeed'"
+    lacking = [line for line in lines if line.startswith("missing")]
+    assert len(lacking) == 7
+    assert all("zstore answers `import deepspeed` in this run (--as-deepspeed)" in line for line in lacking)
+    assert "deepspeed.pipe is not there" in lacking[1]
+    assert "ZeRO stage 3" in lacking[1]
+    assert "deepspeed.init_inference is not there" in lacking[2]
+    assert "zstore consolidate" in lacking[2]
+    assert "installed here" not in errors
+
+
+def test_a_deepspeed_that_is_installed_is_not_used_and_one_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise RuntimeError('the other one')\n")
+    (tmp_path / "deepspeed-0.15.0.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.15.0.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.15.0\n")
+    (tmp_path / "script.py").write_text(
+        "import sys, importlib.metadata\nimport deepspeed\n"
+        "print(__name__, __file__, sys.argv[1:], sys.path[0])\n"
+        "print(importlib.metadata.version('deepspeed') == deepspeed.__version__)\n"
+    )
+    script = tmp_path / "script.py"
+    lines, errors = run(*AS_DEEPSPEED, "--local_rank", script, "a", PYTHONPATH=str(tmp_path))
+    assert lines == [f"__main__ {script} ['--local_rank=0', 'a'] {tmp_path}", "True"]
+    assert errors.count("DeepSpeed 0.15.0 is installed here") == 1
+    lines, _ = run(*AS_DEEPSPEED, "-m", "script", "b", PYTHONPATH=str(tmp_path))
+    assert lines[0].startswith(f"__main__ {script} ['b'] ")
+
+
+@pytest.mark.parametrize("words", [(), ("--stage",), ("missing.py",)])
+def test_a_call_without_a_script_is_refused(words: tuple[str, ...]) -> None:
+    _, errors = run(*AS_DEEPSPEED, *words, code=2)
+    assert "usage: python -m zstore.as_deepspeed" in errors or "can't open 'missing.py'" in errors
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate.utils", "transformers.trainer"])
+def test_installing_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("accelerate.utils", "transformers.trainer", "transformers.integrations.deepspeed"):
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    before = list(sys.meta_path)
+    with pytest.raises(UsageError, match="was imported in this process before"):
+        install()
+    assert sys.meta_path == before
+
+
+def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "steps_per_print": math.inf,
+        "zero_optimization.reduce_bucket_size": 1,
+        "zero_optimization": {},
+    }
+    assert cleaned(config) == {"steps_per_print": 0, "zero_optimization": {}}
+    assert "zero_optimization.reduce_bucket_size" in config
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4} // as it was')
+    assert raw_config(str(tmp_path / "ds.json")) == {"train_batch_size": 4}
+    assert raw_config(base64.urlsafe_b64encode(b'{"train_batch_size": 2}').decode()) == {"train_batch_size": 2}
+
+
+def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
+    from zstore.as_deepspeed import checkpointing, comm, initialize, optimizers, utils, zero
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    for call in (
+        lambda: optimizers.FusedAdam(parameters, bias_correction=False),
+        lambda: optimizers.DeepSpeedCPUAdam(parameters, amsgrad=True),
+        lambda: optimizers.DeepSpeedCPUAdagrad(parameters, amsgrad=True),
+        lambda: zero.Init(zero_quantized_weights=True),
+        lambda: zero.Init(param_swapper=object()),
+        lambda: initialize.initialize(model=torch.nn.Linear(1, 1), config={}, mesh_param=(1, 1)),
+        lambda: checkpointing.configure(mpu_=object()),
+        lambda: utils.set_z3_leaf_modules(torch.nn.Linear(1, 1), ["Expert"]),
+    ):
+        with pytest.raises(UsageError):
+            call()
+    assert type(optimizers.DeepSpeedCPUAdam(parameters)) is torch.optim.AdamW
+    assert type(optimizers.DeepSpeedCPUAdam(parameters, adamw_mode=False)) is torch.optim.Adam
+    assert type(optimizers.FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
+    assert type(optimizers.DeepSpeedCPUAdagrad(parameters)) is torch.optim.Adagrad
+    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "-1"))
+    with utils.OnDevice(torch.bfloat16, device="meta"):
+        made = torch.nn.Linear(2, 2)
+    assert made.weight.is_meta
+    assert made.weight.dtype is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
+    from zstore.as_deepspeed import engine as engines
+    from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero, zero_to_fp32
+    from zstore.as_deepspeed.zero_types import ZeroParamStatus
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 8},
+    }
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_schedules.WarmupLR(client, warmup_max_lr=0.1, warmup_num_steps=4)
+    engine, optimizer, loader, scheduler = initialize.initialize(
+        model=model, optimizer=lambda _: client, config=config, lr_scheduler=schedule
+    )
+    with engine:
+        assert isinstance(engine, engines.DeepSpeedEngine)
+        assert (engine.optimizer, loader, scheduler) == (optimizer, None, schedule)
+        assert engine.config == config
+        assert optimizer.optimizer is engine.client_optimizer is engine.basic_optimizer is client
+        assert (engine.optimizer_name(), engine.scheduler_name(), engine.dynamic_loss_scale()) == ("sgd", None, True)
+        assert (engine.dp_world_size, engine.mp_world_size) == (1, 1)
+        assert engine.zero_offload_param() == {"device": "cpu"}
+        assert (engine.zero_offload_optimizer(), engine.zero_cpu_offload()) == (None, False)
+        assert not engine.zero_gather_16bit_weights_on_model_save()
+        assert (groups.get_data_parallel_world_size(), groups._get_sequence_parallel_world_size()) == (1, 1)
+        weight: Any = model.weight
+        bias: Any = model.bias
+        assert (weight.ds_shape, weight.ds_numel, bias.ds_id) == (weight.shape, 16, weight.ds_id + 1)
+        assert (weight.ds_status, bias.ds_status) == (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE)
+        with zero.GatheredParameters({bias, weight, torch.zeros(1)}, modifier_rank=0):
+            assert weight.ds_status is ZeroParamStatus.AVAILABLE
+            weight.data.fill_(1)
+        assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        with pytest.raises(AttributeError, match=r"engine\.allreduce_gradients is not there.*engine\.step"):
+            engine.allreduce_gradients()
+        with pytest.raises(UsageError, match="lr_kwargs"):
+            engine.step(lr_kwargs={"epoch": 1})
+        overflows = []
+        for _ in range(20):
+            engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).float().pow(2).mean() * 256)
+            engine.step()
+            overflows.append(optimizer.overflow)
+            if not optimizer.overflow:
+                break
+        assert len(overflows) > 1
+        assert overflows == [True] * (len(overflows) - 1) + [False]
+        for _ in range(2):
+            engine.save_checkpoint(str(tmp_path))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step{len(overflows)}", "latest"]
+        path, _ = engine.load_checkpoint(str(tmp_path), None, True, True, True)
+        assert path is not None
+        with pytest.raises(UsageError, match="custom_load_fn"):
+            engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
+        whole = engine._zero3_consolidated_16bit_state_dict()
+        assert whole is not None
+        assert whole["weight"].dtype is torch.float16
+        with pytest.raises(UsageError, match="sharded"):
+            model.state_dict()
+        weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        assert torch.equal(weights["weight"], engine.get_full_parameter("weight"))
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights["weight"])
+        runtime.see_memory_usage("here", force=True)
+        assert utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0].shape == weight.shape
+    batches = utils.RepeatingLoader([1, 2])
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_an_engine_without_an_optimizer_evaluates() -> None:
+    from zstore.as_deepspeed import initialize
+
+    config = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 0}}
+    engine, *others = initialize.initialize(model=torch.nn.Linear(2, 1), config=config)
+    with engine:
+        assert (engine.optimizer, engine.client_optimizer, engine.optimizer_name(), others) == (
+            None,
+            None,
+            None,
+            [None] * 3,
+        )
+        assert engine(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_the_page_lists_the_names_that_are_there() -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    table = page.partition("| what scripts import | |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`([^`]+)`", table)) - {"AdamW", "Adam", "Adagrad", "cpu_checkpointing"}
+    there = {name for homes in MODULES.values() for names in homes.values() for name in names}
+    modules = {dotted.rpartition(".")[2] for dotted in MODULES} | set(MODULES)
+    assert {name.rpartition(".")[2] for name in listed if name not in modules} <= there
+    plain = there - set(_TORCH_COMM) - set(_GROUPS) - set(_SCHEDULES) - set(_LEAVES)
+    unlisted = plain - {name.rpartition(".")[2] for name in listed}
+    assert unlisted == {"__git_branch__", "__git_hash__", "version", "zero_wrapper_for_fp_tensor_constructor"}
+
+
+def test_hints_name_nothing_that_is_there() -> None:
+    for name in INSTEAD:
+        dotted = f"deepspeed.{name}"
+        holder, _, last = dotted.rpartition(".")
+        there = {each for names in MODULES.get(holder, {}).values() for each in names}
+        assert last not in there
+        assert INSTEAD[name] in missing(f"{dotted}.inner")
+    assert all(missing_of_engine(name) for name in ENGINE_INSTEAD)
+    assert missing_of_engine("backward") is None

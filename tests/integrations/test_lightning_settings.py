@@ -1,0 +1,315 @@
+"""What a Trainer may ask of the strategy: settings, callbacks, loops of one's own; and what is refused, with the way out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import warnings
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
+from torch.nn import functional as F
+
+import zstore
+from tests.integrations.lightning_runs import Batches, LateNet, Net, fit, make_net, make_trainer, quiet
+from zstore.errors import CheckpointError, CheckpointMismatchError, ConfigError, UsageError
+from zstore.lightning import ZstoreStrategy
+from zstore.lightning.content import decode, encode
+from zstore.lightning.settings import TrainerValues, for_trainer, read_source
+from zstore.testing.ranks import run_ranks
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.ls import ls_command
+
+# -- without a Trainer --------------------------------------------------------------------------------------------------
+
+
+class Thing:
+    """Something that is not plain."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def test_lightnings_dict_comes_back_as_it_was_but_for_objects(caplog: pytest.LogCaptureFixture) -> None:
+    plain = {
+        "loops": {"state": [1, 2.5, None, True, float("inf")]},
+        "milestones": Counter({30: 1}),
+        "ordered": OrderedDict(b=1, a=(1, {2})),
+        "$odd": {("a", 1): b"bytes"},
+        "small": torch.tensor(0.25, dtype=torch.bfloat16),
+        "large": torch.arange(5000),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "path": Path("a/b"),
+    }
+    state = encode({**plain, "mine": {"thing": Thing("x"), "number": 1}, "list": [1, Thing("y")]})
+    assert sorted(state["arrays"]) == ["0000", "0001", "0002"]
+    json.dumps(state["content"])
+    found, left_out = decode(state, load_objects=False)
+    assert left_out == ["mine.thing", "list"]
+    assert found["mine"] == {"number": 1}
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor | np.ndarray):
+            assert found[name].dtype == value.dtype
+            assert (found[name] == value).all()
+        else:
+            assert (type(found[name]), found[name]) == (type(value), value)
+    with pytest.raises(KeyError, match="load_objects"):
+        found["list"]
+
+
+def test_what_cannot_be_kept_or_read_is_named() -> None:
+    with pytest.raises(UsageError, match=r"'mine\.call' is a function .* leave it out in on_save_checkpoint"):
+        encode({"mine": {"call": lambda: None}})
+    state = encode({"mine": {"thing": Thing("x")}})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        decode({"content": {"x": {"$mystery": 1}}, "arrays": {}, "objects": []}, load_objects=False)
+    state["arrays"]["0000"] = torch.frombuffer(bytearray(pickle.dumps(1)[:-2]), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="cannot be unpickled"):
+        decode(state, load_objects=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "accumulation", "clip", "expected"),
+    [
+        ({}, "bf16-mixed", 2, 0.5, {"bf16": {"enabled": True}, "gradient_clipping": 0.5}),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "16-mixed", 1, None,
+         {"bf16": {"enabled": False}, "fp16": {"enabled": True}}),
+        ({"bf16": {"enabled": True}}, "32-true", 1, None, {"bf16": {"enabled": True}}),
+        ({"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}, "32-true", 4, None, {"gradient_clipping": 1.0}),
+        ({"gradient_clipping": "auto"}, "32-true", 4, None, {"gradient_clipping": 0.0}),
+        ({"fp16": {"enabled": True}}, "bf16-mixed", 1, None, r'fp16.enabled is true, and Trainer\(precision="bf16-mixed"\)'),
+        ({"bf16": {"enabled": False}}, "bf16-true", 1, None, "bf16.enabled is false"),
+        ({"gradient_accumulation_steps": 4}, "32-true", 2, None, r"is 4, and Trainer\(accumulate_grad_batches=2\)"),
+        ({"gradient_clipping": 1.0}, "32-true", 1, 0.5, r"is 1.0, and Trainer\(gradient_clip_val=0.5\)"),
+    ],
+)  # fmt: skip
+def test_trainer_and_config_agree_or_it_is_an_error(
+    config: dict[str, Any], precision: str, accumulation: int, clip: float | None, expected: Any
+) -> None:
+    source = read_source(config, None)
+    values = TrainerValues(precision=precision, accumulation_steps=accumulation, clip_norm=clip)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            for_trainer(source, values)
+        return
+    found = for_trainer(source, values)
+    assert found == {**config, **expected, "gradient_accumulation_steps": accumulation, "steps_per_print": 0}
+
+
+def test_a_strategy_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        ZstoreStrategy({"zero_optimisation": {"stage": 2}})
+    with pytest.raises(ConfigError, match=r"zstore.keep would .*save_top_k"):
+        ZstoreStrategy({"zstore": {"keep": {"last": 2}}})
+    with pytest.raises(ConfigError, match="every_n_train_steps=1"):
+        ZstoreStrategy({"zstore": {"durability": "step", "durability_path": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="write the stage into the config"):
+        ZstoreStrategy({}, stage=3)
+    with pytest.raises(UsageError, match="no option find_unused_parameters"):
+        ZstoreStrategy(find_unused_parameters=True)
+    with pytest.raises(UsageError, match=r"start_method 'spawn' .* stage 3"):
+        ZstoreStrategy(stage=3, start_method="spawn")
+    with pytest.raises(UsageError, match="precision '64-true'"):
+        make_trainer("zstore", precision="64-true")
+    monkeypatch.setenv("ZSTORE_CONFIG", str(tmp_path / "ds.json"))
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
+    assert ZstoreStrategy().source.settings.zero_optimization.stage == 1
+    monkeypatch.delenv("ZSTORE_CONFIG")
+    assert ZstoreStrategy().source.settings.zero_optimization.stage == 2
+
+
+# -- one rank, many Trainers --------------------------------------------------------------------------------------------
+
+
+class Manual(Net):
+    """Steps by itself, after two backwards."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+class Configured(Net):
+    """Leaves the optimizer to the config."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class Plateau(Net):
+    """Keeps an object, and lowers its rate when the validation asks for it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(
+            [{"params": self.layers.parameters()}, {"params": [*self.head.parameters(), self.scale], "lr": 0.05}],
+            lr=0.1, momentum=0.9,
+        )  # fmt: skip
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["thing"] = Thing("kept")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.thing = checkpoint.get("thing")
+
+
+def _trains_as_ddp(kind: Any, strategy: Any = "zstore", **options: Any) -> tuple[Any, Net]:
+    """Compare a Trainer's losses with DDP's."""
+    plain, ours = make_net(kind), make_net(kind)
+    losses = fit(make_trainer("ddp", **options), plain, 0)
+    trainer = make_trainer(strategy, **options)
+    assert fit(trainer, ours, 0) == pytest.approx(losses, rel=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    return trainer, ours
+
+
+def _settings(rank: int, folder: str) -> None:
+    base = Path(folder)
+    _trains_as_ddp(Manual, accumulate_grad_batches=1, gradient_clip_val=None)
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+    _trains_as_ddp(Net, callbacks=[schedule], accumulate_grad_batches=1)
+
+    # Groups, a schedule by validation, an object in the checkpoint; saved within an accumulation.
+    options = {"enable_checkpointing": True, "val_check_interval": 2}
+    saves = [ModelCheckpoint(base / "a", monitor="val", save_top_k=-1, save_last="link", filename="{epoch} {step}")]
+    trainer, module = _trains_as_ddp(Plateau, **options, callbacks=saves)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1
+    last = str(base / "a" / "last.ckpt")
+    for load_objects in (False, True):
+        other = make_net(Plateau)
+        again = make_trainer(ZstoreStrategy(load_objects=load_objects), max_epochs=3)
+        assert len(fit(again, other, 0, ckpt_path=last)) == 8
+        assert isinstance(other.thing, Thing) == load_objects
+
+    # A second fit goes on, and a save after it has all.
+    trainer.fit_loop.max_epochs = 3
+    assert len(fit(trainer, module, 0)) == 21
+    trainer.save_checkpoint(base / "b" / "final.ckpt")
+    weights = zstore.load_state_dict(base / "b" / "final.ckpt", dtype="fp32")
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    with pytest.raises(UsageError, match="weights_only=True"):
+        trainer.save_checkpoint(base / "b" / "final.ckpt", weights_only=True)
+
+    # bf16, with the config's optimizer and schedule.
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": "auto"}},
+    }
+    trainer = make_trainer(ZstoreStrategy(config), precision="bf16-mixed")
+    module = make_net(Configured)
+    assert all(0 < loss < 2 for loss in fit(trainer, module, 0))
+    assert module.head.weight.dtype == torch.bfloat16
+    assert trainer.strategy.engine.lr_scheduler.last_batch_iteration == 6 - 1
+    assert trainer.strategy.engine.training_state.config.settings.scheduler.params.total_num_steps == 6
+
+
+def _evaluation(rank: int, folder: str) -> None:
+    """Evaluate before training, and after it."""
+    data = Batches(0, 2, seed=1)
+    plain, ours = make_net(), make_net()
+    for precision in ("32-true", "bf16-true"):
+        module = make_net(LateNet)
+        trainer = make_trainer("zstore_stage_3", precision=precision)
+        with quiet():
+            scores = trainer.validate(module, data, verbose=False)
+            expected = make_trainer("ddp").validate(plain, data, verbose=False)
+            assert len(trainer.predict(module, data)) == 2
+        assert scores[0]["val"] == pytest.approx(expected[0]["val"], rel=1e-6 if precision == "32-true" else 2e-2)
+    with pytest.raises(UsageError, match="num_sanity_val_steps=-1"):
+        fit(trainer, module, 0)
+    trainer = make_trainer("zstore")
+    with quiet():
+        trainer.validate(ours, data, verbose=False)
+    assert fit(trainer, ours, 0) == pytest.approx(fit(make_trainer("ddp"), plain, 0), rel=1e-6)
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.1) for p in self.parameters()], []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Backward(Net):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class Clips(Net):
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.7)
+
+
+def _refusals(rank: int, folder: str) -> None:
+    base = Path(folder)
+
+    def refused(error: type[Exception], match: str, kind: Any = Net, strategy: Any = "zstore", **options: Any) -> None:
+        ckpt = {"ckpt_path": options.pop("ckpt_path")} if "ckpt_path" in options else {}
+        with pytest.raises(error, match=match):
+            fit(make_trainer(strategy, **options), make_net(kind), 0, **ckpt)
+
+    one = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    refused(UsageError, "7 optimizers, .* parameter group", Two, **one)
+    refused(UsageError, "backward.. is overridden", Backward)
+    refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* gradient_clipping to 0.7", Clips, gradient_clip_val=None)
+    refused(UsageError, "clips by the global norm", gradient_clip_algorithm="value")
+    refused(UsageError, 'StochasticWeightAveraging: .* strategy="ddp"', callbacks=[StochasticWeightAveraging(0.1)])
+    saves = ModelCheckpoint(base, save_weights_only=True)
+    refused(UsageError, "save_weights_only=True", callbacks=[saves], enable_checkpointing=True)
+    refused(ConfigError, "returned None", Configured)
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "eps": "auto"}}}
+    refused(ConfigError, "params.lr is 0.5, there it is 0.01", strategy=ZstoreStrategy(adam))
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    refused(ConfigError, "a schedule in the config", strategy=ZstoreStrategy(warmup))
+    make_trainer("ddp").strategy.barrier()
+    torch.save({}, base / "plain.ckpt")
+    refused(CheckpointMismatchError, "is a file", ckpt_path=str(base / "plain.ckpt"))
+    engine, *_ = zstore.initialize(
+        model=make_net(), config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    )
+    with engine:
+        engine.save_checkpoint(str(base), "mine")
+    refused(CheckpointMismatchError, "not saved by a Trainer", ckpt_path=str(base / "mine"))
+
+
+def _one_after_the_other(rank: int, folder: str) -> int:
+    logging.getLogger("zstore").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    _settings(rank, folder)
+    _evaluation(rank, folder)
+    _refusals(rank, folder)
+    return sum(path.is_dir() for path in Path(folder, "a").iterdir())
+
+
+def test_settings_of_a_trainer_and_evaluation_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved,) = run_ranks(_one_after_the_other, 1, str(tmp_path))
+    # What was saved is there for the commands.
+    assert ls_command(tmp_path / "a") == ls_command(tmp_path / "b") == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("epoch=") == saved - 1  # links too, of which one is last.ckpt
+    assert "last.ckpt" in shown.out
+    assert "final.ckpt" in shown.out
+    assert "is not a checkpoint" not in shown.err
+    assert consolidate_command(tmp_path / "b" / "final.ckpt", tmp_path / "weights", "fp32") == 0
+    assert (tmp_path / "weights" / "model.safetensors").is_file()

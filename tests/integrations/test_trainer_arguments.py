@@ -1,0 +1,182 @@
+"""What a Trainer on zstore refuses when it is made, what it warns of, and what it takes from its arguments."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+import zstore.hf
+from tests.integrations.trainers import Texts, arguments, config, history, llama
+from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
+from zstore.hf.arguments import check_arguments
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+
+
+def _make(folder: Path, wanted: Any, **changes: Any) -> Any:
+    return zstore.hf.Trainer(
+        llama(**TINY), arguments(folder, **changes), train_dataset=Texts(4), eval_dataset=Texts(2), zstore_config=wanted
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({"fsdp": "full_shard"}, "zero_optimization.stage"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+        ({"save_on_each_node": True}, "shared"),
+        (
+            {
+                "save_only_model": True,
+                "load_best_model_at_end": True,
+                "save_strategy": "epoch",
+                "eval_strategy": "epoch",
+                "metric_for_best_model": "eval_loss",
+            },
+            "save_only_model=False",
+        ),
+        ({"optim": "adafactor"}, "adamw_torch"),
+        ({"optim": "galore_adamw"}, "adamw_torch"),
+    ],
+)
+def test_arguments_that_zstore_does_not_serve_are_refused(
+    tmp_path: Path, changes: dict[str, Any], way_out: str
+) -> None:
+    wanted = config(tmp_path, device="cpu")
+    if "optim" in changes:
+        del wanted["optimizer"]
+    with pytest.raises(UsageError, match=way_out):
+        _make(tmp_path, wanted, **changes)
+
+
+def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config(tmp_path, device="cpu", gradient_clipping=0.5, bf16={"enabled": True})
+    wanted["optimizer"]["params"]["lr"] = 3e-4
+    with pytest.raises(ConfigError) as refused:
+        _make(tmp_path, wanted)
+    for key in ("gradient_clipping is 0.5, but max_grad_norm is 1.0", "optimizer.params.lr is 0.0003", "bf16.enabled"):
+        assert key in str(refused.value)
+    with pytest.raises(ConfigError, match="ZSTORE_CONFIG"):
+        _make(tmp_path, None)
+    with pytest.raises(ConfigError, match="stage"):
+        _make(tmp_path, {"zero_optimization": {"stage": 7}})
+    alone = arguments(tmp_path)
+    assert alone.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(UsageError, match="use_cpu=True"):
+        check_arguments(alone)
+    with pytest.raises(UsageError, match=r"wrap\(\)"):
+        zstore.hf.wrap(Texts)
+
+
+def test_a_config_comes_from_the_variable_and_the_rest_from_the_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Neither precision, clipping, an optimizer nor a schedule: all are the Trainer's.
+    monkeypatch.setenv("ZSTORE_CONFIG", json.dumps({"zero_optimization": {"stage": 2}}))
+    run = {"max_grad_norm": 0.3, "weight_decay": 0.1, "max_steps": 2, "lr_scheduler_type": "constant"}
+    with caplog.at_level(logging.WARNING, logger="zstore"):
+        ours = _make(tmp_path / "ours", None, **run)
+    assert "max_grad_norm=0.3" in caplog.text
+    ours.train()
+    plain = Trainer(llama(**TINY), arguments(tmp_path / "plain", **run), train_dataset=Texts(4))
+    plain.train()
+    assert history(ours, "loss", "grad_norm") == pytest.approx(history(plain, "loss", "grad_norm"), rel=1e-5)
+    assert [group["weight_decay"] for group in ours.optimizer.param_groups] == [0.1, 0.0]
+    torch.testing.assert_close(ours.engine.module_state_dict(), dict(plain.model.state_dict()), rtol=1e-4, atol=1e-6)
+    ours.close()
+
+
+def test_a_schedule_of_the_config_is_logged_with_the_rates_of_its_steps(tmp_path: Path) -> None:
+    wanted = config(tmp_path, device="cpu")
+    wanted["scheduler"] = {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    }
+    run = {"max_steps": 4, "warmup_steps": 2, "bf16": True, "save_strategy": "steps", "save_steps": 2}
+    trainer = _make(tmp_path / "out", wanted, **run)
+    trainer.train()
+    assert trainer.engine.bfloat16_enabled()
+    rates = history(trainer, "learning_rate")
+    assert rates == pytest.approx([0.0, 0.0, 0.005, 0.01])
+    trainer.close()
+    again = _make(tmp_path / "out", wanted, **run)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert history(again, "learning_rate") == rates
+    again.close()
+
+
+def test_units_are_compiled_as_the_arguments_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    found = []
+    for backend in (None, "eager"):
+        trainer = _make(tmp_path, config(tmp_path, device="cpu"), max_steps=1, torch_compile_backend=backend)
+        trainer.train()
+        assert trainer.engine.is_compiled == (backend is not None)
+        found.append(history(trainer, "loss", "grad_norm"))
+        trainer.close()
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which TrainingArguments set for good
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_resume_without_a_whole_checkpoint_names_the_newest_that_is(tmp_path: Path) -> None:
+    wanted = config(tmp_path, device="cpu")
+    run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = _make(tmp_path / "out", wanted, **run)
+    with pytest.raises(CheckpointNotFoundError, match="no folder checkpoint-N"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2" / "step-2")  # as of a save that was killed
+    with pytest.raises(CheckpointNotFoundError, match=r"the newest that is whole is .*checkpoint-1"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=True)  # takes that one
+    assert trainer.state.global_step == 2
+    trainer.close()
+
+
+class _Pushing(zstore.hf.Trainer):  # type: ignore[misc,valid-type]
+    """Notes what would go to the hub, in place of sending it."""
+
+    pushed: list[set[str]]
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        self.pushed = []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed.append(set(os.listdir(checkpoint_folder)))
+
+    def _finish_current_push(self) -> None:
+        pass
+
+
+def test_what_goes_to_the_hub_is_whole_when_it_goes(tmp_path: Path) -> None:
+    run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True}
+    wanted = config(tmp_path, device="cpu")
+    trainer = _Pushing(llama(**TINY), arguments(tmp_path, **run), train_dataset=Texts(4), zstore_config=wanted)
+    trainer.train()
+    assert [
+        found >= {"model.safetensors", "config.json", f"step-{n}"} for n, found in enumerate(trainer.pushed, 1)
+    ] == [
+        True,
+        True,
+    ]
+    # As `push_to_hub()` calls it.
+    trainer.save_model(_internal_call=True)
+    assert (tmp_path / "model.safetensors").exists()
+    trainer.close()

@@ -1,0 +1,139 @@
+"""What a Trainer on zstore leaves on disk, and its evaluation, beside Trainer alone at 2 ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+import zstore.hf
+from tests.integrations.tokens import tokenizer
+from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
+from tests.tools.commands import run
+from zstore.hf.checkpoints import committed
+from zstore.testing.ranks import run_ranks
+
+RUN = {
+    "num_train_epochs": 1,
+    "gradient_accumulation_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "learning_rate": 0.3,
+}
+"""A rate at which the first checkpoint is the best."""
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Looks at each checkpoint as soon as it is saved."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        found = committed(folder)
+        assert found is not None
+        assert (folder / "model.safetensors").exists()
+        self.steps.append(found.record.step)
+
+
+def _trainer(kind: type, folder: Path, **extra: Any) -> Any:
+    data = {"train_dataset": Texts(12), "eval_dataset": Texts(6, seed=3)}
+    return kind(llama(), arguments(folder, **RUN), processing_class=tokenizer(), **data, **extra)
+
+
+def _files_beside(rank: int, folder: str) -> None:
+    warnings.simplefilter("default")
+    transformers_logging.disable_progress_bar()
+    place = Path(folder)
+    first = _trainer(Trainer, place / "first").evaluate()["eval_loss"]
+    wanted = _trainer(Trainer, place / "plain")
+    wanted.train()
+    own = config(place / "nvme")
+    found = _trainer(zstore.hf.Trainer, place / "ours", zstore_config=own)
+    assert found.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-6)
+    found.train()
+    assert history(found, "loss", "eval_loss")[1:] == pytest.approx(history(wanted, "loss", "eval_loss")[1:], rel=1e-4)
+    best = [Path(one.state.best_model_checkpoint).name for one in (wanted, found)]
+    assert best[0] == best[1] != "checkpoint-3"
+    after = found.evaluate()["eval_loss"]
+    assert after == pytest.approx(wanted.evaluate()["eval_loss"], rel=1e-5)
+    state = found.engine.module_state_dict()
+    for _ in range(2):  # in place of what is there
+        found.save_model()
+    if rank == 0:
+        _check_folder(place / "ours", best[1], state)
+    torch.distributed.barrier()
+    watch = _Watch()
+    found.add_callback(watch)
+    found.train()  # again, with the same engine
+    wanted.train()
+    assert history(found, "loss") == pytest.approx(history(wanted, "loss"), rel=2e-3)
+    assert watch.steps == [4, 5, 6]
+    found.close()
+    only = zstore.hf.Trainer(llama(), arguments(place / "only"), eval_dataset=Texts(6, seed=3), zstore_config=own)
+    assert only.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-6)
+    assert only.engine.optimizer is None
+    only.close()
+    _generate(rank, place)
+
+
+def _check_folder(out: Path, best: str, state: dict[str, Any]) -> None:
+    """Folders hold what from_pretrained finds; `zstore ls` sees the checkpoints."""
+    kept = {path.name for path in out.glob("checkpoint-*")}
+    assert kept == {best, "checkpoint-3"}
+    for folder in (out, out / best):
+        assert {"config.json", "model.safetensors", "tokenizer.json", "training_args.bin"} <= set(os.listdir(folder))
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(dict(model.state_dict()), state)
+    assert not [path for path in out.rglob("*") if path.name.startswith(".zstore")]
+    assert json.loads((out / best / "trainer_state.json").read_text())["global_step"] == int(best[-1])
+
+
+def _generate(rank: int, place: Path) -> None:
+    """Texts end at different lengths on the ranks, and parameters are gathered by both."""
+    torch.manual_seed(0)
+    shape = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 24}
+    data = [{"input_ids": [3 + (5 * row + n) % 20 for n in range(4 + row)], "labels": [4, 5, 1]} for row in range(4)]
+    results = []
+    for kind, extra in ((Seq2SeqTrainer, {}), (zstore.hf.Seq2SeqTrainer, {"zstore_config": config(place / "nvme")})):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**shape, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+        )
+        args = Seq2SeqTrainingArguments(
+            os.fspath(place / "t5"),
+            **QUIET,
+            max_steps=2,
+            predict_with_generate=True,
+            generation_max_length=8,
+            save_strategy="no",
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+        )
+        collate = transformers.DataCollatorForSeq2Seq(tokenizer(), model)
+        trainer = kind(model, args, data_collator=collate, train_dataset=data, eval_dataset=data, **extra)
+        trainer.train()
+        results.append(trainer.predict(data).predictions)
+    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]))
+
+
+def test_folders_evaluation_and_generation_are_those_of_trainer_alone(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_files_beside, 2, os.fspath(tmp_path), timeout_s=120)
+    listed = json.loads(run("ls", os.fspath(tmp_path / "ours"), "--json").stdout)
+    assert "checkpoint-3/step-3" in {one["tag"] for one in listed["checkpoints"]}
+    assert [one["tag"] for one in listed["checkpoints"] if one["newest"]] == ["checkpoint-3/step-3"]

@@ -1,0 +1,266 @@
+"""`zstore run`: scripts that know nothing of it, on one machine, over ssh, over srun, and on two networks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.tools.run_machines import two_namespaces, with_programs
+
+RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
+
+SUMS = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+seen = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "MINE")]
+os.write(1, f"{dist.get_rank()}/{dist.get_world_size()} {total.item()} {seen} {sys.argv[1:]}\\n".encode())
+dist.barrier()
+dist.destroy_process_group()
+"""
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit(3) if "QUIET" in os.environ else ValueError("broken here")
+time.sleep(60)
+"""
+WAITS = """
+import os, signal, subprocess, sys
+def stop(number, frame):
+    os.write(1, f"rank {os.environ['RANK']} got {number}\\n".encode())
+    sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN if "STUBBORN" in os.environ else stop)
+if "STUBBORN" in os.environ:
+    subprocess.Popen(["sleep", "1000"])  # has this stdout
+os.write(1, b"up\\n")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    for name, text in (("sums.py", SUMS), ("fails.py", FAILS), ("waits.py", WAITS)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\nlocalhost slots=1\n")
+    return with_programs(tmp_path)
+
+
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def finish(tmp_path: Path, environment: Mapping[str, str], *words: str) -> tuple[int, list[str], str]:
+    """Exit code, lines of stdout in order of their text, and stderr."""
+    done = warm.run([*RUN, *words], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+@contextmanager
+def running(tmp_path: Path, environment: Mapping[str, str], *words: str, ranks: int = 2) -> Iterator[Any]:
+    """A run whose ranks are all up."""
+    with warm.Popen(
+        [*RUN, *words, "waits.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
+        yield process
+
+
+def rest(process: Any) -> tuple[int, list[str], str]:
+    """What `finish` returns. It comes when no process has the pipes any more: none of the run is left."""
+    out, err = process.communicate(timeout=30)
+    return process.wait(60), sorted(out.splitlines()), err
+
+
+# -- one machine ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_find_each_other_and_get_the_arguments_as_they_are(tmp_path: Path, environment: dict[str, str]) -> None:
+    words = ["--lr", "$x $$ ${local_rank}", "--", "--help", ""]
+    options = ["--include", "localhost:1,3", "--export", "MINE=a b"]
+    code, out, err = finish(tmp_path, environment, *options, "sums.py", *words)
+    assert (code, err) == (0, "")
+    assert out == [f"{rank}/2 3 {[str(rank), '2', '1,3', 'a b']} {words}" for rank in (0, 1)]
+
+
+def test_the_script_of_the_page_runs_as_it_is_printed(tmp_path: Path, environment: dict[str, str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    (tmp_path / "hello.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    code, out, _ = finish(tmp_path, environment, "--nproc", "2", "hello.py")
+    assert (code, out) == (0, ["rank 0 of 2: 3", "rank 1 of 2: 3"])
+
+
+def test_a_script_of_deepspeed_runs_on_zstore(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import argparse, os, deepspeed\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)\n"
+        "args = deepspeed.add_config_arguments(parser).parse_args()\n"
+        "deepspeed.init_distributed()\n"
+        "os.write(1, f'{args.local_rank} {args.deepspeed_config}\\n'.encode())\n"
+    )
+    # The script's rank has imported nothing before.
+    environment[warm.NEW_PROCESSES] = "1"
+    words = ["--as-deepspeed", "--num_gpus", "1", "theirs.py", "--deepspeed_config", "ds.json"]
+    code, out, err = finish(tmp_path, environment, *words)
+    assert (code, out) == (0, ["0 ds.json"]), err
+
+
+def test_the_first_rank_to_fail_gives_the_code(tmp_path: Path, environment: dict[str, str]) -> None:
+    code, _, err = finish(tmp_path, environment, "--num_gpus", "2", "fails.py")
+    assert code == 1
+    assert "ValueError: broken here" in err
+    assert err.endswith("zstore: rank 1 failed with exit code 1 first; see its output above\n")
+
+
+def test_ranks_start_anew_where_they_may(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "again.py").write_text("import os\nos._exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+    assert finish(tmp_path, environment, "--max-restarts", "1", "again.py")[0] == 0
+    assert finish(tmp_path, environment, "again.py")[0] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_ranks_which_stop_with_75(
+    tmp_path: Path, environment: dict[str, str], number: signal.Signals
+) -> None:
+    with running(tmp_path, environment, "--nproc", "2") as process:
+        process.send_signal(number)
+        code, out, err = rest(process)
+    assert (code, out, err) == (75, [f"rank {rank} got {number.value}" for rank in (0, 1)], "")
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
+    with running(tmp_path, environment, "--nproc", "2") as process:
+        os.killpg(process.pid, signal.SIGINT)
+        code, _, err = rest(process)
+    assert code == 130
+    assert err.count("KeyboardInterrupt") == 2
+    assert err.endswith("zstore: stopped by SIGINT\n")
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment: dict[str, str]) -> None:
+    with running(tmp_path, environment | {"STUBBORN": "1"}, "--nproc", "2") as process:
+        process.kill()
+        assert rest(process)[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py"], "zstore: no script 'nowhere.py'"),
+        (["--no-python", "no-such-program"], "zstore: --no-python: no program 'no-such-program' on PATH"),
+        (
+            ["--hostfile", "hosts", "--include", "c", "sums.py"],
+            "unknown host 'c'; expected one of 127.0.0.1, localhost",
+        ),
+        (["--nproc", "3", "--hostfile", "hosts", "sums.py"], "host '127.0.0.1' has 2 slots"),
+    ],
+)
+def test_wrong_usage_ends_with_2(tmp_path: Path, environment: dict[str, str], words: list[str], message: str) -> None:
+    code, _, err = finish(tmp_path, environment, *words)
+    assert code == 2
+    assert message in err
+
+
+# -- several machines -----------------------------------------------------------------------------------------------------
+
+HOSTS = ["--hostfile", "hosts", "--master-addr", "127.0.0.1"]
+
+
+def test_hosts_over_ssh_are_one_run(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
+    more = ["--master_port", free_port, "--export", "MINE"]
+    environment["MINE"] = "a 'b'"
+    code, out, err = finish(tmp_path, environment, *HOSTS, *more, "sums.py", "--x", "$y")
+    assert (code, err) == (0, "")
+    mine = environment["MINE"]
+    seen = [["0", "2", "0,1", mine], ["1", "2", "0,1", mine], ["0", "1", "0", mine]]
+    assert out == [f"{rank}/3 6 {each} ['--x', '$y']" for rank, each in enumerate(seen)]
+
+
+def test_a_failure_on_one_host_ends_all(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
+    more = ["--nproc", "1", "--master-port", free_port, "--export", "QUIET=1"]
+    code, _, err = finish(tmp_path, environment, *HOSTS, *more, "fails.py")
+    assert code == 3
+    assert "zstore: rank 1 on localhost failed with exit code 3; see its output above\n" in err
+    assert "zstore: localhost failed with exit code 3 first; see its output above\n" in err
+
+
+def test_a_signal_reaches_ranks_on_every_host(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
+    with running(tmp_path, environment, *HOSTS, "--nproc", "1", "--master-port", free_port) as process:
+        process.send_signal(signal.SIGUSR1)
+        code, out, err = rest(process)
+    assert (code, out, err) == (75, ["rank 0 got 10", "rank 1 got 10"], "")
+
+
+@pytest.mark.parametrize("lost", ["launcher", "connection"])
+def test_no_host_keeps_ranks_that_nobody_watches(
+    tmp_path: Path, environment: dict[str, str], free_port: str, lost: str
+) -> None:
+    more = ["--nproc", "1", "--master-port", free_port, "--export", "STUBBORN=1"]
+    with running(tmp_path, environment, *HOSTS, *more) as process:
+        if lost == "launcher":
+            process.kill()
+        else:
+            os.kill(int((tmp_path / "ssh-localhost").read_text()), signal.SIGKILL)
+        code, _, err = rest(process)
+    assert code == (-signal.SIGKILL if lost == "launcher" else 128 + signal.SIGKILL)
+    assert lost == "launcher" or "zstore: localhost was ended by SIGKILL" in err
+
+
+def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
+    slurm = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
+    more = ["--nnodes", "2", "--nproc", "1", "--master-addr", "127.0.0.1", "--master-port", free_port]
+    code, out, err = finish(tmp_path, environment | slurm, *more, "sums.py")
+    assert (code, err) == (0, "")
+    assert out == [f"{rank}/2 3 {['0', '1', None, None]} []" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("way", ["ranks", "endpoint"])
+def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str, way: str) -> None:
+    words = [*RUN, "--nnodes", "2", "--nproc", "1"]
+    meet = {
+        "ranks": [
+            ["--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", free_port] for rank in (0, 1)
+        ],
+        "endpoint": [["--rdzv-endpoint", f"127.0.0.1:{free_port}"]] * 2,
+    }[way]
+    runs = [
+        warm.Popen([*words, *one, "sums.py"], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+        for one in meet
+    ]
+    told = [run.communicate(timeout=30)[0] for run in runs]
+    assert [run.wait() for run in runs] == [0, 0]
+    assert sorted(told) == [f"{rank}/2 3 {['0', '1', None, None]} []\n" for rank in (0, 1)]
+
+
+def test_two_machines_on_a_network_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "hosts").write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
+    with two_namespaces() as namespaces:
+        if namespaces is None:
+            pytest.skip("this process may not make network namespaces")
+        more = ["--hostfile", "hosts", "--export", "GLOO_SOCKET_IFNAME=cable"]
+        code, out, err = finish(tmp_path, environment | dict(namespaces), *more, "sums.py")
+    assert code == 0, err
+    assert out == [f"{rank}/2 3 {['0', '1', '0', None]} []" for rank in (0, 1)]

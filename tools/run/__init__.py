@@ -1,0 +1,1 @@
+"""`zstore run`: starts a script's ranks on one machine or several."""

@@ -1,0 +1,70 @@
+"""`zstore run`: starts a script's ranks on this machine, or on several over ssh or srun."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from .ending import Ended, leave
+from .options import RunOptions
+from .plan import Plan, make_plan
+
+CONTEXT_SETTINGS = {
+    # What follows the script is the script's.
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+
+EPILOG = """
+\b
+Examples:
+  zstore run train.py --lr 1e-4                      # a rank for each GPU of this machine, or one rank
+  zstore run --nproc 2 train.py                      # two ranks
+  zstore run --include localhost:0,2 train.py        # on two GPUs
+  zstore run --hostfile hosts train.py               # all machines of a hostfile, over ssh
+  zstore run --hostfile hosts --include a@b:0,1 train.py
+  zstore run --hostfile hosts --exclude b:3 train.py
+  zstore run --nnodes 4 train.py                     # in a job of Slurm: four of its nodes, over srun
+  zstore run --nnodes 2 --node-rank 1 --master-addr a train.py       # on each machine, with its rank
+  zstore run --nnodes 2 --rdzv-endpoint a:29500 train.py             # the same command on each
+  zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
+  zstore run --module package.train --lr 1e-4        # a module
+  zstore run --no-python ./train.sh                  # a program of any kind
+
+\b
+Exit codes: 0 all ranks ended well, 75 they saved and stopped because of a signal, 128 + N a
+signal ended them, 2 wrong usage, else that of the rank, or the machine, that failed first.
+"""
+
+
+def run_command(options: RunOptions) -> None:
+    """Run the script as `options` say and end this process with the exit code of the run."""
+    plan = make_plan(options, os.environ, _count_gpus)
+    if plan.note:
+        print(plan.note, file=sys.stderr)
+    ended = _run(plan)
+    ended.say()
+    leave(ended.exit_code)
+
+
+def _run(plan: Plan) -> Ended:
+    if plan.starts:
+        from .machines import run_machines
+
+        return run_machines(plan.starts)
+    plan.job.require_script()  # before torch is imported
+    from .ranks import run_ranks
+
+    return run_ranks(plan.job)
+
+
+def _count_gpus() -> int:
+    """Those of the machine: slots replace what CUDA_VISIBLE_DEVICES says."""
+    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        from .ranks import count_gpus
+
+        return count_gpus()
+    finally:
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible

@@ -1,0 +1,147 @@
+"""Options of `zstore run`. Each may be written with underscores as well, as torchrun and DeepSpeed do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zstore.errors import UsageError
+
+LAUNCHERS = ("auto", "ssh", "slurm", "none")
+_SAME = {"pdsh": "ssh"}
+_MPI = ("openmpi", "mpich", "mvapich", "impi", "jsrun")
+
+_RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
+_EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
+_DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run alone."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line says. None or "": not given."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = (
+        None
+    )
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"
+        ),
+    ] = None
+    nnodes: Annotated[
+        int | None,
+        typer.Option("--nnodes", "--num-nodes", help="Machines: the first N that there are.", min=1, metavar="N"),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` for each machine.", metavar="FILE"),
+    ] = None
+    include: Annotated[
+        str, typer.Option("--include", "-i", help="Use only these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", help="Use all but these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = (
+        False
+    )
+    no_local_rank: Annotated[
+        bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
+    ] = False
+    launcher: Annotated[
+        str,
+        typer.Option("--launcher", help="How other machines are reached: auto, ssh, slurm or none.", metavar="NAME"),
+    ] = "auto"
+    launcher_args: Annotated[
+        str, typer.Option("--launcher-args", help="More arguments for ssh or srun, as one word.", metavar="ARGS")
+    ] = ""
+    ssh_port: Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.", min=1, max=65535)] = None
+    no_ssh: Annotated[bool, typer.Option("--no-ssh", help="As --launcher none: this starts one machine.")] = False
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", help="Rank of this machine, where each is started by hand.", min=0, metavar="N"),
+    ] = None
+    master_addr: Annotated[
+        str, typer.Option("--master-addr", help="Address of the first machine. Default: its name.", metavar="HOST")
+    ] = ""
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            "--master-port",
+            help="Port on the first machine. Default: 29500, under Slurm by the job, on a machine alone one that is free.",
+            min=1,
+            max=65535,
+            metavar="PORT",
+        ),
+    ] = None
+    rdzv_endpoint: Annotated[
+        str,
+        typer.Option(
+            "--rdzv-endpoint",
+            help="Where machines that are started by hand meet and get their ranks (c10d).",
+            metavar="HOST:PORT",
+        ),
+    ] = ""
+    rdzv_id: Annotated[
+        str, typer.Option("--rdzv-id", help="Name of the run, the same on all machines.", metavar="NAME")
+    ] = "zstore"
+    standalone: Annotated[bool, typer.Option("--standalone", help="On this machine alone, whatever Slurm says.")] = (
+        False
+    )
+    export: Annotated[list[str] | None, typer.Option("--export", help=_EXPORT, metavar="NAME[=VALUE]")] = None
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="Start ranks anew so often after a failure; on one machine.", min=0)
+    ] = 0
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            "--shutdown-timeout",
+            help="Seconds that ranks have to end after another failed, after Ctrl-C, or once the launcher is gone.",
+            min=0,
+            metavar="S",
+        ),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        launcher = _SAME.get(self.launcher.lower(), self.launcher.lower())
+        if launcher in _MPI:
+            raise UsageError(f"--launcher {launcher}: there is none for MPI; use ssh, slurm, or none on each machine")
+        if launcher not in LAUNCHERS:
+            raise UsageError(f"--launcher: expected one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
+        if self.no_ssh:
+            if launcher not in ("auto", "none"):
+                raise UsageError(f"--no-ssh and --launcher {launcher} cannot both be given")
+            launcher = "none"
+        object.__setattr__(self, "launcher", launcher)
+        self._require_agreement()
+
+    def _require_agreement(self) -> None:
+        """Raise UsageError where two options cannot both be given."""
+        together = [
+            ("--module", self.module, "--no-python", self.no_python),
+            ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
+            ("--node-rank", self.node_rank is not None, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
+            ("--master-addr", bool(self.master_addr), "--rdzv-endpoint", bool(self.rdzv_endpoint)),
+            ("--master-port", self.master_port is not None, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
+            ("--include", bool(self.include), "--exclude", bool(self.exclude)),
+            ("--standalone", self.standalone, "--hostfile", self.hostfile is not None),
+            ("--standalone", self.standalone, "--nnodes", (self.nnodes or 1) > 1),
+            ("--standalone", self.standalone, "--node-rank", self.node_rank is not None),
+            ("--standalone", self.standalone, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
+            ("--rdzv-endpoint", bool(self.rdzv_endpoint), "--launcher ssh", self.launcher == "ssh"),
+            ("--rdzv-endpoint", bool(self.rdzv_endpoint), "--launcher slurm", self.launcher == "slurm"),
+            ("--node-rank", self.node_rank is not None, "--launcher ssh", self.launcher == "ssh"),
+            ("--node-rank", self.node_rank is not None, "--launcher slurm", self.launcher == "slurm"),
+        ]
+        for one, has_one, other, has_other in together:
+            if has_one and has_other:
+                raise UsageError(f"{one} and {other} cannot both be given; leave one out")
+        if self.no_local_rank and not self.as_deepspeed:
+            raise UsageError("--no-local-rank belongs to --as-deepspeed; without it no --local_rank is passed")

@@ -1,0 +1,166 @@
+"""Runs the ranks of this machine to their end, whoever started them: `zstore run`, `zstore train`, ssh or srun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zstore.errors import ZstoreError
+
+from .agent import INTERVAL_S, Agent, NeverStarted, agent
+from .control import Control
+from .ending import Ended
+from .job import Job
+from .signals import Wakeups
+
+_LOOK_S = 0.1
+_MEET_S = 900
+"""How long the machines wait for each other."""
+
+
+def run_ranks(job: Job, control: Control | None = None) -> Ended:
+    """Run the ranks of this machine and return how they ended; call it in the main thread.
+
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or as words of `control`; where its other side is gone, SIGTERM.
+    Ranks that do not end within the job's patience after a failure, SIGINT or that loss are killed; none outlives this
+    process. Raises UsageError where the script is not there, ZstoreError where the machines did not meet.
+    """
+    job.require_script()
+    slots = job.host(os.environ).slots
+    num_ranks = len(slots) if slots is not None else job.num_ranks or max(1, count_gpus())
+    own = dict(job.environment)
+    if slots is not None:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    # Not torch's 1: the update of offloaded state runs on these threads.
+    own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(_cores() // num_ranks or 1)))
+    with (
+        _environment(own),
+        _spec(job, num_ranks) as spec,
+        agent(spec, job.shutdown_timeout_s) as one,
+        Wakeups() as wakeups,
+    ):
+        work = _Work(one, wakeups)
+        work.start()
+        while work.is_alive() and not one.may_leave():
+            came, ready = wakeups.wait(_LOOK_S, [] if control is None or control.said_lost else [control.fileno()])
+            for number in came:
+                _pass_on(one, number, job.shutdown_timeout_s)
+            if control is not None:
+                _obey(one, control, bool(ready), job.shutdown_timeout_s)
+        if work.error is not None:
+            where = job.rdzv_endpoint or f"{spec.master_addr}:{spec.master_port}"
+            raise ZstoreError(f"the machines of the run did not meet at {where}: {work.error}") from work.error
+        return one.ended()
+
+
+def count_gpus() -> int:
+    """Return how many GPUs a process started here would see."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Work(threading.Thread):
+    """Torch's agent at work. A daemon: it may wait for machines that never come."""
+
+    def __init__(self, one: Agent, wakeups: Wakeups) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self._agent = one
+        self._wakeups = wakeups
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._agent.run()
+        except NeverStarted:
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            self._wakeups.wake()
+
+
+def _pass_on(one: Agent, number: int, patience_s: float) -> None:
+    if number == signal.SIGINT:
+        one.end_within(0 if signal.SIGINT in one.came else patience_s)
+    one.pass_on(number)
+
+
+def _obey(one: Agent, control: Control, ready: bool, patience_s: float) -> None:
+    for word, number in control.words() if ready else ():
+        if word == "signal":
+            _pass_on(one, number, patience_s)
+        elif word == "failed":
+            one.others_failed()
+        elif word == "kill":
+            one.end_within(0)
+    if control.is_lost() and not control.said_lost:
+        control.said_lost = True
+        one.pass_on(signal.SIGTERM)
+        one.end_within(patience_s)
+
+
+@contextmanager
+def _environment(own: dict[str, str]) -> Iterator[None]:
+    """Have these variables within the block: ranks get this process's."""
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _spec(job: Job, num_ranks: int) -> Iterator[Any]:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    port, taken = job.master_port, None
+    if not port and not job.rdzv_endpoint:
+        # Here and not in rank 0: the port is free, and torch's agent shares the store.
+        taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        port = taken.port
+    address = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    static = not job.rdzv_endpoint
+    extra: dict[str, Any] = {"rank": job.rank(os.environ)} if static else {}
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="static" if static else "c10d",
+            endpoint=f"{address}:{port}" if static else job.rdzv_endpoint,
+            run_id=job.run_id,
+            min_nodes=job.num_nodes,
+            max_nodes=job.num_nodes,
+            timeout=_MEET_S,
+            **extra,
+        )
+    )
+    program, *arguments = job.command
+    yield WorkerSpec(
+        role="default",
+        local_world_size=num_ranks,
+        entrypoint=program,
+        # Torch replaces variables in them, and two dollar signs by one.
+        args=tuple(word.replace("$", "$$") for word in arguments),
+        rdzv_handler=handler,
+        max_restarts=job.max_restarts,
+        monitor_interval=INTERVAL_S,
+        master_addr=job.master_addr if static else None,
+        master_port=port if static else None,
+    )
+    handler.shutdown()
+    del taken

@@ -1,0 +1,37 @@
+"""Program on each machine of a run, started by ssh or srun: runs the machine's ranks as its launcher says on stdin."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from zstore.errors import UsageError, ZstoreError
+
+from .control import Control
+from .ending import leave
+
+
+def main() -> int:
+    """Return the exit code of the ranks."""
+    # The ranks' stdin is empty: what comes on this one is not for them.
+    control = Control(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    try:
+        job = control.job()
+        host = job.host(os.environ).name
+    except EOFError:
+        return 1
+    try:
+        from .ranks import run_ranks
+
+        ended = run_ranks(job, control)
+    except (ZstoreError, OSError) as error:
+        print(f"zstore: {host}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    ended.say(host)
+    return ended.exit_code
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,240 @@
+"""Models, their optimizer and schedule on their way into engines."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from torch import nn
+
+from zstore.engine.access.generation import in_step
+from zstore.engine.config.config import load_config
+from zstore.engine.engine import Engine
+from zstore.engine.initialize import initialize
+from zstore.errors import ConfigError, UsageError
+
+from .arguments import batch_size, compiling, is_schedule, owns, refuse, refuse_placed
+from .config import ask_for_precision, mismatch_text, read_source, refuse_launchers, written
+from .optimizer import EngineOptimizer, EngineScheduler
+
+_log = logging.getLogger("zstore")
+
+
+class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """The part of `Accelerator` that reads the config, and puts models and the optimizer into engines."""
+
+    def __init__(self, *args: Any, zstore_config: Any = None, **kwargs: Any) -> None:
+        named = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+        del named["self"]
+        named |= named.pop("kwargs", {})
+        refuse(named)
+        refuse_launchers("zstore.accelerate.Accelerator")
+        asked = named.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+        self._asked_precision = str(asked).lower()
+        if self._asked_precision not in {"no", "fp16", "bf16"}:
+            raise UsageError(f'Accelerator(mixed_precision="{asked}"): expected "no", "fp16" or "bf16"')
+        self._compiling = compiling(named)
+        self.config, self.config_source = self._read_config(zstore_config)
+        load_config(self.config, name=self.config_source)
+        self.engine: Engine | None = None
+        """The engine of the model that is trained; None until it is prepared."""
+        self._frozen: list[Engine] = []
+        # Autocast, its scaler and torch.compile would do again what the engine does.
+        # The engine computes on CUDA or on the CPU, whatever else there is.
+        named.setdefault("cpu", not torch.cuda.is_available())
+        super().__init__(**{**named, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")})
+
+    def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
+        """Return the config as it was read, completed by what it leaves to this loop, and its source."""
+        raw, source = read_source(given, "zstore_config")
+        ask_for_precision(raw)
+        raw.setdefault("steps_per_print", 0)  # a loop prints its own lines
+        if self._asked_precision != "no":
+            differing = [
+                f"{kind}.enabled is {found}, mixed_precision is {self._asked_precision!r}"
+                for kind in ("fp16", "bf16")
+                if (found := written(raw, f"{kind}.enabled")) not in (None, "auto")
+                and bool(found) != (self._asked_precision == kind)
+            ]
+            if differing:
+                raise ConfigError(mismatch_text(source, differing))
+        return raw, source
+
+    def _precision_answers(self) -> dict[str, Any]:
+        return {f"{kind}.enabled": self._asked_precision == kind for kind in ("fp16", "bf16")}
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision that the model computes in: "no" (fp32), "fp16" or "bf16"; before `prepare()` the one asked for."""
+        if self.engine is None:
+            return self._asked_precision
+        return "no" if (found := self.engine.training_state.config.precision) == "fp32" else found
+
+    # -- preparing --------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Return what was passed, prepared, in the same order (all ranks).
+
+        A model that comes with its optimizer is trained: both become the engine's. `DummyOptim` and `DummyScheduler` stand
+        for the optimizer and schedule that the config names. A model without an optimizer is prepared for evaluation.
+        Raises UsageError for a second model with an optimizer, and for an optimizer without its model.
+        """
+        found: dict[int, Any] = {}
+        if any(is_schedule(one) for one in args):
+            self.leave_schedule_to_loop()
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer | DummyOptim)]
+        fresh = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+        if fresh:
+            found |= self._prepare_training(fresh, args)
+        for one in args:
+            if id(one) in found or is_schedule(one):
+                continue
+            if isinstance(one, nn.Module):
+                found[id(one)] = self.prepare_model(one)
+            elif isinstance(one, EngineOptimizer):
+                found[id(one)] = self.prepare_optimizer(one)
+            elif isinstance(one, DummyScheduler):
+                found[id(one)] = self._config_schedule()
+            else:
+                found[id(one)] = super().prepare(one)
+        for one in args:
+            if id(one) not in found:
+                found[id(one)] = self.prepare_scheduler(one)
+        result = tuple(found[id(one)] for one in args)
+        return result if len(result) > 1 else result[0]
+
+    def _prepare_training(self, optimizers: Sequence[Any], args: Sequence[Any]) -> dict[int, Any]:
+        """Return the engine and its optimizer by what they stand for."""
+        models = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, Engine)]
+        if len(optimizers) > 1 or (self.engine is not None and models):
+            raise UsageError(
+                "Accelerator.prepare(): one model is trained, with one optimizer; make an Accelerator for each"
+            )
+        optimizer = optimizers[0]
+        owners = [model for model in models if owns(model, optimizer)]
+        if not owners:
+            raise UsageError(
+                "Accelerator.prepare(optimizer): pass the model whose parameters it updates to the same call, before it was "
+                "prepared: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        engine = self._open_engine(owners[0], optimizer, self._answers(optimizer, args))
+        wrapper = EngineOptimizer(engine)
+        wrapper._is_accelerate_prepared = True
+        self._optimizers.append(wrapper)
+        return {id(owners[0]): engine, id(optimizer): wrapper}
+
+    def _answers(self, optimizer: Any, args: Sequence[Any]) -> dict[str, Any]:
+        """Return the answers to what the config leaves "auto"."""
+        loaders = [one for one in args if isinstance(one, torch.utils.data.DataLoader)]
+        sizes = [size for one in loaders if (size := batch_size(one)) is not None]
+        answers: dict[str, Any] = {
+            **self._precision_answers(),
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_clipping": 0.0,  # until the loop calls clip_grad_norm_()
+            # The smallest, as that of a loader for training; sizes are for counts alone, since this loop cuts the batches.
+            "train_micro_batch_size_per_gpu": min(sizes, default=1),
+        }
+        if isinstance(optimizer, DummyOptim):
+            answers |= {"optimizer.params.lr": optimizer.lr, "optimizer.params.weight_decay": optimizer.weight_decay}
+            answers |= {f"optimizer.params.{name}": value for name, value in optimizer.kwargs.items()}
+        for one in args:
+            if isinstance(one, DummyScheduler):
+                answers["scheduler.params.total_num_steps"] = one.total_num_steps
+                answers["scheduler.params.warmup_num_steps"] = one.warmup_num_steps
+        return answers
+
+    def _open_engine(self, model: nn.Module, optimizer: Any, answers: Mapping[str, Any]) -> Engine:
+        """Return the engine that trains `model` (all ranks)."""
+        refuse_placed(model)
+        named = isinstance(optimizer, DummyOptim)
+        if named and "optimizer" not in self.config:
+            raise ConfigError(f'{self.config_source}: DummyOptim stands for the config\'s "optimizer": add the section')
+        gc.collect()  # an engine that nobody has any more may hold the folder on disk
+        engine, *_ = initialize(
+            model=model,
+            optimizer=None if named else optimizer,
+            model_parameters=optimizer.params if named else None,
+            config=load_config(self.config, name=self.config_source),
+            auto=answers,
+        )
+        self._check_device(engine)
+        if self._compiling is not None:
+            backend, how = self._compiling
+            engine.compile(backend, how)
+        self.engine = engine
+        return self._added(engine)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return the engine of a model that is not trained: for evaluation, generation, or as a reference (all ranks).
+
+        An engine is returned as it is.
+        """
+        if isinstance(model, Engine):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        known = [one for one in (self.engine, *self._frozen) if one is not None and one.module is model]
+        if known:
+            return self.prepare_model(known[0])
+        refuse_placed(model)
+        raw = {name: value for name, value in self.config.items() if name not in ("optimizer", "scheduler")}
+        answers = {**self._precision_answers(), "train_micro_batch_size_per_gpu": 1}
+        engine, *_ = initialize(
+            model=model, config=load_config(raw, name=self.config_source), auto=answers, frozen=True
+        )
+        self._check_device(engine)
+        self._frozen.append(engine)
+        return self._added(engine)
+
+    def _added(self, engine: Engine) -> Engine:
+        """Return the engine, noted as a prepared model."""
+        engine._is_accelerate_prepared = True
+        self._models.append(engine)
+        generate = getattr(engine.module, "generate", None)
+        if generate is not None and self.num_processes > 1 and engine.training_state.hooks is not None:
+            # Loops generate with the model itself, too, and the ranks gather its parameters together.
+            engine.module.generate = in_step(generate)
+        return engine
+
+    def _check_device(self, engine: Engine) -> None:
+        if engine.world_size != self.num_processes:
+            found = engine.world_size
+            engine.close()
+            raise UsageError(
+                f"the engine has {found} ranks, and accelerate {self.num_processes}: start accelerate with torch.distributed, "
+                "on a machine without a GPU by cpu=True, or use_cpu=True of TrainingArguments"
+            )
+        if engine.device.type != self.device.type:
+            engine.close()
+            raise UsageError(
+                f"the engine computes on {engine.device}, and accelerate on {self.device}: leave cpu=True out, or hide the "
+                "GPUs with CUDA_VISIBLE_DEVICES="
+            )
+
+    def leave_schedule_to_loop(self) -> None:
+        """Drop the schedule that the config names: the loop has its own. Raises ConfigError where an engine has it already."""
+        if self.engine is not None and self.engine.lr_scheduler is not None:
+            raise ConfigError(
+                f'{self.config_source}: the engine advances the config\'s "scheduler" already: remove the section, or pass '
+                "the loop's schedule to the same prepare() as the model"
+            )
+        if self.config.pop("scheduler", None) is not None:
+            _log.warning('%s: "scheduler" has no effect: the loop\'s own schedule is used', self.config_source)
+
+    def _config_schedule(self) -> EngineScheduler:
+        if self.engine is None or self.engine.lr_scheduler is None:
+            raise ConfigError(
+                f'{self.config_source}: DummyScheduler stands for the config\'s "scheduler": add the section, and pass model '
+                "and optimizer to the same prepare()"
+            )
+        return EngineScheduler(self.engine)

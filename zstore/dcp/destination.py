@@ -1,0 +1,154 @@
+"""Where rank 0 begins and commits a save by DCP: a folder that all ranks share, or one behind a URL.
+
+Calls: `check`, `begin`, then `commit`; `abandon` at any time, and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from zstore.checkpoint.build import READ_ONLY
+from zstore.checkpoint.catalog import TagInfo, scan
+from zstore.checkpoint.commit import Committer, sweep, temporary_folder
+from zstore.checkpoint.format import Record
+from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE
+from zstore.errors import CheckpointError
+from zstore.io.files import Files
+from zstore.io.pool import Workers
+from zstore.remote.commit import RemoteCommitter
+from zstore.remote.folder import RemoteFolder
+from zstore.remote.upload import NUM_THREADS, send_all
+
+from .work import PIECES_FOLDER
+
+SCRATCH_NAME = "zstore-dcp"
+"""Of temporary folders for files on their way to a URL."""
+
+
+class LocalDestination:
+    """The folder of checkpoints that holds `path`."""
+
+    url = ""
+
+    def __init__(self, files: Files, path: Path, save_id: str) -> None:
+        self._files = files
+        self._committer = Committer(files, path.parent, path.name, save_id)
+        self.tag = path.name
+
+    @property
+    def folder(self) -> Path:
+        """The temporary folder, where ranks write."""
+        return self._committer.temporary
+
+    def check(self, *, overwrite: bool) -> None:
+        """Raise CheckpointExistsError where the save may not begin; makes the folder of checkpoints."""
+        self._committer.check(overwrite=overwrite)
+
+    def newest(self) -> TagInfo | None:
+        """Return the newest checkpoint, whose files may be linked; None where there is none."""
+        tags = scan(self._committer.folder).tags
+        return max(tags, key=lambda info: info.record.committed_ns, default=None)
+
+    def begin(self) -> None:
+        """Make the temporary folder, and remove what dead saves left."""
+        self._committer.begin()
+        sweep(self._files, self._committer.folder)
+
+    def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
+        """Take the shard file `file` of array `name`, which a rank says is there."""
+        path = self.folder / file
+        try:
+            found = self._files.size(path)
+        except FileNotFoundError:
+            found = -1
+        if found != file_bytes:
+            raise CheckpointError(
+                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
+                + (f"{found}" if found >= 0 else "no such file")
+                + f" in {path.parent}: the folder is not the same one for all ranks"
+            )
+        if not linked:
+            os.chmod(path, READ_ONLY)
+
+    def remove_pieces(self) -> None:
+        """Remove what passed between ranks."""
+        self._files.remove_tree(self.folder / PIECES_FOLDER)
+
+    def commit(self, record: Record) -> None:
+        """Publish the checkpoint."""
+        self._committer.commit(record)
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it was committed. Never raises."""
+        self._committer.abort("the save was given up", alone=True)
+
+
+class RemoteDestination:
+    """The tag `tag` in a folder of checkpoints behind a URL; rank 0's documents pass through a temporary folder."""
+
+    def __init__(self, files: Files, folder: RemoteFolder, tag: str, save_id: str) -> None:
+        self.tag = tag
+        self._files = files
+        self._committer = RemoteCommitter(folder, tag, save_id, "")
+        self._sizes: dict[str, int] = {}
+        self._overwrite = False
+        self._scratch = contextlib.ExitStack()
+        self._make_scratch = partial(temporary_folder, files, Path(tempfile.gettempdir()), SCRATCH_NAME)
+        self.folder = Path()
+
+    @property
+    def url(self) -> str:
+        """The folder that the files go to."""
+        return self._committer.target.location
+
+    def check(self, *, overwrite: bool) -> None:
+        """See `LocalDestination`; asked as it begins."""
+        self._overwrite = overwrite
+
+    def newest(self) -> TagInfo | None:
+        """See `LocalDestination`; behind a URL nothing can be linked."""
+        return None
+
+    def begin(self) -> None:
+        """Lock the tag, and remove what dead uploads left."""
+        self.folder = self._scratch.enter_context(self._make_scratch())
+        self._files.make_folder(self.folder / MANIFEST_FOLDER)
+        self._committer.begin(overwrite=self._overwrite)
+
+    def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
+        """See `LocalDestination`; its size is looked at in one listing with the others."""
+        self._sizes[file] = file_bytes
+
+    def remove_pieces(self) -> None:
+        """See `LocalDestination`."""
+        self._committer.target.remove_tree(PIECES_FOLDER)
+
+    def commit(self, record: Record) -> None:
+        """Upload what rank 0 made, and publish the checkpoint."""
+        files = self._documents()
+        with Workers(NUM_THREADS, "zstore-dcp-upload") as workers:
+            send_all(workers, self.folder, self._committer.target, files, lambda _: None)
+        metadata = (self.folder / METADATA_FILE).read_bytes()
+        self._committer.commit(record, metadata, self._sizes | files)
+
+    def _documents(self) -> dict[str, int]:
+        """Return path and bytes of manifests and metadata, but for the one that is written last."""
+        found = {
+            os.path.relpath(path, self.folder): os.stat(path).st_size
+            for root, _, names in os.walk(self.folder)
+            for path in (os.path.join(root, name) for name in names)
+        }
+        del found[METADATA_FILE]
+        return found
+
+    def abandon(self) -> None:
+        """Remove what was uploaded, unless it was committed. Never raises."""
+        self._committer.abort()
+        self._scratch.close()
+
+
+Destination = LocalDestination | RemoteDestination

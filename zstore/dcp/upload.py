@@ -1,0 +1,90 @@
+"""What one rank does for a save by DCP to a URL: each shard file goes as soon as it is whole, and leaves the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from zstore.errors import CheckpointError
+from zstore.format.arrays import ArraySpec, Bytes
+from zstore.format.boxes import Box
+from zstore.format.partition import Grid
+from zstore.remote.folder import RemoteFolder
+from zstore.remote.send import PART_BYTES
+from zstore.store.tiers import PinnedShard
+
+from .layout import ArrayLayout
+from .work import PIECES_FOLDER, RankWriter, Wrote
+
+_PAUSE_S = 0.5
+"""Between two looks for a piece: each is a request."""
+
+
+@dataclass
+class UploadingRankWriter(RankWriter):
+    """Writes one rank's part of a save in the folder `scratch` of its own, and uploads it to `remote` a file at a time.
+
+    The disk holds at most one shard file and one piece for each thread.
+    """
+
+    remote: RemoteFolder = field(kw_only=True)
+    scratch: Path = field(kw_only=True)
+
+    @property
+    def folder(self) -> Path:
+        """See `RankWriter`."""
+        return self.scratch
+
+    def check_folder(self) -> None:
+        """See `RankWriter`; nothing is shared but the URL."""
+
+    def deliver(self, path: Path) -> None:
+        """Upload a file, and remove it here."""
+        self.remote.send(path, path.relative_to(self.scratch).as_posix(), lambda _: None)
+        self.resources.files.unlink(path)
+
+    def publish(self, spec: ArraySpec, grid: Grid, box: Box, pin: PinnedShard) -> Wrote | None:
+        """See `RankWriter`."""
+        if (wrote := super().publish(spec, grid, box, pin)) is None:
+            return None
+        self.deliver(self.shard_path(spec, wrote.shard))
+        return replace(wrote, linked=False)
+
+    def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
+        """See `RankWriter`; a file at a time has to fit."""
+
+    def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
+        """See `RankWriter`."""
+        super().write_piece(layout, box, data)
+        self.deliver(self.piece_path(layout, box))
+
+    @contextlib.contextmanager
+    def piece(self, path: Path) -> Iterator[Path]:
+        """See `RankWriter`."""
+        name = path.relative_to(self.scratch).as_posix()
+        self.wait_for(lambda: self.remote.has(name), self.remote.location_of(name))
+        copy = path.with_suffix(f".for-{self.share.rank}")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.open("wb") as file:
+            while data := self.remote.read_range(name, file.tell(), file.tell() + PART_BYTES):
+                file.write(data)
+                if len(data) < PART_BYTES:
+                    break
+        yield copy
+        copy.unlink()
+
+    def check_others(self) -> None:
+        """See `RankWriter`."""
+        folder = self.remote.child(PIECES_FOLDER)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for name in folder.entries().files:
+                if name.startswith("failed-"):
+                    raise CheckpointError(f"another rank gave up the save: {folder.read_small(name).decode()}")
+
+    def give_up(self, error: BaseException) -> None:
+        """See `RankWriter`."""
+        with contextlib.suppress(OSError):
+            reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
+            self.remote.child(PIECES_FOLDER).write_small(f"failed-{self.share.rank}.txt", reason.encode())
