@@ -59,7 +59,9 @@ def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(
     figures = json.loads(out.read_text())
     assert 15 < figures["bytes_per_parameter"] < 18  # two moments, read and written
     saves = figures["checkpoints"]
-    assert saves["save by zstore.dcp.Writer"]["new_blocks_bytes"] < saves["save by torch's writer"]["new_blocks_bytes"] / 4
+    assert (
+        saves["save by zstore.dcp.Writer"]["new_blocks_bytes"] < saves["save by torch's writer"]["new_blocks_bytes"] / 4
+    )
 
 
 def test_offload_benchmark_compares_training_from_disk_with_the_computation(
