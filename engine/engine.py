@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import signal
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +33,13 @@ from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .loader import TrainingLoader
+from .loss_backward import LossBackward
+from .offloading import OffloadedStates
 from .params.tensors import cast_floating
 from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.timers import PhaseTimes
+from .report.timers import PhaseTimes, timed
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
@@ -50,12 +51,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_NEEDED_BY = {"forward": ("lp_params",), "wait_for_checkpoint": ("lp_params",)}
+"""What a call needs of what `offload_states` moves, where that is not all."""
+
+
 def _phase(name: str) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
     """Mark a call as a phase of the run: what it raises on one rank alone fails the run on every rank."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
         @functools.wraps(method)
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            self._loss_backward.settle()
+            if self.training_state.away:
+                self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
             with self.training_state.world.calling(name):
                 return method(self, *args, **kwargs)
 
@@ -106,6 +114,13 @@ class Engine(nn.Module):
             training.pending,
             self._complete_saves,
         )
+        self._loss_backward = LossBackward(
+            training,
+            self.access,
+            self.report,
+            functools.partial(timed, self.times, "backward_s", self._wait_for_device),
+        )
+        self._offloaded = OffloadedStates(training, self.access)
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
@@ -123,7 +138,7 @@ class Engine(nn.Module):
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
         with self._timed("forward_s"), self.access.during("forward"):
-            return self.module(*args, **kwargs)
+            return self._loss_backward.watch(self.module(*args, **kwargs))
 
     @_phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -141,11 +156,18 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
-        if self.training_state.pending.in_backward is not None and self.training_state.accumulation.is_boundary:
-            self.access.require_no_block('engine.backward(), which with "step_overlap": "backward" updates,')
+        self._loss_backward.require_no_block("engine.backward()")
         self.report.add_loss(loss)
-        with self._timed("backward_s"), self.access.during("backward"):
-            self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
+        self._loss_backward.is_engines = True
+        try:
+            with self._timed("backward_s"), self.access.during("backward"):
+                self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
+        finally:
+            self._loss_backward.is_engines = False
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it is: `loss.backward()` scales it by itself."""
         return loss
 
     @_phase("step")
@@ -161,7 +183,10 @@ class Engine(nn.Module):
         accumulation = training.accumulation
         boundary = accumulation.is_boundary
         if accumulation.backwards == 0 and (accumulation.is_new or not accumulation.named):
-            raise UsageError("engine.step() without engine.backward(loss): call both for every micro-batch")
+            raise UsageError(
+                "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
+                "where the loss was made of what engine(...) returned"
+            )
         self.require_parameters()
         training.was_applied = False
         try:
@@ -204,18 +229,9 @@ class Engine(nn.Module):
         training.clip_norm = clip_norm
         return training.measure() / training.scaler.scale
 
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        if self._wait_for_device is not None:
-            self._wait_for_device()
-        start = time.perf_counter()
-        try:
-            yield
-            if self._wait_for_device is not None:
-                self._wait_for_device()
-        finally:
-            setattr(self.times, phase, getattr(self.times, phase) + time.perf_counter() - start)
+        return timed(self.times, phase, self._wait_for_device)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -432,6 +448,34 @@ class Engine(nn.Module):
         self.access.require_no_block("engine.load_state_dict()")
         return load_module_state(self.access, without_prefix(state_dict), strict=strict)
 
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what the engine holds between two steps out of the way, until `reload_states` (all ranks).
+
+        `include` has names of DeepSpeed's: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer";
+        all by default. `device` "cpu": from the device to host memory; "nvme": from there, too, to the run folder. The memory
+        is given back. A forward needs "lp_params" here; all else raises UsageError until everything is back, saves too.
+        The move is done on return, and host memory is pinned where the config says so, whatever `pin_memory` and
+        `non_blocking` say.
+
+        Raises UsageError in the middle of a step, BudgetError and DiskFullError where there is no room: nothing is moved.
+        """
+        self._loss_backward.settle()
+        with self.world.calling("access"):
+            self._offloaded.offload(include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything that `offload_states` moved back to where it was, with the same bits (all ranks)."""
+        with self.world.calling("access"):
+            self._offloaded.reload()
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @_phase("save")
@@ -447,6 +491,7 @@ class Engine(nn.Module):
         metrics: Mapping[str, float] | None = None,
         wait: bool = True,
         overwrite: bool = False,
+        trainable_only: bool = False,
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
@@ -456,6 +501,8 @@ class Engine(nn.Module):
         which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
         log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does what a load
         without a tag takes. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
+        `trainable_only` leaves them out too, and records where they came from and what they were: a load then raises
+        CheckpointMismatchError where the model's are others. The first such save reads them once.
 
         Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
@@ -470,7 +517,8 @@ class Engine(nn.Module):
             wait=wait,
             overwrite=overwrite,
             is_latest=save_latest,
-            leaves_out_frozen=exclude_frozen_parameters,
+            leaves_out_frozen=exclude_frozen_parameters or trainable_only,
+            names_base=trainable_only,
         )
         self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
@@ -488,6 +536,8 @@ class Engine(nn.Module):
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
         chosen = LoadOptions.of(options, names)
+        self._loss_backward.settle()
+        self.training_state.require_here("engine.load_checkpoint()")
         self._batches = None  # the next `train_batch` begins where the loader is by then
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):

@@ -238,6 +238,8 @@ class Training:
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
     """Whether the last step changed parameters."""
+    away: set[str] = field(default_factory=set)
+    """What `offload_states` moved away, by its names."""
     before_change: Callable[[], None] = _nothing
     """Called before a step changes anything: what must have seen the state of the step before is waited for."""
 
@@ -247,6 +249,8 @@ class Training:
         self._raw_norm: float | None = None
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
+        self._error_behind: BaseException | None = None
+        """What ended the update behind the step before, to be agreed on by the backward under way."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -280,6 +284,14 @@ class Training:
             self.compiled.remove()
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
+    def require_here(self, call: str, *states: str) -> None:
+        """Raise UsageError for a call that needs `states` (none: all) where one of them was moved away."""
+        away = sorted(self.away.intersection(states) if states else self.away)
+        if away:
+            raise UsageError(
+                f"{call}: {', '.join(away)} were moved away by offload_states(): call engine.reload_states() first"
+            )
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
@@ -290,11 +302,22 @@ class Training:
             scaled = scaled / self.accumulation.batch.accumulation_steps
         if self.scaler.scale != 1.0:
             scaled = scaled * self.scaler.scale
+        self.begin_backward()
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException as raised:
+            self.abandon_backward(raised)
+            raise
+        self.end_backward()
+
+    def begin_backward(self) -> None:
+        """Make ready for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
+        self.require_here("a backward")
         if self._raw_norm is not None:
             raise UsageError(
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
             )
-        error = self.pending.wait()
+        self._error_behind = self.pending.wait()
         in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
         if in_backward is not None:
             self.pending.require_whole()
@@ -304,24 +327,35 @@ class Training:
             self.gradients.start_backward(last=self.accumulation.is_boundary)
             if self.hooks is not None:
                 self.hooks.start_backward()
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException as raised:
+            self.abandon_backward(raised)
+            raise
+
+    def end_backward(self) -> None:
+        """Take the gradients of a backward that is done (all ranks)."""
+        try:
             self.gradients.end_backward()
             if self.hooks is not None:
                 self.hooks.end_backward()
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
+            error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
         except BaseException as raised:
-            if self.pending.abandon():
-                raised.add_note(
-                    'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
-                )
-            self.restart_accumulation()
-            if self.hooks is not None:
-                self.hooks.abandon()
+            self.abandon_backward(raised)
             raise
-        if in_backward is not None:
-            in_backward.end_backward()
+        if self.pending.is_in_backward and self.pending.in_backward is not None:
+            self.pending.in_backward.end_backward()
         self.accumulation.backwards += 1
+
+    def abandon_backward(self, raised: BaseException) -> None:
+        """Forget a backward that failed, and with it the accumulation; what `raised` is told where that cannot be."""
+        if self.pending.abandon():
+            raised.add_note(
+                'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
+            )
+        self.restart_accumulation()
+        if self.hooks is not None:
+            self.hooks.abandon()
 
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""

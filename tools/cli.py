@@ -49,7 +49,7 @@ class Commands(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        told = {
+        told: dict[str, Any] = {
             "epilog": getattr(module, "EPILOG", None),
             "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
         }

@@ -111,7 +111,10 @@ def consolidate_command(
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
-            progress.say(plan + _left_out_text(left_out, source.record.absent_parameters))
+            base = source.record.base
+            progress.say(
+                plan + _left_out_text(left_out, source.record.absent_parameters, None if base is None else base.text)
+            )
             with new_folder(source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=overflow.value, advance=progress.advance)
                 if lost and overflow is Overflow.ERROR:
@@ -132,12 +135,13 @@ def consolidate_command(
     return 0
 
 
-def _left_out_text(left_out: Sequence[str], absent: Sequence[str]) -> str:
+def _left_out_text(left_out: Sequence[str], absent: Sequence[str], base: str | None) -> str:
     text = ""
     if left_out:
         text = f"; leaving out {len(left_out)}: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
     if absent:
         text += f"; without {len(absent)} frozen parameters that the save left out, such as {', '.join(absent[:3])}"
+        text += "" if base is None else f"; they came from {base}"
     return text
 
 

@@ -130,6 +130,7 @@ def describe(
             "run": record.run,
             "num_arrays": len(source.arrays),
             "parameters_left_out": record.absent_parameters,
+            "base": None if record.base is None else {"folder": record.base.folder, "revision": record.base.revision},
             "array_bytes": array_bytes(source),
             **_describe_files(source),
         },
@@ -201,6 +202,8 @@ def _summary(source: ArraySource) -> Iterator[str]:
         + format_count(facts["num_arrays"], "array")
         + (f", without {absent} frozen parameters" if absent else "")
     )
+    if source.record.base is not None:
+        yield f"  base         {source.record.base.text}: a resume builds the model from there"
     yield f"  array data   {format_bytes(facts['array_bytes'])}"
     if facts["num_files"] is not None:
         shards, files = format_count(facts["num_shard_files"], "file"), format_count(facts["num_files"], "file")

@@ -60,6 +60,8 @@ class Access:
         self._pending = pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
+        self.away: set[str] = set()
+        """What `offload_states` moved away."""
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
         self.accepted: dict[ParameterRecord, int] = {}
@@ -111,12 +113,17 @@ class Access:
             error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
             self.world.raise_together(error)
 
-    def finished(self, call: str, check: Callable[[], T], *, changes: bool = False) -> T:
+    def finished(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
         """Return what `check` does, once the state is that of the last step and the ranks agree on `call` (all ranks).
 
-        Raises on every rank what `check` raised on any, and UsageError for state that cannot be read or changed now.
+        Raises on every rank what `check` raised on any, and UsageError for state that cannot be read or changed now; state
+        that was moved away can only be moved further (`moves`).
         """
         with self.world.agreeing():
+            if self.away and not moves:
+                raise UsageError(
+                    f"{call}: states were moved away by offload_states(): call engine.reload_states() first"
+                )
             if self._pending.is_in_backward:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '

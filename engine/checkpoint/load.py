@@ -46,6 +46,7 @@ from .rng import derive_rng_state, load_rng_state
 
 if TYPE_CHECKING:
     from ..training import Training
+    from .base import BaseWeights
 
 _log = logging.getLogger("zstore")
 
@@ -56,8 +57,9 @@ _LEAST_AHEAD_BYTES = 6 * 1024 * 1024
 class Restore:
     """One load of a checkpoint into `training`. See [Note: loading]."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, base: BaseWeights) -> None:
         self._training = training
+        self._base = base
         self._linked_bytes = 0
         self.report: LoadReport | None = None
         """What was done; None until then, and where there was no checkpoint."""
@@ -85,6 +87,7 @@ class Restore:
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
+            self._base.check(reader, strict=options.load_module_strict)
             state = self._replace(reader, plan)
         training.gather_resident(training.state.records)
         training.restart_accumulation()

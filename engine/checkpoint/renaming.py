@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from zstore.checkpoint.format import ABSENT_KEY
+from zstore.checkpoint.format import ABSENT_KEY, BASE_KEY
 from zstore.checkpoint.source import ArraySource, ReadStatistics
 from zstore.errors import UsageError
 from zstore.format.arrays import buffer_array, model_array
@@ -59,7 +59,11 @@ class Renamed(ArraySource):
         """Return the record's state, in which the engine has scalars by parameter."""
         engine = state.get("engine")
         scalars = engine.get("scalars") if isinstance(engine, Mapping) else None
-        absent = {ABSENT_KEY: [self._new[name] for name in self._source.record.absent_parameters]}
+        absent: dict[str, Any] = {ABSENT_KEY: [self._new[name] for name in self._source.record.absent_parameters]}
+        base = state.get(BASE_KEY)
+        if isinstance(base, Mapping) and isinstance(digests := base.get("digests"), Mapping):
+            renamed = {new: one for name, one in digests.items() if (new := self._new.get(name, name)) is not None}
+            absent[BASE_KEY] = {**base, "digests": renamed}
         if not isinstance(engine, Mapping) or not isinstance(scalars, Mapping):
             return {**state, **absent}
         named = {self._new.get(name, name): value for name, value in scalars.items()}

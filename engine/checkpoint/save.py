@@ -33,6 +33,7 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
 from . import client_state as client
+from .base import BaseWeights
 from .destinations import Destination, destination_of
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
@@ -63,6 +64,8 @@ class SaveOptions:
     is_latest: bool = True
     """Whether a load without a tag takes it, as long as there is no newer one."""
     leaves_out_frozen: bool = False
+    names_base: bool = False
+    """Whether the record says where frozen parameters came from, so that a resume can compare them."""
 
 
 class Checkpoints:
@@ -71,6 +74,7 @@ class Checkpoints:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._pending = PendingSave(training.world)
+        self._base = BaseWeights(training)
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.stall_s = 0.0
@@ -92,6 +96,8 @@ class Checkpoints:
             self._check_no_accumulation()
             small = self.collect_small(options.state, options.metrics)
             small.state.update(self._choices(options))
+        if options.names_base:
+            small.state.update(self._base.record())
         chosen, save_id, described = world.broadcast_object([mine, new_save_id(), small.described()])
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
@@ -275,7 +281,7 @@ class Checkpoints:
             self.settle()
         else:
             self.wait()
-        restore = Restore(self._training)
+        restore = Restore(self._training, self._base)
         path, state = restore.load(folder, tag, options)
         if restore.report is not None:
             self.report, self._known = restore.report, restore.known

@@ -187,6 +187,11 @@ class ParameterRecord:
         self.parameter.data = values
         self.address = values.data_ptr()
 
+    def make_resident(self) -> None:
+        """Make the values in `full` the parameter's own, for good."""
+        self._point_at(self.full.view(self.shape))
+        self.residency = Residency.RESIDENT
+
     def point_back(self) -> None:
         """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
         if self.residency is Residency.RELEASED:

@@ -28,7 +28,7 @@ _METRICS = "Train/Samples/"
 
 
 class RunReport:
-    """Told of every loss and every step; says what the config asks for. See [Note: metrics] in `monitors`.
+    """Told of every loss that is known and of every step; says what the config asks for. See [Note: metrics] in `monitors`.
 
     The value of the loss is taken off the device once in a step in which something is said, else never.
     """
@@ -57,18 +57,22 @@ class RunReport:
     def step_ended(self) -> None:
         """Say what is to be said after an optimizer step, taken or skipped."""
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        if not self.enabled or not self._losses or not (prints or self.monitors):
+        if not self.enabled or not (prints or self.monitors):
             return
-        loss = float(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
+        loss = None
+        if self._losses:
+            loss = float(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
+            self._losses.clear()  # the next step's may not be known
         if self.monitors:
             self._write(loss)
         if prints:
             self._print(loss)
 
-    def _write(self, loss: float) -> None:
+    def _write(self, loss: float | None) -> None:
         training, times = self._training, replace(self._times)
         spent, self._last_step = times - self._last_step, times
-        values = {"train_loss": loss, "lr": float(training.optimizer.param_groups[0]["lr"])}
+        values = {} if loss is None else {"train_loss": loss}
+        values["lr"] = float(training.optimizer.param_groups[0]["lr"])
         if training.config.precision == "fp16":
             values["loss_scale"] = training.scaler.scale
         if training.norm is not None:
@@ -78,13 +82,13 @@ class RunReport:
         values["elapsed_time_ms_step"] = spent.optimizer_s * 1e3
         self.monitors.write({_METRICS + name: value for name, value in values.items()}, training.samples)
 
-    def _print(self, loss: float) -> None:
+    def _print(self, loss: float | None) -> None:
         training, settings = self._training, self._training.config.settings
         step = training.counters.global_steps
         _log.info(
-            "step %d: loss %.4f, lr %s, gradient norm %.4g, skipped %d",
+            "step %d: %slr %s, gradient norm %.4g, skipped %d",
             step,
-            loss,
+            "" if loss is None else f"loss {loss:.4f}, ",
             ", ".join(f"{group['lr']:.3g}" for group in training.optimizer.param_groups),
             training.norm,
             training.counters.skipped_steps,

@@ -111,6 +111,10 @@ class Gradients(ABC):
     def drop(self) -> None:
         """Forget all gradients."""
 
+    def free(self) -> None:
+        """Forget all gradients, and give the memory that is kept for the next ones back."""
+        self.drop()
+
     @abstractmethod
     def held_bytes(self) -> int:
         """Return the bytes of gradients held now."""

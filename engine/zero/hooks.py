@@ -46,7 +46,11 @@ class UnitHooks:
         self._due: dict[Unit, set[ParameterRecord]] = {}
         """Units gathered for the backward, and their parameters whose gradients are to come."""
         self._stray: dict[Unit, None] = {}
-        """Units of which a parameter was read from elsewhere since the last backward."""
+        """Units of which a parameter was read from elsewhere in a forward whose backward may come."""
+        self._read_now: dict[Unit, None] = {}
+        """Those that the forward under way has read from elsewhere."""
+        self._stray_are_old = False
+        """Whether the strays had their backward, so that a forward begins anew; a second backward needs them again."""
         self._called_within: set[tuple[Unit, Unit]] = set()
         """Units whose module was called within the forward of another unit, and that one."""
         self._units_of: dict[ParameterRecord, list[Unit]] = {}
@@ -110,6 +114,9 @@ class UnitHooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._forwards += 1
         if self._forwards == 1 and not self._in_backward:
+            if self._stray_are_old and torch.is_grad_enabled():
+                self._stray.clear()
+                self._stray_are_old = False
             kind = "training" if torch.is_grad_enabled() else "inference"
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}"):
                 self._ends_with_forward = not torch.is_grad_enabled()
@@ -117,10 +124,11 @@ class UnitHooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forwards -= 1
         if self._forwards == 0 and not self._in_backward:
-            for unit in self._stray:
+            for unit in self._read_now:
                 self._release(unit)
-            if not torch.is_grad_enabled():
-                self._stray.clear()
+            if torch.is_grad_enabled():
+                self._stray |= self._read_now
+            self._read_now.clear()
             ends, self._ends_with_forward = self._ends_with_forward, False
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
@@ -153,7 +161,7 @@ class UnitHooks:
         record = self._record_of.get(parameter)
         if record is not None and self._forwards and record.residency is Residency.RELEASED:
             unit = self._units_of[record][0]
-            self._stray[unit] = None
+            (self._stray if self._in_backward else self._read_now)[unit] = None
             self._gather_unit(unit, None)
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -219,20 +227,23 @@ class UnitHooks:
                 if not due:
                     self._close(unit)
 
-    def end_backward(self) -> None:
-        """Release whatever is still gathered (the engine's call, all ranks)."""
+    def end_backward(self, *, more: bool = False) -> None:
+        """Release whatever is still gathered (the engine's call, all ranks). With `more`, the backward that trains is still
+        to come."""
         self._release_all()
+        self._stray_are_old = self._stray_are_old or not more
         self.units.end()
 
     def abandon(self) -> None:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
+        self._stray.clear()
+        self._read_now.clear()
         self.units.abandon()
 
     def _release_all(self) -> None:
         self._in_backward = False
         self._due.clear()
-        self._stray.clear()
         for unit in list(self._holder):
             self._release(unit)
         self.units.empty_lent()

@@ -169,7 +169,9 @@ class UnitGradients(Gradients):
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
-            raise UsageError("a backward outside of engine.backward(): call engine.backward(loss), not loss.backward()")
+            raise UsageError(
+                "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
+            )
         is_complete = self._arrivals.note(record)
         if self._world.world_size > 1:
             for records in self._arrivals.ready():
@@ -397,6 +399,11 @@ class UnitGradients(Gradients):
             self._spill.drop()
         for record in self._records:
             record.parameter.grad = None
+
+    def free(self) -> None:
+        """See Gradients."""
+        super().free()
+        self._rows.clear()
 
     def held_bytes(self) -> int:
         """See Gradients."""

@@ -273,7 +273,7 @@ def _misuse(rank: int) -> list[str]:
     engine, *_ = zstore.initialize(model=build("plain"), config=settings(2))
     with engine:
         try:
-            engine(ids_of(0, rank)).backward()
+            engine.module(ids_of(0, rank)).backward()
         except UsageError as error:
             found.append(str(error))
     return found
@@ -282,4 +282,4 @@ def _misuse(rank: int) -> list[str]:
 def test_misuse_is_answered_on_every_rank() -> None:
     for other_model, own_backward in run_ranks(_misuse, WORLD_SIZE):
         assert "ranks [1] have a different model from rank 0" in other_model
-        assert "call engine.backward(loss), not loss.backward()" in own_backward
+        assert "call the engine and not its module" in own_backward

@@ -141,14 +141,11 @@ def test_ranks_start_anew_where_they_may(tmp_path: Path, environment: dict[str, 
     assert finish(tmp_path, environment, "again.py")[0] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_the_ranks_which_stop_with_75(
-    tmp_path: Path, environment: dict[str, str], number: signal.Signals
-) -> None:
+def test_a_signal_reaches_the_ranks_which_stop_with_75(tmp_path: Path, environment: dict[str, str]) -> None:
     with running(tmp_path, environment, "--nproc", "2") as process:
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         code, out, err = rest(process)
-    assert (code, out, err) == (75, [f"rank {rank} got {number.value}" for rank in (0, 1)], "")
+    assert (code, out, err) == (75, ["rank 0 got 15", "rank 1 got 15"], "")
 
 
 def test_ctrl_c_ends_the_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -170,12 +167,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment:
     ("words", "message"),
     [
         (["nowhere.py"], "zstore: no script 'nowhere.py'"),
-        (["--no-python", "no-such-program"], "zstore: --no-python: no program 'no-such-program' on PATH"),
         (
             ["--hostfile", "hosts", "--include", "c", "sums.py"],
             "unknown host 'c'; expected one of 127.0.0.1, localhost",
         ),
-        (["--nproc", "3", "--hostfile", "hosts", "sums.py"], "host '127.0.0.1' has 2 slots"),
     ],
 )
 def test_wrong_usage_ends_with_2(tmp_path: Path, environment: dict[str, str], words: list[str], message: str) -> None:
@@ -237,20 +232,10 @@ def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[s
     assert out == [f"{rank}/2 3 {['0', '1', None, None]} []" for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("way", ["ranks", "endpoint"])
-def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str, way: str) -> None:
-    words = [*RUN, "--nnodes", "2", "--nproc", "1"]
-    meet = {
-        "ranks": [
-            ["--node_rank", str(rank), "--master_addr", "127.0.0.1", "--master_port", free_port] for rank in (0, 1)
-        ],
-        "endpoint": [["--rdzv-endpoint", f"127.0.0.1:{free_port}"]] * 2,
-    }[way]
-    runs = [
-        warm.Popen([*words, *one, "sums.py"], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
-        for one in meet
-    ]
-    told = [run.communicate(timeout=30)[0] for run in runs]
+def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
+    words = [*RUN, "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "sums.py"]
+    runs = [warm.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) for _ in range(2)]
+    told = [run.communicate(timeout=60)[0] for run in runs]
     assert [run.wait() for run in runs] == [0, 0]
     assert sorted(told) == [f"{rank}/2 3 {['0', '1', None, None]} []\n" for rank in (0, 1)]
 

@@ -130,6 +130,7 @@ def test_a_wrong_filter_is_wrong_usage(include: str, exclude: str, message: str)
         ("a slots=1\nb slots=x", "line 2: expected HOST slots=N"),
         ("a slots=1\na slots=2", "line 2: host 'a' stands there twice"),
         ("a slots=0", "at least one slot"),
+        ("-oProxyCommand=x slots=1", "line 1: expected HOST"),
     ],
 )
 def test_a_wrong_hostfile_is_wrong_usage(text: str, message: str) -> None:

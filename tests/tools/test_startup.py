@@ -62,8 +62,9 @@ def test_help_loads_no_arrays() -> None:
     assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()
 
 
-def test_the_help_of_a_command_loads_nothing_that_draws() -> None:
-    modules = loaded("inspect", "--help")
+@pytest.mark.parametrize("command", ["inspect", "run"])
+def test_the_help_of_a_command_loads_nothing_that_draws(command: str) -> None:
+    modules = loaded(command, "--help")
     assert modules & (HEAVY | {"rich.console", "rich.table", "rich.markdown"}) == set()
 
 

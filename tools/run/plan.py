@@ -216,7 +216,7 @@ def _travelling(options: RunOptions, environment: Mapping[str, str]) -> Job:
         )
     job = _alone(options, environment)
     theirs = passed_on(environment) | (deepspeed_file(environment) if options.as_deepspeed else {})
-    return dataclasses.replace(job, environment=theirs | job.environment)
+    return dataclasses.replace(job, environment={**theirs, **job.environment})
 
 
 def _far_end(environment: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -117,6 +118,31 @@ class TensorStore(Closing):
         self._shards[spec.name], self._tiers[spec.name] = local, self._tiers.pop(name)
         del self._shards[name]
         return True
+
+    def move(self, name: str, tier: TierName, copy: Callable[[View, View], None]) -> None:
+        """Let an array rest on another tier with the values that it has, as `create` would choose it; its version changes.
+
+        `copy(target, source)` copies between views of the two tiers; see `Tile`. Raises UsageError as `rename` does, and
+        BudgetError or DiskFullError where there is no room: then the array is where it was.
+        """
+        former, local = self._at_rest(name), self.local(name)
+        chosen = self._choose(local, tier)
+        if chosen is former:
+            return
+        moving = replace(local.spec, name=f"{name}.moving")
+        self.create(moving, grid=local.grid, shard=local.shard, tier=tier)
+        try:
+            tiles = self.stream([[name, moving.name]], "fill", modes={name: "read"})
+            with contextlib.closing(tiles):
+                for tile in tiles:
+                    copy(tile.views[1], tile.views[0])
+            former.remove(name)
+        except BaseException:
+            self.remove(moving.name)
+            raise
+        chosen.rename(moving.name, local)
+        self._tiers[name] = chosen
+        del self._shards[moving.name], self._tiers[moving.name]
 
     def remove(self, name: str) -> None:
         """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""

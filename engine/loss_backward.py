@@ -1,0 +1,190 @@
+"""`loss.backward()`: a backward that the script starts itself, through what the engine's forward returned.
+
+[Note: a backward of the script's own]
+What a forward returns has hooks. The first that fires in a backward begins what `engine.backward` begins, and a callback
+of autograd ends it when all gradients are there. On its way through a hook the gradient is multiplied by the loss scale
+and divided by the accumulation steps, as `engine.backward` does with the loss, so that what comes after it is the same.
+
+That happens once on each path. Of several tensors, the one whose node was made last cannot be an input of another, and has
+its hook itself. Any other may be one, as the logits of which the model has made its loss: the script gets a view of it,
+which has the hook, and what the model made of it goes past that.
+
+`torch.autograd.grad` fires the hooks too. It brings no gradient to a parameter, so that nothing is scaled or counted;
+parameters that are sharded are gathered for it, and released. The same goes for a frozen engine, whose inputs may need
+gradients.
+
+A backward that raises never comes to its callback. Autograd numbers backwards, so that the next call of the engine sees
+that the one it knows of is over, and abandons it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from zstore.errors import UsageError
+
+from .access.access import Access
+from .report.progress import RunReport
+from .training import Training
+
+_NONE = -1
+"""Autograd's number of a backward where none is under way."""
+
+
+class LossBackward:
+    """Backwards that the script starts. See [Note: a backward of the script's own]. `timed` times one."""
+
+    def __init__(
+        self, training: Training, access: Access, report: RunReport, timed: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._training = training
+        self._access = access
+        self._report = report
+        self._timed = timed
+        self._task = _NONE
+        """Autograd's number of the backward under way."""
+        self._trains = False
+        """Whether it brings gradients to parameters that are trained."""
+        self._ends = ExitStack()
+        self.is_engines = False
+        """Whether the engine's own backward is under way, which needs nothing from here."""
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def watch(self, output: Any) -> Any:
+        """Return what a forward returned, so that a backward through it is the engine's."""
+        training = self._training
+        if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
+            return output
+        tensors = {id(tensor): tensor for tensor in _differentiable(output)}
+        if not tensors:
+            return output
+        last = max(tensors.values(), key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+        views = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor is not last}
+        for tensor in (last, *views.values()):
+            loss = tensor.detach() if tensor.numel() == 1 else None
+            tensor.register_hook(partial(self._pass, loss))  # type: ignore[no-untyped-call]
+        return _replaced(output, views) if views else output
+
+    def require_no_block(self, call: str) -> None:
+        """Raise UsageError within a block of `zstore.gather` where a backward begun now updates."""
+        if self._training.pending.in_backward is not None and self._training.accumulation.is_boundary:
+            self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def _pass(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Begin the backward where it is not begun, and return the gradient as the model gets it; None: as it is."""
+        if self.is_engines:
+            return None
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self.settle()
+            self._begin(task, loss)
+        return self._scaled(gradient) if self._trains else None
+
+    def _begin(self, task: int, loss: torch.Tensor | None) -> None:
+        training = self._training
+        with ExitStack() as ends:
+            ends.enter_context(training.world.calling("backward"))
+            ends.enter_context(self._access.during("backward"))
+            ends.enter_context(self._timed())
+            self._trains = not training.config.frozen and self._brings_gradients()
+            if self._trains:
+                self.require_no_block("loss.backward()")
+                if loss is not None:
+                    self._report.add_loss(loss)
+                training.begin_backward()
+            elif training.hooks is not None:
+                training.hooks.start_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._task, self._ends = task, ends.pop_all()
+
+    def _brings_gradients(self) -> bool:
+        """Return whether the backward under way brings a gradient to a parameter that is trained."""
+        with torch.enable_grad():
+            for record in self._training.state.scalars:
+                view = record.parameter.view_as(record.parameter).grad_fn
+                node = None if view is None else view.next_functions[0][0]
+                try:
+                    if node is not None and torch._C._will_engine_execute_node(node):
+                        return True
+                except RuntimeError:  # torch.autograd.grad of a parameter
+                    return False
+        return False
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        scale, steps = self._training.scaler.scale, self._training.accumulation.batch.accumulation_steps
+        if scale == 1.0 and steps == 1:
+            return None
+        if gradient.numel() == 1:  # to the bits of engine.backward
+            return (gradient.float() * scale / steps).to(gradient.dtype)
+        return gradient * (scale / steps)
+
+    def _end(self) -> None:
+        """End the backward (autograd's call)."""
+        self._task = _NONE
+        training, ends, self._ends = self._training, self._ends, ExitStack()
+        with ends:
+            if self._trains:
+                training.end_backward()
+            elif training.hooks is not None:
+                training.hooks.end_backward(more=True)
+
+    def settle(self) -> None:
+        """Abandon a backward that was begun and failed."""
+        if self._task == _NONE or torch._C._current_graph_task_id() == self._task:
+            return
+        self._task = _NONE
+        error = UsageError("loss.backward() raised, so that the accumulation starts over")
+        training, ends, self._ends = self._training, self._ends, ExitStack()
+        if self._trains:
+            training.abandon_backward(error)
+        elif training.hooks is not None:
+            training.hooks.abandon()
+        # As where engine.backward() fails: the other ranks hear of it.
+        ends.__exit__(type(error), error, None)
+
+
+# -- what a forward returned --------------------------------------------------------------------------------------------
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    """Return the tensors with a graph in what a module returned: a tensor, or tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.grad_fn is not None else []
+    return [tensor for item in _items(value).values() for tensor in _differentiable(item)]
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return {}
+
+
+def _replaced(value: Any, views: dict[int, torch.Tensor]) -> Any:
+    """Return what a module returned with other tensors, by the ids of those that they stand for."""
+    if isinstance(value, torch.Tensor):
+        return views.get(id(value), value)
+    items = _items(value)
+    changed = {key: new for key, item in items.items() if (new := _replaced(item, views)) is not item}
+    if not changed:
+        return value
+    if isinstance(value, MutableMapping | list):
+        for key, new in changed.items():
+            value[key] = new
+        return value
+    if isinstance(value, tuple):
+        both = [changed.get(key, item) for key, item in items.items()]
+        return type(value)(*both) if hasattr(value, "_fields") else type(value)(both)
+    return dataclasses.replace(value, **changed)

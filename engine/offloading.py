@@ -1,0 +1,204 @@
+"""`engine.offload_states()`: what a run holds moves out of the way between two steps, and comes back with the same bits.
+
+[Note: what is moved]
+optim_states              what the optimizer keeps beside the masters
+hp_params                 fp32 masters, and what a split master has beside the parameter
+lp_params                 the parameters that the model computes with, wherever they rest
+lp_grads,                 the memory that gradients are collected in: between two steps it holds nothing, so it is
+contiguous_grad_buffer    given back, and made again by the next backward
+Arrays of the store move to the other tier and back. The memory of a parameter is copied to an array of the store and freed;
+the parameter is a view of one NaN meanwhile, as a released one is. What rests on that tier already, or lower, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zstore.checkpoint.split import LOW, TIE
+from zstore.errors import UsageError
+from zstore.format.arrays import ArraySpec, model_array
+from zstore.format.partition import make_grid
+from zstore.store.store import TierName
+from zstore.tensors import as_torch, dtype_name
+
+from .params.record import ParameterRecord, Residency
+from .runtime.allocator import return_free_memory
+
+if TYPE_CHECKING:
+    from .access.access import Access
+    from .training import Training
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+"""What can be moved, by DeepSpeed's names. See [Note: what is moved]."""
+_TIERS: dict[str, TierName] = {"cpu": "host", "nvme": "disk"}
+_LOWER = {"device": 0, "host": 1, "disk": 2}
+
+
+class OffloadedStates:
+    """What of a run is moved out of the way. See [Note: what is moved]."""
+
+    def __init__(self, training: Training, access: Access) -> None:
+        self._training = training
+        self._access = access
+        self._away = access.away = training.away
+        self._former: dict[str, TierName] = {}
+        """Arrays that were moved, and where they rest otherwise."""
+        self._copied: dict[ParameterRecord, tuple[str, int, Residency]] = {}
+        """Parameters whose memory was freed: the array that has it, its bytes, and how the parameter was."""
+
+    def offload(self, include: Iterable[Any] | None, device: Any) -> None:
+        """Move `include`, all by default, to a tier (all ranks). Raises, on every rank, with everything back in its place."""
+        call = "engine.offload_states()"
+        names = _names_of(include)
+        tier = self._tier_of(device)
+        self._access.require_no_block(call)
+
+        def check() -> None:
+            if not self._training.accumulation.is_new:
+                raise UsageError(f"{call} in the middle of a step: call it after the step() that ends an accumulation")
+            if self._training.client_step is not None and names & {"optim_states", "hp_params"}:
+                raise UsageError(
+                    f"{call}: {self._training.client_step.name} steps whole tensors on the device, which stay there: use "
+                    'an element-wise optimizer, or include=["lp_params"] alone'
+                )
+
+        self._access.finished(call, check, changes=True, moves=True)
+        if self._access.units is not None:
+            self._access.units.forget()
+        try:
+            with self._training.world.agreeing():
+                self._move(names, tier)
+        except BaseException:
+            self.reload()
+            raise
+        return_free_memory()
+
+    def _tier_of(self, device: Any) -> TierName:
+        name = getattr(device, "value", device)
+        if name not in _TIERS:
+            raise UsageError(f'engine.offload_states(device={device!r}): expected "cpu" or "nvme"')
+        if name == "nvme" and not self._training.state.store.options.all_paths:
+            raise UsageError(
+                'engine.offload_states(device="nvme"): the config names no drive; give offload_optimizer or offload_param '
+                'an "nvme_path" with device "nvme", or use device="cpu"'
+            )
+        return _TIERS[name]
+
+    def _move(self, names: set[str], tier: TierName) -> None:
+        training, state = self._training, self._training.state
+        self._away |= names
+        for record in state.records:
+            own = record.rest if record.rest is not None else model_array(record.name)
+            for array in state.arrays_of(record):
+                group = "optim_states" if array.startswith("optimizer/") and not _is_of_master(array) else "hp_params"
+                if self._is_parameter(record, array):
+                    group = "lp_params" if record.rest is not None else ""
+                if group in names:
+                    self._move_array(array, tier)
+            if "lp_params" in names:
+                if record.rest is None:
+                    self._copy_away(record, tier)
+                elif own not in state.arrays_of(record):
+                    self._move_array(own, tier)
+        if names & {"lp_grads", "contiguous_grad_buffer"}:
+            training.gradients.free()
+
+    def _is_parameter(self, record: ParameterRecord, array: str) -> bool:
+        """Return whether an array is the parameter's own memory, or the place where its rows rest."""
+        state = self._training.state
+        own = record.group is None or state.is_master(record) or state.is_split(record)
+        return array == model_array(record.name) and own
+
+    def _move_array(self, name: str, tier: TierName) -> None:
+        store = self._training.state.store
+        former = store.tier_of(name)
+        if _LOWER[former] < _LOWER[tier]:
+            store.move(name, tier, self._copy)
+            self._former.setdefault(name, _tier(former))
+
+    def _copy(self, target: Any, source: Any) -> None:
+        self._training.state.transfers.copy_into(as_torch(target), as_torch(source))
+
+    # -- memory of parameters ---------------------------------------------------------------------------------------
+
+    def _copy_away(self, record: ParameterRecord, tier: TierName) -> None:
+        """Copy a parameter's memory to the store and free it."""
+        name = f"offloaded/{record.name}"
+        if record in self._copied:
+            self._move_array(name, tier)
+            return
+        values = _memory(record)
+        if not values.numel():
+            return
+        store = self._training.state.store
+        spec = ArraySpec(name=name, shape=(values.numel(),), dtype=dtype_name(values.dtype))
+        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier=tier)
+        try:
+            self._pass(name, "fill", lambda view, part: self._copy(view, values[part]))
+        except BaseException:
+            store.remove(name)
+            raise
+        self._copied[record] = (name, values.untyped_storage().nbytes(), record.residency)
+        if record.residency is Residency.RESIDENT:
+            record.point_at_placeholder()
+        self._training.state.transfers.settle()
+        values.untyped_storage().resize_(0)
+
+    def _bring_back(self, record: ParameterRecord) -> None:
+        name, nbytes, residency = self._copied.pop(record)
+        values = _memory(record)
+        values.untyped_storage().resize_(nbytes)
+        padding = values.as_strided((nbytes // values.element_size() - values.storage_offset(),), (1,))
+        padding[values.numel() :].zero_()
+        self._pass(name, "read", lambda view, part: self._copy(values[part], view))
+        self._training.state.store.remove(name)
+        if residency is Residency.RESIDENT:
+            record.make_resident()
+
+    def _pass(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:
+        with self._training.state.passing([[name]], mode) as tiles:
+            for tile in tiles:
+                use(tile.views[0], slice(tile.first, tile.stop))
+
+    # -- back -------------------------------------------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """Bring everything back to where it was (all ranks)."""
+        store = self._training.state.store
+        with self._training.world.agreeing():
+            for record in list(self._copied):
+                self._former.pop(self._copied[record][0], None)
+                self._bring_back(record)
+            for name, tier in list(self._former.items()):
+                store.move(name, tier, self._copy)
+                del self._former[name]
+            self._away.clear()
+
+
+def _names_of(include: Iterable[Any] | None) -> set[str]:
+    """Return the states that are meant. Raises UsageError for another."""
+    names = [getattr(item, "value", item) for item in (STATES if include is None else include)]
+    for name in names:
+        if name not in STATES:
+            raise UsageError(
+                f"engine.offload_states(include=...): expected names out of {', '.join(STATES)}, got {name!r}"
+            )
+    return set(names)
+
+
+def _is_of_master(array: str) -> bool:
+    """Return whether an optimizer's array completes a split master."""
+    return array.startswith((f"{LOW}/", f"{TIE}/"))
+
+
+def _tier(name: str) -> TierName:
+    tiers: dict[str, TierName] = {"device": "device", "host": "host", "disk": "disk"}
+    return tiers[name]
+
+
+def _memory(record: ParameterRecord) -> torch.Tensor:
+    """Return what a parameter that rests nowhere else has: its rows, or where it is resident all its values, 1-D."""
+    return record.full if record.shard is None else record.shard

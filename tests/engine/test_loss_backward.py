@@ -1,0 +1,219 @@
+"""`loss.backward()` in place of `engine.backward(loss)`: the same bits, whatever the loss is made of, and its errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zstore
+from tests.engine.bits import engine_digests
+from tests.engine.models import batch, make_net
+from tests.engine.runs import all_released, make_config, start, step, unchanged
+from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
+
+WIDTH = 160
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    more: dict[str, Any]
+
+
+class Pair(nn.Module):
+    """Returns its loss, the logits that this is made of, and the sums that it is made of; reads a weight from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(700, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, ids: torch.Tensor | None = None, inputs: torch.Tensor | None = None) -> Output:
+        x = self.embed(ids) if inputs is None else inputs
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits = F.linear(x, self.embed.weight)
+        sums = [logits.float().square().mean(), x.float().square().mean()]
+        return Output(sums[0] + sums[1], logits, {"sums": sums})
+
+
+def make_pair() -> Pair:
+    torch.manual_seed(3)
+    return Pair()
+
+
+LOSSES: dict[str, Callable[[Output], torch.Tensor]] = {
+    "the model's": lambda out: out.loss,
+    "of logits": lambda out: out.logits.float().sin().mean(),
+    "of both": lambda out: out.loss + out.logits.float().sin().mean(),
+    "of a part": lambda out: 2 * out.more["sums"][0] + out.more["sums"][1],
+}
+
+
+def pair_config(nvme: Path, overlap: str = "none", **keys: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(nvme)}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place, "stage3_param_persistence_threshold": 0}
+    return make_config(3, zero_optimization=zero, zstore={"step_overlap": overlap}) | keys
+
+
+def train(config: dict[str, Any], *names: str, own: bool) -> tuple[list[str], float | None]:
+    """The state after two steps, with one of these losses after the other, by `engine.backward` or the loss' `own`."""
+    losses = itertools.cycle(LOSSES[name] for name in names)
+    with start(config, make_pair()) as engine:
+        for _ in range(2):
+            for micro in range(engine.gradient_accumulation_steps()):
+                loss = next(losses)(engine(batch(engine.global_steps, micro, engine.global_rank, vocab=700)[0]))
+                if own:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    engine.backward(loss)
+                assert all_released(engine)
+                engine.step()
+            assert engine.was_step_applied()
+        return sorted(engine_digests(engine).items()), engine.get_global_grad_norm()
+
+
+def check_ranks(rank: int, world_size: int, folder: str) -> None:
+    nvme = Path(folder)
+    for config in (pair_config(nvme, "forward"), pair_config(nvme, "backward"), make_config(1), make_config(2)):
+        assert train(config, *LOSSES, own=True) == train(config, *LOSSES, own=False)
+
+
+def test_every_loss_trains_to_the_bits_of_engine_backward(tmp_path: Path) -> None:
+    run_ranks(check_ranks, 2, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["the model's", "of both"])
+def test_the_loss_scale_and_a_division_by_three_come_once(name: str, nvme: Path) -> None:
+    """To the bit where the loss is the model's, else to rounding, since three is no power of two."""
+    scaling = {"enabled": True, "initial_scale_power": 6}
+    config = pair_config(nvme, bf16={"enabled": False}, fp16=scaling, gradient_accumulation_steps=3)
+    own, engines = (train(config, name, own=each) for each in (True, False))
+    if name == "the model's":
+        assert own == engines
+    assert own[1] == pytest.approx(engines[1], rel=1e-3)
+
+
+def test_several_forwards_and_backwards_make_the_gradients_of_the_plain_loop(nvme: Path) -> None:
+    fp32 = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1}
+    plain, ids = make_pair(), [batch(0, micro, 0, vocab=700)[0] for micro in range(3)]
+    with start(pair_config(nvme, **fp32), make_pair()) as engine:
+        for model in (plain, engine):
+            first, second = model(ids[0]), model(ids[1])
+            with torch.no_grad():
+                model(ids[2])
+            (first.loss + second.logits.mean()).backward(retain_graph=True)
+            first.logits.backward(gradient=torch.full_like(first.logits, 1e-3))
+            torch.autograd.backward([model(ids[2]).loss, second.loss])
+        for name, parameter in plain.named_parameters():
+            gradient = engine.get_gradient(name)
+            assert gradient is not None
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradient, parameter.grad)
+        engine.step()
+        assert all_released(engine)
+
+
+def test_a_gradient_of_something_else_is_neither_scaled_nor_counted(nvme: Path) -> None:
+    config = pair_config(nvme, bf16={"enabled": False}, gradient_accumulation_steps=4)
+    plain = make_pair()
+    inputs = plain.embed(batch(0, 0, 0, vocab=700)[0]).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(inputs=inputs).loss, inputs)
+    other = nvme / "other"
+    other.mkdir()
+    frozen, *_ = zstore.initialize(model=make_pair(), config=pair_config(other, bf16={"enabled": False}), frozen=True)
+    with start(config, make_pair()) as engine, frozen:
+        out = engine(inputs=inputs)
+        (found,) = torch.autograd.grad(out.loss, inputs, retain_graph=True)
+        assert torch.equal(found, expected)
+        assert engine.get_gradient("embed.weight") is None
+        (found,) = torch.autograd.grad(frozen(inputs=inputs).loss, inputs)
+        assert torch.equal(found, expected)
+        frozen(inputs=inputs).loss.backward()
+        assert torch.equal(inputs.grad, expected)
+        assert all_released(frozen)
+        out.loss.backward()
+        assert all_released(engine)
+        engine.step()
+        with pytest.raises(UsageError, match=r"loss\.backward\(\) serves too"):
+            engine.step()
+
+
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+
+class Failing(nn.Module):
+    """The net, whose backward fails in its middle while `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.fails = False
+        self.net.blocks[0].register_forward_hook(lambda module, args, x: Refuse.apply(x) if self.fails else None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(ids)
+        return loss
+
+
+def test_a_backward_that_fails_leaves_everything_as_it_was(nvme: Path) -> None:
+    model = Failing()
+    with start(make_config(3, "nvme", nvme), model.net) as engine:
+        step(engine)
+        with unchanged(engine):
+            for call in (engine.step, lambda: engine(*batch(0, 0, 0))):
+                model.fails = True
+                with pytest.raises(ValueError, match="no"):
+                    engine(*batch(1, 0, 0)).backward()
+                model.fails = False
+                if call == engine.step:
+                    with pytest.raises(UsageError, match=r"without engine\.backward"):
+                        call()
+                else:
+                    call()
+                assert all_released(engine)
+
+
+def test_what_the_engine_cannot_see_or_do_is_an_error() -> None:
+    overlapping = make_config(0, zstore={"step_overlap": "backward"}, gradient_accumulation_steps=1)
+    with start(overlapping) as engine:
+        loss = engine(*batch(0, 0, 0))
+        with (
+            zstore.gather(engine.module),
+            pytest.raises(UsageError, match=r"loss.backward\(\), which .* end the block"),
+        ):
+            loss.backward()
+        loss = engine(*batch(0, 0, 0))
+        loss.backward(retain_graph=True)
+        with pytest.raises(UsageError, match="a second backward before step"):
+            loss.backward()
+    with start(overlapping) as engine, pytest.raises(UsageError, match="call the engine and not its module"):
+        engine.module(*batch(0, 0, 0)).backward()
+
+
+def test_the_loss_in_the_log_is_the_one_that_the_model_returned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), start(make_config(0, steps_per_print=1), make_pair()) as engine:
+        for choose in (LOSSES["the model's"], LOSSES["of logits"]):
+            for micro in range(2):
+                choose(engine(batch(0, micro, 0, vocab=700)[0])).backward()
+                engine.step()
+    first, second = (record.getMessage() for record in caplog.records if "step" in record.getMessage())
+    assert first.startswith("step 1: loss 10.")
+    assert second.startswith("step 2: lr ")

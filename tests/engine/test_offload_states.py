@@ -1,0 +1,197 @@
+"""`offload_states` and `reload_states`: the memory is given back, every bit comes back, and nothing runs in between."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.fake_device import FakeDevice
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start, state_of, step
+from zstore.engine import Engine
+from zstore.engine.offloading import STATES
+from zstore.errors import BudgetError, UsageError
+from zstore.testing.ranks import run_ranks
+
+BIG = {"vocab": 3001, "width": 48}
+
+
+class Named(Enum):
+    """As DeepSpeed names them."""
+
+    OPTIM = "optim_states"
+    CPU = "cpu"
+
+
+def config_of(nvme: Path, stage: int, tier: str, own: str = "none", **keys: Any) -> dict[str, Any]:
+    def place(device: str) -> dict[str, str]:
+        return {"device": device, "nvme_path": str(nvme)}
+
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    zero |= {"offload_optimizer": place(tier)} if tier != "none" else {}
+    zero |= {"offload_param": place(own)} if own != "none" else {}
+    return make_config(stage, zero_optimization=zero, **keys)
+
+
+def tiers(engine: Engine) -> dict[str, str]:
+    store = engine.training_state.state.store
+    return {name: store.tier_of(name) for name in store.names()}
+
+
+def parameter_bytes(engine: Engine) -> int:
+    """Bytes of memory of parameters, whatever the store says."""
+    records = engine.training_state.state.records
+    storages = {t.untyped_storage() for r in records for t in (r.full, r.shard) if t is not None}
+    return sum(storage.nbytes() for storage in {s.data_ptr(): s for s in storages}.values())
+
+
+SETUPS: list[tuple[tuple[Any, ...], str, dict[str, Any]]] = [
+    ((0, "none"), "cpu", {"bf16": {"enabled": False}}),
+    ((1, "cpu"), "cpu", {}),
+    ((2, "nvme"), "nvme", {}),
+    ((3, "none"), "cpu", {}),
+    ((3, "nvme", "cpu"), "nvme", {"zstore": {"split_master": True}}),
+    ((3, "cpu", "cpu"), "cpu", {"zstore": {"step_overlap": "forward"}}),
+]
+
+
+def check(nvme: Path, rank: int, **kwargs: Any) -> None:
+    for setup, device, keys in SETUPS:
+        with start(config_of(nvme, *setup, **keys), make_net(**BIG)) as alone:
+            for _ in range(2):
+                step(alone)
+            expected = state_of(alone)
+        with start(config_of(nvme, *setup, **keys), make_net(**BIG), **kwargs) as engine:
+            before, held = tiers(engine), parameter_bytes(engine)
+            step(engine)
+            engine.offload_states(device=device)
+            away = tiers(engine)
+            lower = {"cpu": ("host", "disk"), "nvme": ("disk",)}[device]
+            large = [name for name in away if engine.training_state.state.store.local(name).nbytes >= 64 * 1024]
+            adopted = [name for name in large if name.startswith("model/") and f"offloaded/{name[6:]}" in away]
+            assert {away[name] for name in large if name not in adopted} <= set(lower)
+            assert large
+            assert parameter_bytes(engine) == 0
+            assert engine.statistics().held.gradients == 0
+            refuse_everything(engine, rank, nvme)
+            engine.reload_states()
+            assert (tiers(engine), parameter_bytes(engine)) == (before, held)
+            engine.reload_states()
+            step(engine)
+            assert state_of(engine) == expected
+
+
+def refuse_everything(engine: Engine, rank: int, folder: Path) -> None:
+    ids = batch(0, 0, rank)
+    calls = (
+        lambda: engine(*ids),
+        engine.step,
+        lambda: engine.save_checkpoint(str(folder / "ckpt")),
+        lambda: engine.load_checkpoint(str(folder / "ckpt")),
+        lambda: engine.get_full_parameter("norm.weight"),
+        lambda: zstore.gather(engine.module).__enter__(),
+        lambda: engine.save_16bit_model(str(folder / "weights")),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"moved away by offload_states\(\): call engine.reload_states\(\) first"):
+            call()
+
+
+def check_ranks(rank: int, world_size: int, folder: str) -> None:
+    check(Path(folder), rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_come_back_with_the_same_bits(tmp_path: Path, world_size: int) -> None:
+    if world_size == 1:
+        check(tmp_path, 0)
+    else:
+        run_ranks(check_ranks, world_size, world_size, str(tmp_path))
+
+
+def test_a_device_is_emptied(nvme: Path) -> None:
+    for setup, keys in (((1, "none"), {}), ((3, "cpu", "cpu"), {}), ((0, "none"), {"bf16": {"enabled": False}})):
+        with FakeDevice() as device, start(config_of(nvme, *setup, **keys), make_net(), _streams=device) as engine:
+            step(engine)
+            expected = state_of(engine)
+            engine.offload_states()
+            found = engine.statistics().memory
+            assert parameter_bytes(engine) == 0
+            assert {tier for name, tier in tiers(engine).items() if not name.startswith("model/")} == {"host"}
+            assert found.host_bytes > 0
+            engine.reload_states()
+            assert state_of(engine) == expected
+            step(engine)
+            assert device.num_under_way == 0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_the_process_gives_its_memory_back(nvme: Path) -> None:
+    config = config_of(nvme, 2, "cpu", gradient_accumulation_steps=1)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
+    config["zero_optimization"]["stage"] = 3
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10**9
+    with start(config, nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(6)])) as engine:
+        engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        before = resident_bytes()
+        engine.offload_states(device="nvme")
+        given_back = before - resident_bytes()
+        held = 6 * 1024 * 1024 * 14
+        assert given_back > 0.8 * held, (given_back, held)
+        engine.reload_states()
+
+
+def test_a_part_may_go_and_the_model_still_answers(nvme: Path) -> None:
+    with start(config_of(nvme, 1, "none"), make_net()) as engine:
+        step(engine)
+        ids = batch(0, 0, 0)
+        with torch.no_grad():
+            expected = engine(*ids)
+            engine.offload_states(include=[Named.OPTIM, "hp_params", "lp_grads"], device=Named.CPU)
+            assert {tier for name, tier in tiers(engine).items() if name.startswith("optimizer/")} == {"host"}
+            assert engine(*ids) == expected
+        for call in (lambda: engine.backward(engine(*ids)), lambda: engine(*ids).backward()):
+            with pytest.raises(UsageError, match=r"hp_params, lp_grads, optim_states were moved away"):
+                call()
+        engine.offload_states(["lp_params"])
+        with pytest.raises(UsageError, match="lp_params were moved away"):
+            engine(*ids)
+        engine.reload_states()
+        assert engine(*ids) == expected
+        step(engine)
+
+
+def test_bad_calls_are_named_and_move_nothing(nvme: Path) -> None:
+    with start(config_of(nvme, 1, "none"), make_net()) as engine:
+        before = tiers(engine)
+        for arguments, message in (
+            ({"include": ["weights"]}, f"expected names out of {', '.join(STATES)}, got 'weights'"),
+            ({"device": "disk"}, 'expected "cpu" or "nvme"'),
+            ({"device": "nvme"}, "the config names no drive"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                engine.offload_states(**arguments)
+        engine.backward(engine(*batch(0, 0, 0)))
+        engine.step()
+        with pytest.raises(UsageError, match="in the middle of a step"):
+            engine.offload_states()
+        assert tiers(engine) == before
+    small = config_of(nvme, 3, "none", zstore={"host_budget_bytes": 2_300_000})
+    with start(small, make_net(**BIG)) as engine:
+        step(engine)
+        before, expected = tiers(engine), state_of(engine)
+        with pytest.raises(BudgetError):
+            engine.offload_states()
+        assert tiers(engine) == before
+        assert state_of(engine) == expected
+        step(engine)
