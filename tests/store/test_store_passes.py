@@ -93,9 +93,12 @@ class _LateThenFailing(GatedFiles):
     def __init__(self) -> None:
         super().__init__("write", pattern="*model%2F0*")
         self.has_failed = threading.Event()
+        self.is_armed = False
 
     def step(self, kind: Kind, path: str) -> None:
         """See `WatchedFiles.step`."""
+        if not self.is_armed:
+            return
         super().step(kind, path)
         if kind == "write" and "model%2F1" in path and not self.has_failed.is_set():
             self.has_failed.set()
@@ -110,6 +113,7 @@ def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(t
         for name in ("model/0", "model/1"):
             create(store, "disk", (30, 1000) if name.endswith("0") else LARGE, name=name)
         store.write("model/2", create(store, "disk", name="model/2")).wait()
+        files.is_armed = True
 
         def change() -> None:
             for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=ended.append):
