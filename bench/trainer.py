@@ -1,6 +1,6 @@
 """transformers' Trainer on zstore beside Trainer alone, and what a save and the host's memory take under it.
 
-One Llama of random weights (29 M parameters by default) on random tokens, one process. **Step**: a pair is a short `train()`
+One Llama of random weights (25 M parameters by default) on random tokens, one process. **Step**: a pair is a short `train()`
 of each, in turn in one process, so that noise meets both; who is first changes from pair to pair. The engine keeps all in
 memory. A ratio is the median over pairs of the engine's median step to the other's. **Save**: state and parameters rest on
 disk; the bytes of files that a `checkpoint-N` makes anew, of all that belong to it but the weights for other software.

@@ -180,3 +180,18 @@ def test_what_goes_to_the_hub_is_whole_when_it_goes(tmp_path: Path) -> None:
     trainer.save_model(_internal_call=True)
     assert (tmp_path / "model.safetensors").exists()
     trainer.close()
+
+
+def test_model_init_makes_a_model_for_each_training(tmp_path: Path) -> None:
+    trainer = zstore.hf.Trainer(
+        args=arguments(tmp_path, max_steps=2),
+        model_init=lambda: llama(**TINY),
+        train_dataset=Texts(4),
+        zstore_config=config(tmp_path, device="cpu"),
+    )
+    trainer.train()
+    first, engine = history(trainer, "loss"), trainer.engine
+    trainer.train()
+    assert history(trainer, "loss") == first
+    assert trainer.engine is not engine
+    trainer.close()

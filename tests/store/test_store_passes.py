@@ -1,18 +1,20 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
 import errno
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.store.stores import create, other_than
+from tests.store.stores import LARGE, create, other_than
 from zstore.errors import BudgetError, StorageError, UsageError
+from zstore.io.files import Kind
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.tiers.device import DEVICE_TILE_NUMEL
 from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
-from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import same_bits
 
 TIERS = ("device", "host", "disk")
@@ -83,6 +85,46 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
     files.heal()
     assert ended == [0, 1][: len(ended)]
     assert all((store.read(names[group]).wait() == 7).all() for group in ended)
+
+
+class _LateThenFailing(GatedFiles):
+    """Holds writes of the first array; the first write of the second one fails."""
+
+    def __init__(self) -> None:
+        super().__init__("write", pattern="*model%2F0*")
+        self.has_failed = threading.Event()
+        self.is_armed = False
+
+    def step(self, kind: Kind, path: str) -> None:
+        """See `WatchedFiles.step`."""
+        if not self.is_armed:
+            return
+        super().step(kind, path)
+        if kind == "write" and "model%2F1" in path and not self.has_failed.is_set():
+            self.has_failed.set()
+            raise OSError(errno.EIO, "the drive failed")
+
+
+def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(tmp_path: Path) -> None:
+    files = _LateThenFailing()
+    ended: list[int] = []
+    options = StoreOptions(run_path=tmp_path, num_threads=2, block_bytes=128 * 1024)
+    with TensorStore(options, files=files) as store:
+        for name in ("model/0", "model/1"):
+            create(store, "disk", (30, 1000) if name.endswith("0") else LARGE, name=name)
+        store.write("model/2", create(store, "disk", name="model/2")).wait()
+        files.is_armed = True
+
+        def change() -> None:
+            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=ended.append):
+                tile.views[0][:] = 7
+                if files.has_failed.is_set():
+                    files.open_gate()
+                    store.read("model/2").wait()  # time for the write to end
+
+        with pytest.raises(StorageError):
+            change()
+        assert ended in ([], [0])
 
 
 def test_tiles_in_memory_span_many_chunks(store: TensorStore) -> None:

@@ -342,7 +342,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             output_dir,
             tag,
             {STATE_KEY: kept},
-            exclude_frozen_parameters=_is_peft(self.model),
+            trainable_only=_is_peft(self.model),
             overwrite=True,
             wait=False,
         )

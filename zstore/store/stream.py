@@ -368,9 +368,9 @@ class Stream:
         """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
         while self._ending and (wait or all(ticket.done() for ticket in self._ending[0][1])):
             # Waited for also where they are done: this is where an error is raised. The rest is settled by `_finish`.
-            group, self._saves = self._ending.popleft()
-            self._counters.write_wait_s += _wait_all(self._saves)
-            self._saves = deque()
+            group, saves = self._ending[0]
+            self._counters.write_wait_s += _wait_all(saves)
+            self._ending.popleft()
             if self._pass.on_end is not None:
                 self._end(self._groups[group], True)
                 self._pass.on_end(group)
