@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ from .params.tensors import cast_floating
 from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.timers import PhaseTimes, timed
+from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
@@ -51,7 +52,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_NEEDED_BY = {"forward": ("lp_params",), "wait_for_checkpoint": ("lp_params",)}
+_NEEDED_BY = {"forward": ("lp_params",)}
 """What a call needs of what `offload_states` moves, where that is not all."""
 
 
@@ -61,7 +62,8 @@ def _phase(name: str) -> Callable[[Callable[Concatenate[Engine, P], R]], Callabl
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
         @functools.wraps(method)
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            self._loss_backward.settle()
+            if self._loss_backward.task is not None:
+                self._loss_backward.settle()
             if self.training_state.away:
                 self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
             with self.training_state.world.calling(name):
@@ -118,7 +120,7 @@ class Engine(nn.Module):
             training,
             self.access,
             self.report,
-            functools.partial(timed, self.times, "backward_s", self._wait_for_device),
+            functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
@@ -231,7 +233,7 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        return timed(self.times, phase, self._wait_for_device)
+        return _time_phase(self.times, phase, self._wait_for_device)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -864,3 +866,17 @@ def _close(
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and what follows may wait for them.
         last_to_first.callback(training.world.tell_uncaught)
+
+
+@contextlib.contextmanager
+def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
+    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    try:
+        yield
+        if wait is not None:
+            wait()
+    finally:
+        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

@@ -33,9 +33,6 @@ from .access.access import Access
 from .report.progress import RunReport
 from .training import Training
 
-_NONE = -1
-"""Autograd's number of a backward where none is under way."""
-
 
 class LossBackward:
     """Backwards that the script starts. See [Note: a backward of the script's own]. `timed` times one."""
@@ -47,7 +44,7 @@ class LossBackward:
         self._access = access
         self._report = report
         self._timed = timed
-        self._task = _NONE
+        self.task: int | None = None
         """Autograd's number of the backward under way."""
         self._trains = False
         """Whether it brings gradients to parameters that are trained."""
@@ -84,7 +81,7 @@ class LossBackward:
         if self.is_engines:
             return None
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self.task:
             self.settle()
             self._begin(task, loss)
         return self._scaled(gradient) if self._trains else None
@@ -104,7 +101,7 @@ class LossBackward:
             elif training.hooks is not None:
                 training.hooks.start_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self._task, self._ends = task, ends.pop_all()
+            self.task, self._ends = task, ends.pop_all()
 
     def _brings_gradients(self) -> bool:
         """Return whether the backward under way brings a gradient to a parameter that is trained."""
@@ -129,7 +126,7 @@ class LossBackward:
 
     def _end(self) -> None:
         """End the backward (autograd's call)."""
-        self._task = _NONE
+        self.task = None
         training, ends, self._ends = self._training, self._ends, ExitStack()
         with ends:
             if self._trains:
@@ -139,9 +136,9 @@ class LossBackward:
 
     def settle(self) -> None:
         """Abandon a backward that was begun and failed."""
-        if self._task == _NONE or torch._C._current_graph_task_id() == self._task:
+        if self.task is None or torch._C._current_graph_task_id() == self.task:
             return
-        self._task = _NONE
+        self.task = None
         error = UsageError("loss.backward() raised, so that the accumulation starts over")
         training, ends, self._ends = self._training, self._ends, ExitStack()
         if self._trains:

@@ -46,8 +46,8 @@ class OffloadedStates:
         self._away = access.away = training.away
         self._former: dict[str, TierName] = {}
         """Arrays that were moved, and where they rest otherwise."""
-        self._copied: dict[ParameterRecord, tuple[str, int, Residency]] = {}
-        """Parameters whose memory was freed: the array that has it, its bytes, and how the parameter was."""
+        self._copied: dict[ParameterRecord, tuple[str, Residency]] = {}
+        """Parameters whose memory was freed: the array that has its values, and how the parameter was."""
 
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
         """Move `include`, all by default, to a tier (all ranks). Raises, on every rank, with everything back in its place."""
@@ -59,10 +59,10 @@ class OffloadedStates:
         def check() -> None:
             if not self._training.accumulation.is_new:
                 raise UsageError(f"{call} in the middle of a step: call it after the step() that ends an accumulation")
-            if self._training.client_step is not None and names & {"optim_states", "hp_params"}:
+            if self._training.client_step is not None:
                 raise UsageError(
-                    f"{call}: {self._training.client_step.name} steps whole tensors on the device, which stay there: use "
-                    'an element-wise optimizer, or include=["lp_params"] alone'
+                    f"{call}: {self._training.client_step.name} steps whole tensors, and keeps its own state of them where "
+                    "they are: use an element-wise optimizer"
                 )
 
         self._access.finished(call, check, changes=True, moves=True)
@@ -75,6 +75,8 @@ class OffloadedStates:
             self.reload()
             raise
         return_free_memory()
+        if self._training.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _tier_of(self, device: Any) -> TierName:
         name = getattr(device, "value", device)
@@ -130,10 +132,9 @@ class OffloadedStates:
         if record in self._copied:
             self._move_array(name, tier)
             return
-        values = _memory(record)
+        store, values = self._training.state.store, _memory(record)
         if not values.numel():
             return
-        store = self._training.state.store
         spec = ArraySpec(name=name, shape=(values.numel(),), dtype=dtype_name(values.dtype))
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier=tier)
         try:
@@ -141,22 +142,22 @@ class OffloadedStates:
         except BaseException:
             store.remove(name)
             raise
-        self._copied[record] = (name, values.untyped_storage().nbytes(), record.residency)
-        if record.residency is Residency.RESIDENT:
-            record.point_at_placeholder()
+        self._copied[record] = name, record.residency
         self._training.state.transfers.settle()
-        values.untyped_storage().resize_(0)
+        if self._is_parameter(record, model_array(record.name)):
+            store.change_memory(model_array(record.name), None)
+        # Whatever still has the memory, as a graph or a numpy array, keeps it.
+        record.drop_memory()
 
     def _bring_back(self, record: ParameterRecord) -> None:
-        name, nbytes, residency = self._copied.pop(record)
+        name, residency = self._copied.pop(record)
+        store = self._training.state.store
+        record.make_memory(resident=residency is Residency.RESIDENT)
         values = _memory(record)
-        values.untyped_storage().resize_(nbytes)
-        padding = values.as_strided((nbytes // values.element_size() - values.storage_offset(),), (1,))
-        padding[values.numel() :].zero_()
         self._pass(name, "read", lambda view, part: self._copy(values[part], view))
-        self._training.state.store.remove(name)
-        if residency is Residency.RESIDENT:
-            record.make_resident()
+        store.remove(name)
+        if self._is_parameter(record, model_array(record.name)):
+            store.change_memory(model_array(record.name), record.owned())
 
     def _pass(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:
         with self._training.state.passing([[name]], mode) as tiles:

@@ -16,12 +16,13 @@ def main() -> None:
     parser.add_argument("--out", help="folder for checkpoints; a temporary one by default")
     parser.add_argument("--steps", type=int, default=20)
     args = deepspeed.add_config_arguments(parser).parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        train(args, args.out or temporary)
+    deepspeed.init_distributed()
+    out = [args.out or tempfile.mkdtemp()]
+    dist.broadcast_object_list(out, src=0)  # one folder for all ranks
+    train(args, out[0])
 
 
 def train(args: argparse.Namespace, out: str) -> None:
-    deepspeed.init_distributed()
     torch.manual_seed(0)
     config = {
         "train_batch_size": 8 * dist.get_world_size(),

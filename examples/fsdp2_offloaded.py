@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from, of any number of ranks")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(0))

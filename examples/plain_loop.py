@@ -21,6 +21,7 @@ def main() -> None:
 
 def train(out: Path, steps: int) -> None:
     """Learn a random linear map."""
+    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16))
     target = torch.randn(64, 16)

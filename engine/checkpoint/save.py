@@ -40,7 +40,7 @@ from .load_plan import LoadOptions, LoadReport
 from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
-from .snapshot_folder import TAKEN
+from .snapshot_folder import TAKEN, place_of
 
 if TYPE_CHECKING:
     from ..training import Training
@@ -98,7 +98,14 @@ class Checkpoints:
             small.state.update(self._choices(options))
         if options.names_base:
             small.state.update(self._base.record())
-        chosen, save_id, described = world.broadcast_object([mine, new_save_id(), small.described()])
+        place = place_of(options.folder)
+        chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
+        with world.agreeing():
+            if place != theirs:
+                raise UsageError(
+                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder, which all ranks "
+                    "share"
+                )
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:

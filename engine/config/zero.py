@@ -28,7 +28,7 @@ class OffloadOptimizerSection(Section):
     """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
     nvme_path: Folders | None = built(None)
     """Folder on the drive for the state's files; needed with "nvme". A list spreads them over several drives. Each run locks
-    its folders; two runs cannot share one."""
+    its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
     Where that fails: pageable memory, and one warning."""

@@ -187,10 +187,22 @@ class ParameterRecord:
         self.parameter.data = values
         self.address = values.data_ptr()
 
-    def make_resident(self) -> None:
-        """Make the values in `full` the parameter's own, for good."""
-        self._point_at(self.full.view(self.shape))
-        self.residency = Residency.RESIDENT
+    def drop_memory(self) -> None:
+        """Let go of the memory that a parameter rests in; it becomes a view of one NaN until `make_memory`."""
+        self.point_at_placeholder()
+        if self.shard is None:
+            self.full = view_of_one_nan(self.full.shape, self.dtype, self.full.device)
+        else:
+            self.shard = view_of_one_nan(self.shard.shape, self.dtype, self.full.device)
+
+    def make_memory(self, *, resident: bool) -> None:
+        """Undo `drop_memory`, with undefined values: a `resident` parameter has its memory in `full`, any other in `shard`."""
+        if resident:
+            self.full = torch.empty(self.full.numel(), dtype=self.dtype, device=self.full.device)
+            self._point_at(self.full.view(self.shape))
+            self.residency = Residency.RESIDENT
+        elif self.shard is not None:
+            self.shard = self.full.new_zeros(self.grid.shard_numel)[: self.shard.numel()]
 
     def point_back(self) -> None:
         """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""

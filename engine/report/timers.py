@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -27,17 +24,3 @@ class PhaseTimes:
             backward_s=self.backward_s - other.backward_s,
             optimizer_s=self.optimizer_s - other.optimizer_s,
         )
-
-
-@contextmanager
-def timed(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
-    if wait is not None:
-        wait()
-    start = time.perf_counter()
-    try:
-        yield
-        if wait is not None:
-            wait()
-    finally:
-        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

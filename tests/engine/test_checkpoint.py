@@ -414,7 +414,8 @@ def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
         train(engine, 1)
         for name, action in {
             "state": lambda: engine.save_checkpoint(folder, "bad", {"x": object()} if rank == 1 else {}),
-            "folder": lambda: engine.save_checkpoint(folder if rank else f"{folder}/file/below", "bad"),
+            "folder": lambda: engine.save_checkpoint(f"{folder}/file/below", "bad"),
+            "folders": lambda: engine.save_checkpoint(f"{folder}/of-{rank}", "bad"),
             "absent": lambda: engine.load_checkpoint(folder, "absent"),
         }.items():
             try:
@@ -434,7 +435,9 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert first["state"] == "RankError"
     assert second["state"] == "UsageError"
     assert first["folder"] not in ("RankError", "")
-    assert second["folder"] == "RankError"
+    assert second["folder"] != ""
+    assert first["folders"] == "RankError"
+    assert second["folders"] == "UsageError"
     assert first["absent"] == second["absent"] == "CheckpointNotFoundError"
     assert first["state back"] == second["state back"] == [0.0, 0.0]
     assert first["finite"]

@@ -334,6 +334,21 @@ def test_an_engine_without_an_optimizer_evaluates() -> None:
         assert engine(torch.ones(1, 2)).shape == (1, 1)
 
 
+def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by_another(tmp_path: Path) -> None:
+    from zstore.as_deepspeed import initialize, zero
+
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    whole: dict[str, Any] = {"stage": 3, "offload_param": disk, "stage3_param_persistence_threshold": 0}
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(32, 32)
+    torch.manual_seed(0)
+    with zero.Init(config_dict_or_path={"zero_optimization": whole | {"offload_optimizer": disk}}):
+        model = torch.nn.Linear(32, 32)
+    engine, *_ = initialize.initialize(model=model, config={"zero_optimization": whole})
+    with engine, torch.no_grad():
+        assert torch.equal(engine(torch.ones(1, 32)), plain(torch.ones(1, 32)))
+
+
 def test_the_page_lists_the_names_that_are_there() -> None:
     page = (ROOT / "docs" / "deepspeed.md").read_text()
     table = page.partition("| what scripts import | |")[2].partition("\n\n")[0]

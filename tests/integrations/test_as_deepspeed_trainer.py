@@ -123,6 +123,18 @@ def trainers(rank: int, where: str) -> dict[str, Any]:
         deepspeed.initialize(model=torch.nn.Linear(1, 1), config={})
     accelerate.state.PartialState._shared_state.clear()
 
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init(config_dict_or_path=str(configs["stage3"])):
+        built = torch.nn.Linear(16, 16)
+        own = built.weight.detach().clone()
+    assert built.state_dict()["weight"].isnan().all()
+    theirs = [own.clone()]
+    dist.broadcast_object_list(theirs, src=0)
+    with deepspeed.zero.GatheredParameters({built.weight, built.bias}):
+        assert torch.equal(built.weight, own) == (rank == 0)
+        assert torch.equal(built.weight, theirs[0])
+    del built
+
     found = {"plain": script("--model", model, "--out", folder / "plain")}
     for name, config in configs.items():
         found[name] = script("--model", model, "--out", folder / name, "--deepspeed", config)

@@ -341,6 +341,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
 
     refused("not known to update each element", kind=torch.optim.LBFGS)
     refused("looks at more than one element", kind=Normed)
+    refused("in blocks with a scale each", kind=type("Adam8bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}))
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")
@@ -401,6 +402,56 @@ def test_an_update_in_the_backward_takes_one_backward_a_step(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         hidden.sum().backward()
     optimizer.close()
+
+
+class Failing(Lion):
+    """Fails on the second step, at its second tile."""
+
+    left = 1_000_000
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Failing.left -= 1
+        if not Failing.left:
+            raise OSError("the drive is gone")
+        super().step(closure)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(overlap: Any, tmp_path: Path) -> None:
+    register(Failing)
+    ours, theirs = make_model(), make_model()
+    torchs = Lion(theirs.parameters())
+    train(theirs, torchs)
+    with Offloaded(Failing, ours.parameters(), path=tmp_path, overlap=overlap) as optimizer:
+        train(ours, optimizer, range(2))
+        optimizer.wait()
+        saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
+        Failing.left = 3
+        with pytest.raises(OSError, match="the drive is gone"):
+            train(ours, optimizer, range(2, 4))  # behind a step it is told by what comes next
+        Failing.left = 1_000_000
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="a mixture of two steps"):
+            train(ours, optimizer, range(2, 3))
+        optimizer.zero_grad()
+        ours.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(ours, optimizer, range(2, 4))
+        optimizer.wait()
+        assert same(ours, theirs)
+
+
+def test_a_group_that_does_not_fit_leaves_the_others(tmp_path: Path) -> None:
+    ours, theirs = make_model(), make_model()
+    with Offloaded(AdamW, ours.parameters(), device="cpu", host_budget_bytes=10**6, lr=1e-2) as optimizer:
+        with pytest.raises(BudgetError, match="host_budget_bytes"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10**6))]})
+        extra = nn.Parameter(torch.zeros(10))
+        optimizer.add_param_group({"params": [extra]})
+        train(ours, optimizer)
+        train(theirs, AdamW(theirs.parameters(), lr=1e-2, fused=True))
+        assert same(ours, theirs)
+        assert list(optimizer.state) == [*ours.parameters(), extra]
 
 
 def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:

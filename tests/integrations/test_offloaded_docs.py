@@ -44,8 +44,7 @@ def test_the_loop_of_fsdp2_trains(resumes: bool, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         return [float(found) for found in re.findall(r"loss ([\d.]+)", str(ran.stdout))]
 
-    losses = run(2)
+    first, last = run(2)
+    assert last < first
     if resumes:
-        losses += run(1, "--resume", str(tmp_path / "step-6"))
-    assert len(losses) >= 2
-    assert losses == sorted(losses, reverse=True)
+        assert max(run(1, "--resume", str(tmp_path / "step-6"))) < last

@@ -119,7 +119,9 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
                 step(ours, optimizer, number)
             found[str(kept["overlap"])] = digests(ours, optimizer)
             disk_bytes = optimizer.statistics().disk_bytes
-            assert disk_bytes == 8 * sum(ours[i].weight.to_local().numel() for i in (0, 2)), disk_bytes
+            # Over more ranks parts are so small that they stay in memory.
+            on_disk = 8 * sum(ours[i].weight.to_local().numel() for i in (0, 2))
+            assert disk_bytes == (on_disk if torch_dist.get_world_size() == 2 else 0)
             if kept["overlap"] == "forward":
                 dcp.save(app(ours, optimizer), checkpoint_id=f"{folder}/theirs")
                 dcp.save(app(ours, optimizer), storage_writer=zstore.dcp.Writer(f"{folder}/ours/step-3"))

@@ -2,6 +2,9 @@
 
 import asyncio
 import errno
+import os
+import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +132,15 @@ def test_operations_of_an_array_run_in_their_order(store: TensorStore, tier: str
     for ticket, expected in tickets:
         found = ticket.wait(30)
         assert expected is None or same_bits(found, expected)
+
+
+def test_what_was_read_is_its_readers_alone(store: TensorStore) -> None:
+    create(store, "disk")
+    found = weakref.ref(store.read("model/w").wait())
+    end = time.monotonic() + 10
+    while found() is not None and time.monotonic() < end:
+        os.sched_yield()  # the thread that read may be about to let go
+    assert found() is None
 
 
 @pytest.mark.parametrize("tier", TIERS)

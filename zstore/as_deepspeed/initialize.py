@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ __all__ = ["add_config_arguments", "init_distributed", "initialize"]
 
 
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
-    args: Namespace | None = None,
+    args: Any = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
@@ -86,10 +85,11 @@ def _require_agreement() -> None:
     )
 
 
-def _source(args: Namespace | None, config: Any) -> Any:
+def _source(args: Any, config: Any) -> Any:
     """Return the one config that was given. Raises ConfigError for none, or two."""
-    names = ("deepspeed_config", "deepscale_config")
-    written = [vars(args)[name] for name in names if args is not None and vars(args).get(name) is not None]
+    # Any object with attributes will do, as in DeepSpeed.
+    given = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
+    written = [value for value in given if value is not None]
     found = [*([] if config is None else [config]), *written]
     if not found:
         raise ConfigError(

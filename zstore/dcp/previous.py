@@ -64,6 +64,9 @@ class Previous:
         same = False
         try:
             same = self._holds(ShardReader(self._resources, target, spec, grid, shard), fill)
+            if same:
+                # Whoever wrote it may have left that to chance.
+                files.sync_file(target)
         finally:
             if not same:
                 files.unlink(target)

@@ -166,12 +166,13 @@ def _write_items(tensor: Any) -> list[WriteItem]:
 
 def pinned(value: Any) -> PinnedTensor | None:
     """Return what stands for `value` in a staged state dict: its pinned version where it rests in a store, else None."""
-    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
+    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor or not value.numel():
         return None
     if isinstance(value, PinnedTensor):
         return value
     items = _write_items(value)
-    if not items or not all(isinstance(_part(value, item.index), Resting) for item in items):
+    parts = [_part(value, item.index) for item in items]
+    if not parts or not all(part.numel() and isinstance(part, Resting) for part in parts):
         return None
     found = PinnedTensor(value, items)
     return found if found.is_whole else None

@@ -26,7 +26,7 @@ _PAUSE_S = 0.5
 class UploadingRankWriter(RankWriter):
     """Writes one rank's part of a save in the folder `scratch` of its own, and uploads it to `remote` a file at a time.
 
-    The disk holds at most one shard file and one piece for each thread.
+    The disk holds at most one shard file for each thread, and the pieces that it is put together from.
     """
 
     remote: RemoteFolder = field(kw_only=True)

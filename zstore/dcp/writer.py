@@ -214,7 +214,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     layout = writer.share.arrays[item.index.fqn]
     box = _box(written)
     found: Any = planner.resolve_data(item)
-    pin = found.pin_shard() if isinstance(found, Resting) else None
+    pin = found.pin_shard() if box.numel and isinstance(found, Resting) else None
     wrote: list[Wrote] = []
     if pin is None:
         data = _bytes(item, found, layout.spec, box)

@@ -59,6 +59,17 @@ class LocalState:
         self._kernels = kernels
         self.arrays.kernels = kernels
 
+    def remove_group(self, number: int) -> None:
+        """Forget the last parameter group, and free what its parameters have."""
+        for parameter, record in list(self.records.items()):
+            if record.group == number:
+                for array in self.arrays.arrays_of(record):
+                    self.arrays.store.remove(array)
+                self.arrays.records.remove(record)
+                del self.records[parameter], self.arrays.scalars[record]
+                self._names.discard(record.name)
+        del self._kernels[number:]
+
     def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
         """Create the state of a parameter. Raises BudgetError where neither memory nor a disk has room for it."""
         number = len(self.records)

@@ -142,6 +142,7 @@ class Offloaded(torch.optim.Optimizer):
             self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
         except BaseException:
             del self.param_groups[number]
+            self._parts.state.remove_group(number)
             raise
         if self._parts.in_backward is not None:
             self._parts.in_backward.groups = self.param_groups
@@ -235,6 +236,8 @@ class Offloaded(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded
+        if self._parts.in_backward is not None:
+            self._parts.in_backward.abandon()
         self._parts.stepping.forget()
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
         if self._parts.in_backward is not None:

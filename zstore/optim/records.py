@@ -9,7 +9,6 @@ too. Elsewhere (columns, meshes of two dims) they are of the part alone.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from zstore.dcp.layout import grid_of_rows
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
+from zstore.format.partition import Grid, make_grid
 from zstore.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,26 +181,8 @@ def _rows_of_ranks(parameter: torch.Tensor, local: torch.Tensor) -> tuple[Grid, 
     each = -(-extent // parameter.device_mesh.size(cut[0]))
     if local.shape[0] != max(0, min(extent, (shard + 1) * each) - shard * each):
         return None
-    grid = _grid_of_rows(stored, each * (stored[0] // extent))
+    grid = grid_of_rows(stored, each * (stored[0] // extent))
     return None if grid is None else (grid, shard)
-
-
-def _grid_of_rows(stored: tuple[int, ...], shard_rows: int) -> Grid | None:
-    """Return a grid of shards of `shard_rows` rows whose chunks end where the kernel's tiles may; None where none does."""
-    rows, row_numel = stored[0], math.prod(stored[1:])
-    root = math.isqrt(shard_rows)
-    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
-    fitting = [
-        d
-        for d in (*small, *(shard_rows // d for d in small))
-        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= _MOST_CHUNK_NUMEL)
-        or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
-    ]
-    if not fitting:
-        return None
-    target = min(max(shard_rows * row_numel // 16, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
-    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
-    return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
 def memory_of(local: torch.Tensor) -> torch.Tensor:

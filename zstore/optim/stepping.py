@@ -69,14 +69,13 @@ class Stepping:
         """Update the parameters that have rows here."""
         update = Update(self._state.arrays, list(rows), settings, taking(rows))
         records = list(rows)
-        if behind:
-            update.note_scalars(records)
-            self._state.note_update(records)
-            self._updater.start(update)
-            return
         try:
-            update.run()
-            update.note_scalars(records)
+            if behind:
+                update.note_scalars(records)
+                self._updater.start(update)
+            else:
+                update.run()
+                update.note_scalars(records)
         except BaseException as error:
             self.torn = error
             raise
@@ -209,13 +208,18 @@ class InBackward:
         if running is not None:
             running.wait()
 
-    def close(self) -> None:
-        """Abandon a step under way and end the thread."""
+    def abandon(self) -> None:
+        """Forget a step under way, which may have changed some parameters."""
         with self._changed:
             self._over = True
             self._waiting = {}
             self._changed.notify_all()
         self._wait()
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Abandon a step under way and end the thread."""
+        self.abandon()
         if self._workers is not None:
             self._workers.close()
             self._workers = None

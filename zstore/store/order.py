@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from ..io.pool import Workers
@@ -17,8 +19,9 @@ class ArrayOrder:
 
     def __init__(self, num_threads: int = 2) -> None:
         self._workers = Workers(num_threads, "zstore-store")
-        self._pending: dict[str, Ticket[Any]] = {}
-        """The last operation on each array."""
+        self._pending: dict[str, tuple[int, Ticket[Any]]] = {}
+        """The last operation on each array that has not ended, and its number: a ticket keeps what was read."""
+        self._numbers = itertools.count()
         self._failed: dict[str, BaseException] = {}
         """The error of the last change of an array: the ticket that has it may have been dropped."""
         self._lock = threading.Lock()
@@ -30,7 +33,7 @@ class ArrayOrder:
 
             def run() -> T:
                 if before is not None:
-                    before.error()
+                    before[1].error()
                 try:
                     result = operation()
                 except BaseException as error:
@@ -41,14 +44,22 @@ class ArrayOrder:
                     self._failed.pop(name, None)
                 return result
 
-            ticket = self._pending[name] = self._workers.submit(run)
+            number, ticket = next(self._numbers), self._workers.submit(run)
+            self._pending[name] = number, ticket
+        # By its number: a callback that had the ticket would be kept by it, and keep it.
+        ticket.when_done(partial(self._end, name, number))
         return ticket
+
+    def _end(self, name: str, number: int) -> None:
+        with self._lock:
+            if name in self._pending and self._pending[name][0] == number:
+                del self._pending[name]
 
     def settle(self, names: Iterable[str]) -> None:
         """Wait for all operations on `names`; errors stay with their tickets."""
         with self._lock:
-            tickets = [ticket for name in names if (ticket := self._pending.pop(name, None)) is not None]
-        for ticket in tickets:
+            pending = [each for name in names if (each := self._pending.pop(name, None)) is not None]
+        for _, ticket in pending:
             ticket.error()
 
     def raise_failed(self, names: Iterable[str]) -> None:

@@ -144,6 +144,14 @@ class TensorStore(Closing):
         self._tiers[name] = chosen
         del self._shards[moving.name], self._tiers[moving.name]
 
+    def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
+        """Let an array on the device tier rest in other memory of the caller's, as `create` takes it, which holds its values;
+        None: in none, and nobody may reach for it until there is some again. Raises UsageError as `rename` does."""
+        tier = self._at_rest(name)
+        if not isinstance(tier, DeviceTier):
+            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, which makes its own memory")
+        tier.change_memory(name, memory)
+
     def remove(self, name: str) -> None:
         """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""
         if not self._closed:
