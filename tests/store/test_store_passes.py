@@ -88,20 +88,24 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
 
 
 class _LateThenFailing(GatedFiles):
-    """Holds writes of the first array; the first write of the second one fails."""
+    """Holds the write of the first array, and the first write of the second one, which then fails."""
 
     def __init__(self) -> None:
-        super().__init__("write", pattern="*model%2F0*")
-        self.has_failed = threading.Event()
+        super().__init__("write", pattern="*model%2F[01]*")
+        self.release(*range(2, 1000))
         self.is_armed = False
+        self.has_begun = threading.Event()
+        """Whether the write that fails has begun."""
 
     def step(self, kind: Kind, path: str) -> None:
         """See `WatchedFiles.step`."""
         if not self.is_armed:
             return
+        fails = kind == "write" and "model%2F1" in path and not self.has_begun.is_set()
+        if fails:
+            self.has_begun.set()
         super().step(kind, path)
-        if kind == "write" and "model%2F1" in path and not self.has_failed.is_set():
-            self.has_failed.set()
+        if fails:
             raise OSError(errno.EIO, "the drive failed")
 
 
@@ -115,16 +119,20 @@ def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(t
         store.write("model/2", create(store, "disk", name="model/2")).wait()
         files.is_armed = True
 
+        def end(group: int) -> None:
+            ended.append(group)
+            files.release(1)
+
         def change() -> None:
-            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=ended.append):
+            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=end):
                 tile.views[0][:] = 7
-                if files.has_failed.is_set():
-                    files.open_gate()
+                if files.has_begun.is_set():
+                    files.release(0)
                     store.read("model/2").wait()  # time for the write to end
 
         with pytest.raises(StorageError):
             change()
-        assert ended in ([], [0])
+        assert ended == [0]
 
 
 def test_tiles_in_memory_span_many_chunks(store: TensorStore) -> None:
