@@ -1,7 +1,6 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
 import errno
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -94,28 +93,27 @@ class _LateThenFailing(GatedFiles):
         super().__init__("write", pattern="*model%2F[01]*")
         self.release(*range(2, 1000))
         self.is_armed = False
-        self.has_begun = threading.Event()
-        """Whether the write that fails has begun."""
+        self._second = False
 
     def step(self, kind: Kind, path: str) -> None:
         """See `WatchedFiles.step`."""
         if not self.is_armed:
             return
-        fails = kind == "write" and "model%2F1" in path and not self.has_begun.is_set()
-        if fails:
-            self.has_begun.set()
+        fails = kind == "write" and "model%2F1" in path and not self._second
+        self._second |= fails
         super().step(kind, path)
         if fails:
             raise OSError(errno.EIO, "the drive failed")
 
 
-def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(tmp_path: Path) -> None:
+def test_a_write_that_fails_as_the_group_before_ends_is_raised(tmp_path: Path) -> None:
     files = _LateThenFailing()
     ended: list[int] = []
-    options = StoreOptions(run_path=tmp_path, num_threads=2, block_bytes=128 * 1024)
-    with TensorStore(options, files=files) as store:
-        for name in ("model/0", "model/1"):
-            create(store, "disk", (30, 1000) if name.endswith("0") else LARGE, name=name)
+    # One thread: what it does comes one after the other.
+    options = StoreOptions(run_path=tmp_path, num_threads=1, block_bytes=128 * 1024)
+    with TensorStore(options, files=files) as store, files.holding():
+        create(store, "disk", (30, 1000), name="model/0")
+        create(store, "disk", LARGE, name="model/1")
         store.write("model/2", create(store, "disk", name="model/2")).wait()
         files.is_armed = True
 
@@ -126,9 +124,10 @@ def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(t
         def change() -> None:
             for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=end):
                 tile.views[0][:] = 7
-                if files.has_begun.is_set():
+                if tile.group == 1 and tile.first == 0:
+                    files.arrived(1)
                     files.release(0)
-                    store.read("model/2").wait()  # time for the write to end
+                    store.read("model/2").wait()  # behind the write of the first group
 
         with pytest.raises(StorageError):
             change()
