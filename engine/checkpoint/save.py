@@ -98,7 +98,7 @@ class Checkpoints:
             small.state.update(self._choices(options))
         if options.names_base:
             small.state.update(self._base.record())
-        place = place_of(options.folder)
+        place = place_of(str(options.folder))
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
             if place != theirs:
