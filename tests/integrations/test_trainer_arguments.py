@@ -195,3 +195,11 @@ def test_model_init_makes_a_model_for_each_training(tmp_path: Path) -> None:
     assert history(trainer, "loss") == first
     assert trainer.engine is not engine
     trainer.close()
+
+
+def test_a_trainer_that_was_closed_says_so(tmp_path: Path) -> None:
+    trainer = _make(tmp_path, config(tmp_path, device="cpu"), max_steps=1)
+    trainer.train()
+    trainer.close()
+    with pytest.raises(UsageError, match="was closed"):
+        trainer.train()
