@@ -277,9 +277,11 @@ def _refusals(rank: int, folder: str) -> None:
     refused(UsageError, "backward.. is overridden", Backward)
     refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* gradient_clipping to 0.7", Clips, gradient_clip_val=None)
     refused(
-        ConfigError, "per_gpu is 999, and .* loader", strategy=ZstoreStrategy({"train_micro_batch_size_per_gpu": 999})
+        ConfigError,
+        "per_gpu is 999, and .* is 4: change",
+        strategy=ZstoreStrategy({"train_micro_batch_size_per_gpu": 999}),
     )
-    refused(ConfigError, "train_batch_size is 999,", strategy=ZstoreStrategy({"train_batch_size": 999}))
+    refused(ConfigError, "is 12, that x accumulate_grad_b.* 3 x 1", strategy=ZstoreStrategy({"train_batch_size": 999}))
     refused(UsageError, '"value".*clips by the global norm', gradient_clip_algorithm="value")
     refused(UsageError, 'StochasticWeightAveraging: .* strategy="ddp"', callbacks=[StochasticWeightAveraging(0.1)])
     saves = ModelCheckpoint(base, save_weights_only=True)

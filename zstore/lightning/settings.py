@@ -147,16 +147,18 @@ def _precision(source: Source, settings: Settings, wanted: str | None, given: st
     return changed
 
 
-def check_batch_size(source: Source, micro: int, whole: int) -> None:
-    """Raise ConfigError where the config says another batch size than the loader: samples of a micro-batch on one rank,
-    and of a step over all."""
+def check_batch_size(source: Source, micro: int, accumulation: int, world_size: int) -> None:
+    """Raise ConfigError where the config says another batch size than comes of the loader's, `micro`."""
     settings = source.settings
-    for key, theirs in (("train_micro_batch_size_per_gpu", micro), ("train_batch_size", whole)):
-        own = getattr(settings, key)
-        if own not in (None, "auto", theirs):
+    whole = f"{micro * accumulation * world_size}, that x accumulate_grad_batches {accumulation} x {world_size} ranks"
+    for key, wanted, told in (
+        ("train_micro_batch_size_per_gpu", micro, str(micro)),
+        ("train_batch_size", micro * accumulation * world_size, whole),
+    ):
+        if getattr(settings, key) not in (None, "auto", wanted):
             raise ConfigError(
-                f"{source.name}: {key} is {own}, and {theirs} by the loader's batch size of {micro}: change one of them, "
-                f'or set {key} to "auto"'
+                f"{source.name}: {key} is {getattr(settings, key)}, and with the loader's batch size of {micro} it is {told}: "
+                f'change one of them, or set {key} to "auto"'
             )
 
 

@@ -208,7 +208,7 @@ class EngineStrategy:
             settings = self.source.settings
             size = batch_size(trainer)
             if size is not None:
-                check_batch_size(self.source, size, size * trainer.accumulate_grad_batches * self.world_size)
+                check_batch_size(self.source, size, trainer.accumulate_grad_batches, self.world_size)
             answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": size or 1}
             if settings.scheduler is not None:
                 answers["scheduler.params.total_num_steps"] = max(1, int(trainer.estimated_stepping_batches))
