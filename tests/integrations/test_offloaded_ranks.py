@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -151,7 +152,27 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     found["clipped"] = clipped
     found["ddp"] = in_ddp(folder)
     found["two dims"] = on_two_dims(folder)
+    found["other forms"] = flat_and_full()
     return found
+
+
+def flat_and_full() -> bool:
+    """A flattened state dict, and a whole one on each rank, go back in."""
+    model = sharded()
+    with Offloaded(AdamW, model.parameters(), device="cpu") as optimizer:
+        step(model, optimizer, 0)
+        before = digests(model, optimizer)
+        for options in (
+            StateDictOptions(flatten_optimizer_state_dict=True),
+            StateDictOptions(full_state_dict=True),
+        ):
+            state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            optimizer.state.clear()
+            assert digests(model, optimizer) != before
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+            if digests(model, optimizer) != before:
+                return False
+    return True
 
 
 def on_two_dims(folder: str) -> list[tuple[str, str]]:
@@ -237,6 +258,7 @@ def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path:
         assert found["none"] == found["forward"] == found["backward"] == found["torch"] == trained[0]["torch"]
         assert found["clipped"][0] == found["clipped"][1]
         assert found["ddp"]
+        assert found["other forms"]
         assert len(set(found["two dims"])) == 1
     assert trained[0]["full"] == (601, 64)
     for name in ("ours/step-3", "ours/step-4"):
