@@ -26,7 +26,7 @@ Blocks = Callable[[int, Mapping[str, Any]], int | None]
 """Gives how many elements a block of the state has, of a parameter of so many elements and with these settings of the
 optimizer; None where the state is not in blocks."""
 
-_PLAIN_NUMEL = 16
+_PLAIN_NUMELS = (16, 3, 1)
 _MOST_PROBED = 1 << 22
 _PIECES = (256, 16, 1)
 """Lengths of pieces, in blocks."""
@@ -124,13 +124,14 @@ class BlockKernel:
         self._accepted = {n: settings[n] for n in inspect.signature(kind.__init__).parameters if n in settings}
         self._accepted.pop("params", None)
         self._blocks = blocks
-        self._proxy = torch.nn.Parameter(torch.zeros(_PLAIN_NUMEL))
+        self._proxy = torch.nn.Parameter(torch.zeros(1))
         self._optimizer = self.make(self._proxy)
         self._group = self._optimizer.param_groups[0]
         self.numel_in_blocks = numel = next((n for n in _sizes() if self.block_of(n) is not None), None)
         """A number of elements of a parameter whose state is in blocks."""
         self._in_blocks = None if numel is None else self._probe(numel)
-        self._plain = None if self.block_of(_PLAIN_NUMEL) else self._probe(_PLAIN_NUMEL)
+        plain = next((n for n in _PLAIN_NUMELS if self.block_of(n) is None), None)
+        self._plain = None if plain is None else self._probe(plain)
         forms = [form for form in (self._plain, self._in_blocks) if form is not None]
         self.slots = tuple(dict.fromkeys(array.name for form in forms for array in form.arrays))
         """Names of all arrays that there may be of a parameter; see `arrays`."""

@@ -245,10 +245,10 @@ class LocalState:
 
     def _local_part(self, record: LocalRecord, slot: SlotArray, what: str, value: Any) -> torch.Tensor:
         """Return this rank's part of an array that the class keeps in a type, or in blocks, of its own."""
-        if isinstance(value, DTensor) and value.placements == record.parameter.placements:
-            value = value.to_local()
-        elif isinstance(record.parameter, DTensor) and isinstance(value, torch.Tensor):
-            value = _rows_of(record, what, value)
+        parameter: torch.Tensor = record.parameter
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+            is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
+            value = local_part(value) if is_alike else _rows_of(record, what, value)
         parts = parts_of(value) if isinstance(value, torch.Tensor) else {}
         part = parts.get(slot.part)
         expected = self._stored(record, slot).array.shape
@@ -291,8 +291,8 @@ def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tenso
     first, rows = record.cut.offsets[0], record.local_shape[0]
     if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
         raise UsageError(
-            f"state {what!r}: expected a whole tensor, or one laid out as the parameter is ({record.parameter.placements}), "
-            f"got {getattr(whole, 'placements', list(whole.shape))}"
+            f"state {what!r}: expected a whole tensor of a parameter that is cut by rows, or one laid out as the parameter is "
+            f"({list(record.parameter.shape)}), got {getattr(whole, 'placements', list(whole.shape))}"
         )
     try:
         return whole[first : first + rows]

@@ -33,11 +33,15 @@ _in_blocks: dict[OptimizerClass, Blocks] = {}
 """Registered classes that keep their state in blocks."""
 _LIBRARIES: dict[str, tuple[tuple[str, ...], Blocks]] = {
     "torchao": (("Adam8bit", "AdamW8bit"), _torchao_blocks),
-    "bitsandbytes": (("Adam8bit", "AdamW8bit", "Lion8bit", "RMSprop8bit", "SGD8bit"), _bitsandbytes_blocks),
+    "bitsandbytes": (
+        ("Adam8bit", "AdamW8bit", "Lion8bit", "RMSprop8bit", "SGD8bit", "Adagrad8bit"),
+        _bitsandbytes_blocks,
+    ),
 }
 """Classes of others that are known without being registered."""
 _REFUSED = {
     "bf16_stochastic_round": "random rounding gives other values for parts of a tensor than for the whole",
+    "amsgrad": "the class itself takes no step with it",
     "is_paged": "offloaded state is paged by the store already",
 }
 
@@ -110,8 +114,8 @@ def _known(kind: OptimizerClass) -> OptimizerClass:
     if (library := kind.__module__.partition(".")[0]) in _LIBRARIES:
         names = ", ".join(_LIBRARIES[library][0])
         raise UsageError(
-            f"{kind.__module__}.{kind.__name__} keeps its state in a form that is not offloaded (two values a byte, 8-bit "
-            f"floats, or values that depend on whole tensors); of {library} there are {names}, and else torch.optim's classes"
+            f"{kind.__module__}.{kind.__name__} cannot be offloaded: of {library} there are {names}. Others keep two values in "
+            "a byte, 8-bit floats or pages of their own, look at whole tensors, or do what a class of torch.optim does"
         )
     names = ", ".join(each.__name__ for each in ELEMENT_WISE)
     raise UsageError(
@@ -160,7 +164,7 @@ def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str,
         if not torch.equal(whole.detach(), start):
             raise UsageError(
                 f"optimizer {kind.__name__} was registered with state in blocks of {block} elements, but steps over whole "
-                "blocks give other values than a step over the whole: it looks beyond a block, or its state does not start from zeros"
+                "blocks give other values than over the whole: it looks beyond a block, or its state does not begin as zeros"
             )
 
 

@@ -207,7 +207,7 @@ def with_own_copies(shown: torch.Tensor) -> torch.Tensor:
     """Return `shown`, a tensor of a class of its own around stored ones, whose `to`, copies and pickles are of values in
     memory: without that, what moves it to where it is already would get the stored tensors."""
 
-    def plain() -> torch.Tensor:
+    def plain() -> Any:
         return made_of(shown, {part: _plain(tensor) for part, tensor in parts_of(shown).items()})
 
     wrapper: Any = shown
