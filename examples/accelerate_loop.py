@@ -28,7 +28,7 @@ schedule = get_cosine_schedule_with_warmup(optimizer, 2, options.epochs * len(lo
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
 state = options.out / "state"
-if state.exists():
+if (state / "latest").exists():  # a save that did not end has none
     accelerator.load_state(str(state))
 for epoch in range(options.epochs):
     for batch in loader:

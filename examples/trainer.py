@@ -45,6 +45,6 @@ arguments = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:8], zstore_config=config)
-trainer.train(resume_from_checkpoint=any(options.out.glob("checkpoint-*")))
+trainer.train(resume_from_checkpoint=any(options.out.glob("checkpoint-*/latest")))
 print(f"loss of the evaluation: {trainer.evaluate()['eval_loss']:.3f}")
 trainer.save_model()

@@ -102,6 +102,8 @@ class LoadPlan:
     """Arrays of the model and its optimizer that the checkpoint does not have."""
     unexpected: list[str]
     """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
+    of_base: frozenset[str]
+    """Arrays of frozen parameters that the checkpoint left out on purpose, and whose values are compared instead."""
 
     @property
     def is_whole(self) -> bool:
@@ -111,7 +113,8 @@ class LoadPlan:
     @property
     def left_out(self) -> list[str]:
         """Differences that were accepted, for a warning."""
-        return [*_short(_MISSING, self.missing), *_short(_UNEXPECTED, self.unexpected)]
+        missing = [name for name in self.missing if name not in self.of_base]
+        return [*_short(_MISSING, missing), *_short(_UNEXPECTED, self.unexpected)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
     missing, unexpected = _differences(state, reader, options, wanted)
     found = {name for name in wanted if name in reader.arrays}
+    base = reader.record.base
     return LoadPlan(
         options=options,
         arrays=[
@@ -156,6 +160,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
         unexpected=unexpected,
+        of_base=frozenset(map(model_array, () if base is None else base.digests)),
     )
 
 

@@ -138,6 +138,7 @@ def test_precisions_that_can_be_compared_are(tmp_path: Path, caplog: pytest.LogC
         with start(load_base(tmp_path / "base"), config_of(tmp_path, 0, **loaded)) as engine:
             engine.load_checkpoint(ckpt)
         assert sum("was not checked" in record.getMessage() for record in caplog.records) == said
+    assert "loaded in part" not in caplog.text  # what was left out on purpose
 
 
 def test_checksums_are_combined() -> None:

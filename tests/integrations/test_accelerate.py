@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import zstore.accelerate
 from tests.integrations.trainers import Texts, config, llama
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.testing.ranks import run_ranks
 
 # The order of the samples follows from seed and epoch.
@@ -141,6 +141,11 @@ def _named_by_the_config(rank: int, folder: str) -> None:
     two = _Loop(_ours(place), samples=14)
     two.accelerator.load_state(os.fspath(place / "state"))
     two.epoch(1)
+    other = place / f"other-{rank}"
+    other.mkdir()
+    (other / "optimizer.bin").touch()
+    with pytest.raises(CheckpointMismatchError, match="without zstore"):
+        two.accelerator.load_state(os.fspath(other))
 
 
 def test_a_loop_of_accelerate_has_its_losses_and_resumes(tmp_path: Path) -> None:
@@ -163,6 +168,8 @@ def test_arguments_that_zstore_does_not_serve_are_refused(monkeypatch: pytest.Mo
         make(parallelism_config=object(), zstore_config=wanted)
     with pytest.raises(ConfigError, match="mixed_precision"):
         make(mixed_precision="bf16", zstore_config={**wanted, "bf16": {"enabled": False}})
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 4, .* is 2"):
+        make(gradient_accumulation_steps=2, cpu=True, zstore_config={**wanted, "gradient_accumulation_steps": 4})
     with pytest.raises(UsageError, match="fp8"):
         make(mixed_precision="fp8", zstore_config=wanted)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

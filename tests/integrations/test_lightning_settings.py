@@ -120,6 +120,9 @@ def test_a_strategy_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("ZSTORE_CONFIG", str(tmp_path / "ds.json"))
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
     assert ZstoreStrategy().source.settings.zero_optimization.stage == 1
+    for text in ('{"zero_optimization": {"stage": 3}}', ""):  # JSON itself; nothing
+        monkeypatch.setenv("ZSTORE_CONFIG", text)
+        assert ZstoreStrategy().source.settings.zero_optimization.stage == (3 if text else 2)
     monkeypatch.delenv("ZSTORE_CONFIG")
     assert ZstoreStrategy().source.settings.zero_optimization.stage == 2
 
@@ -273,7 +276,13 @@ def _refusals(rank: int, folder: str) -> None:
     refused(UsageError, "7 optimizers, .* parameter group", Two, **one)
     refused(UsageError, "backward.. is overridden", Backward)
     refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* gradient_clipping to 0.7", Clips, gradient_clip_val=None)
-    refused(UsageError, "clips by the global norm", gradient_clip_algorithm="value")
+    refused(
+        ConfigError,
+        "per_gpu is 999, and .* is 4: change",
+        strategy=ZstoreStrategy({"train_micro_batch_size_per_gpu": 999}),
+    )
+    refused(ConfigError, "is 12, that x accumulate_grad_b.* 3 x 1", strategy=ZstoreStrategy({"train_batch_size": 999}))
+    refused(UsageError, '"value".*clips by the global norm', gradient_clip_algorithm="value")
     refused(UsageError, 'StochasticWeightAveraging: .* strategy="ddp"', callbacks=[StochasticWeightAveraging(0.1)])
     saves = ModelCheckpoint(base, save_weights_only=True)
     refused(UsageError, "save_weights_only=True", callbacks=[saves], enable_checkpointing=True)

@@ -83,7 +83,7 @@ def test_a_config_comes_from_the_variable_and_the_rest_from_the_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Neither precision, clipping, an optimizer nor a schedule: all are the Trainer's.
-    monkeypatch.setenv("ZSTORE_CONFIG", json.dumps({"zero_optimization": {"stage": 2}}))
+    monkeypatch.setenv("ZSTORE_CONFIG", json.dumps({"zero_optimization": {"stage": 2}}) + " // as in a file")
     run = {"max_grad_norm": 0.3, "weight_decay": 0.1, "max_steps": 2, "lr_scheduler_type": "constant"}
     with caplog.at_level(logging.WARNING, logger="zstore"):
         ours = _make(tmp_path / "ours", None, **run)
@@ -195,3 +195,11 @@ def test_model_init_makes_a_model_for_each_training(tmp_path: Path) -> None:
     assert history(trainer, "loss") == first
     assert trainer.engine is not engine
     trainer.close()
+
+
+def test_a_trainer_that_was_closed_says_so(tmp_path: Path) -> None:
+    trainer = _make(tmp_path, config(tmp_path, device="cpu"), max_steps=1)
+    trainer.train()
+    trainer.close()
+    with pytest.raises(UsageError, match="was closed"):
+        trainer.train()

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from zstore.engine.engine import Engine
-from zstore.errors import UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.weights.layout import MAX_FILE_BYTES
 
 from .optimizer import EngineScheduler
 from .preparing import PreparingAccelerator
 from .weights import replace_weights
 
+_OPTIMIZER_FILE = f"{accelerate.utils.OPTIMIZER_NAME}.bin"
+"""What accelerate's own `save_state` writes, and this one does not."""
 _TAG = "state"
 """Of the checkpoint in a folder of `save_state`."""
 
@@ -137,7 +139,12 @@ class Accelerator(PreparingAccelerator):
 
         def load(models: list[nn.Module], folder: str) -> None:
             models.clear()
-            engine = self._trained()
+            engine, place = self._trained(), Path(folder)
+            if "tag" not in kwargs and (place / _OPTIMIZER_FILE).exists() and not (place / _TAG).exists():
+                raise CheckpointMismatchError(
+                    f"{folder} was saved by accelerate without zstore, which cannot go on from it: load its weights into the "
+                    "model before prepare(), and train from the start"
+                )
             engine.set_gradient_accumulation_boundary(True)  # this loop's batch sizes are its own
             engine.load_checkpoint(folder, **kwargs)
 

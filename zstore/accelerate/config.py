@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zstore.engine.config.config import read_config
+from zstore.engine.config.jsonc import load_jsonc
 from zstore.errors import ConfigError, UsageError
 
 CONFIG_VARIABLE = "ZSTORE_CONFIG"
@@ -36,10 +36,7 @@ def read_source(given: Any, argument: str) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
         return _copied(source), name
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        try:
-            return _copied(json.loads(source)), name
-        except ValueError as error:
-            raise ConfigError(f"{name}: expected JSON, or a path: {error}") from error
+        return load_jsonc(source, name), name
     if isinstance(source, str | os.PathLike):
         return read_config(source), os.fspath(source)
     raise ConfigError(f"{name}: expected a dict, a path or JSON text, got {type(source).__name__}")

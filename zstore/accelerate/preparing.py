@@ -54,6 +54,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         # The engine computes on CUDA or on the CPU, whatever else there is.
         named.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**{**named, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")})
+        self._check_accumulation()
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
         """Return the config as it was read, completed by what it leaves to this loop, and its source."""
@@ -70,6 +71,15 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             if differing:
                 raise ConfigError(mismatch_text(source, differing))
         return raw, source
+
+    def _check_accumulation(self) -> None:
+        """Raise ConfigError where the config says another accumulation than this loop."""
+        key = "gradient_accumulation_steps"
+        found, wanted = written(self.config, key), self.gradient_accumulation_steps
+        if found not in (None, "auto", wanted):
+            raise ConfigError(
+                mismatch_text(self.config_source, [f"{key} is {found}, Accelerator({key}=...) is {wanted}"])
+            )
 
     def _precision_answers(self) -> dict[str, Any]:
         return {f"{kind}.enabled": self._asked_precision == kind for kind in ("fp16", "bf16")}

@@ -64,7 +64,7 @@ def complete_config(raw: dict[str, Any], args: Any) -> None:
     raw.setdefault("steps_per_print", 0)  # the Trainer prints its own lines
     if "gradient_clipping" not in raw:
         raw["gradient_clipping"] = "auto"
-        if args.max_grad_norm:
+        if args.max_grad_norm and args.process_index == 0:
             _log.warning(
                 "the config has no gradient_clipping, so gradients are clipped to max_grad_norm=%g; DeepSpeed would not clip: "
                 "for that set max_grad_norm=0",

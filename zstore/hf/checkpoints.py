@@ -59,8 +59,8 @@ def require_committed(folder: str) -> Mapping[str, Any]:
     if newest is not None:
         advice = f"the newest that is whole is {newest}"
     raise CheckpointNotFoundError(
-        f"{folder} has no committed checkpoint of zstore{_refusals(folder)}: it was made without zstore, or its save did not "
-        f"end; {advice}"
+        f"{folder} has no committed checkpoint of zstore{_refusals(folder)}: it was made without zstore or with "
+        f"save_only_model, or its save did not end; {advice}"
     )
 
 

@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from zstore.accelerate.accelerator import Accelerator
 from zstore.accelerate.config import read_source
-from zstore.accelerate.optimizer import EngineScheduler
+from zstore.accelerate.optimizer import EngineOptimizer, EngineScheduler
 from zstore.accelerate.weights import replace_weights, trained_state
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
@@ -68,6 +68,9 @@ class TrainerAccelerator(Accelerator):
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
         raw, source = given
         return raw, source
+
+    def _check_accumulation(self) -> None:
+        """Do nothing: the Trainer cuts the batches, and its arguments were checked."""
 
     def _precision_answers(self) -> dict[str, Any]:
         return {key: value for key, value in answers_of(self._arguments).items() if key in _PRECISION}
@@ -154,6 +157,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         if accelerator.engine is not None:
             self.optimizer.forget()  # of a training that was interrupted
             return
+        if isinstance(self.optimizer, EngineOptimizer):
+            raise UsageError("this Trainer was closed: make another one, with a model of its own")
         if self.engine is not None:
             raise UsageError(
                 "the model was prepared for evaluation, by a Trainer without train_dataset, and cannot be trained any more: "
@@ -228,7 +233,10 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             if self.args.world_size > 1:
                 broadcast_object_list(found)
             if found[0] is None:
-                raise CheckpointNotFoundError(f"{self.args.output_dir} has no folder checkpoint-N that is committed")
+                raise CheckpointNotFoundError(
+                    f"{self.args.output_dir} has no folder checkpoint-N with a committed checkpoint: check output_dir, or "
+                    "leave resume_from_checkpoint out to train from the start"
+                )
             resume_from_checkpoint = found[0]
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -249,10 +257,12 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         if fits and self._keeps_global_batch:
             args.gradient_accumulation_steps = before // micro
             text = "gradient_accumulation_steps is %d from here on, so that a step has %d samples as before, at world size %d"
-            _log.warning(text, args.gradient_accumulation_steps, before, args.world_size)
+            if args.process_index == 0:
+                _log.warning(text, args.gradient_accumulation_steps, before, args.world_size)
             return
         text = "a step had %d samples in the checkpoint, and has %d now: data and schedule go on from another place"
-        _log.warning(text, before, now)
+        if args.process_index == 0:
+            _log.warning(text, before, now)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load everything, at any world size (all ranks)."""
@@ -381,7 +391,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
     def close(self) -> None:
         """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
-        ranks). A model whose parameters are sharded can be used no more."""
+        ranks). This Trainer trains no more, and a model whose parameters are sharded can be used no more."""
         self._complete_save()
         self.accelerator.close_engines()
 

@@ -64,11 +64,11 @@ def hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimiz
     client.param_groups = present.param_groups
 
 
-def batch_size(trainer: Any) -> int:
-    """Return the samples of a micro-batch, as the first training loader has them; 1 where it does not tell."""
+def batch_size(trainer: Any) -> int | None:
+    """Return the samples of a micro-batch, as the first training loader has them; None where it does not tell."""
     loader = trainer.fit_loop._combined_loader
     for one in [] if loader is None else loader.flattened:
         size = getattr(one, "batch_size", None) or getattr(getattr(one, "batch_sampler", None), "batch_size", None)
         if isinstance(size, int):
             return size
-    return 1
+    return None

@@ -31,9 +31,10 @@ def check_trainer(trainer: Any, module: Any, layer_sync: Any) -> None:
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
         )
     algorithm = trainer.gradient_clip_algorithm
-    if algorithm is not None and str(getattr(algorithm, "value", algorithm)) != "norm":
+    name = getattr(algorithm, "value", algorithm)
+    if name not in (None, "norm"):
         raise UsageError(
-            f'Trainer(gradient_clip_algorithm="{algorithm}"): the engine clips by the global norm: leave it out'
+            f'Trainer(gradient_clip_algorithm="{name}"): the engine clips by the global norm: leave it out'
         )
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.jsonc import load_jsonc
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError
 
 CONFIG_VARIABLE = "ZSTORE_CONFIG"
-"""Names the config's file where a strategy is made without one."""
+"""Names the config where a strategy is made without one: a path, or the JSON itself."""
 DEFAULT_STAGE = 2
 PRECISIONS: Mapping[str, str | None] = {
     "32-true": None,
@@ -43,11 +44,14 @@ class Source:
 
 
 def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage: int | None) -> Source:
-    """Return the config of a strategy: the one given, the one that `ZSTORE_CONFIG` names, or one of `stage`.
+    """Return the config of a strategy: the one given, the one that `ZSTORE_CONFIG` names, or one of `stage`. Text is a path,
+    or the JSON itself.
 
     Raises ConfigError that names every problem in it.
     """
-    config = config if config is not None or stage is not None else os.environ.get(CONFIG_VARIABLE)
+    name = "ZstoreStrategy(config)"
+    if config is None and stage is None and (config := os.environ.get(CONFIG_VARIABLE) or None) is not None:
+        name = f"the variable {CONFIG_VARIABLE}"
     if config is None:
         source = Source(
             raw={"zero_optimization": {"stage": DEFAULT_STAGE if stage is None else stage}}, name="ZstoreStrategy"
@@ -55,11 +59,15 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
     elif stage is not None:
         raise ConfigError(f"ZstoreStrategy got a config and stage={stage}: write the stage into the config")
     elif isinstance(config, Mapping):
-        source = Source(raw=copy.deepcopy(dict(config)), name="ZstoreStrategy(config)")
+        source = Source(raw=copy.deepcopy(dict(config)), name=name)
+    elif isinstance(config, str) and config.lstrip().startswith("{"):
+        source = Source(raw=load_jsonc(config, name), name=name)
     elif isinstance(config, str | os.PathLike):
         source = Source(raw=read_config(config), name=os.fspath(config))
     else:
-        raise ConfigError(f"ZstoreStrategy: expected a config as dict or path, got {type(config).__name__}")
+        raise ConfigError(
+            f"ZstoreStrategy: expected a config as a dict, a path or JSON text, got {type(config).__name__}"
+        )
     own = source.settings.zstore
     if own.keep is not None:
         raise ConfigError(
@@ -137,6 +145,21 @@ def _precision(source: Source, settings: Settings, wanted: str | None, given: st
                 )
             changed[name] = present | {"enabled": True}
     return changed
+
+
+def check_batch_size(source: Source, micro: int, accumulation: int, world_size: int) -> None:
+    """Raise ConfigError where the config says another batch size than comes of the loader's, `micro`."""
+    settings = source.settings
+    whole = f"{micro * accumulation * world_size}, that x accumulate_grad_batches {accumulation} x {world_size} ranks"
+    for key, wanted, told in (
+        ("train_micro_batch_size_per_gpu", micro, str(micro)),
+        ("train_batch_size", micro * accumulation * world_size, whole),
+    ):
+        if getattr(settings, key) not in (None, "auto", wanted):
+            raise ConfigError(
+                f"{source.name}: {key} is {getattr(settings, key)}, and with the loader's batch size of {micro} it is {told}: "
+                f'change one of them, or set {key} to "auto"'
+            )
 
 
 def compute_dtype(raw: Mapping[str, Any]) -> torch.dtype:

@@ -32,7 +32,7 @@ from .files import Place, remove
 from .fitting import batch_size, configured, hand_on_settings
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
-from .settings import TrainerValues, compute_dtype, for_trainer, read_source
+from .settings import TrainerValues, check_batch_size, compute_dtype, for_trainer, read_source
 
 _log = logging.getLogger("zstore")
 
@@ -48,7 +48,7 @@ _STATE = "lightning"
 class EngineStrategy:
     """A mixin in front of Lightning's `DDPStrategy`, which starts the ranks. See [Note: who does what].
 
-    `config` is a dict or the path of a JSON file, in DeepSpeed's dialect; by default the file that the variable
+    `config` is a dict, the path of a JSON file or JSON text, in DeepSpeed's dialect; by default the one that the variable
     ZSTORE_CONFIG names, and without that stage 2 (or `stage`) without offload. What it leaves out or "auto" is the Trainer's:
     precision, accumulation, clipping, the batch size of the loader, the number of steps; the optimizer is that of
     `configure_optimizers`. `load_objects` lets a load unpickle the objects that hooks put into a checkpoint, which runs code
@@ -206,7 +206,10 @@ class EngineStrategy:
         client, schedules = configured(self.library, self.source, module, raw)
         if self._engine is None:
             settings = self.source.settings
-            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": batch_size(trainer)}
+            size = batch_size(trainer)
+            if size is not None:
+                check_batch_size(self.source, size, trainer.accumulate_grad_batches, self.world_size)
+            answers: dict[str, Any] = {"train_micro_batch_size_per_gpu": size or 1}
             if settings.scheduler is not None:
                 answers["scheduler.params.total_num_steps"] = max(1, int(trainer.estimated_stepping_batches))
             self._engine = initialize(model=module, config=raw, optimizer=client, auto=answers)[0]
