@@ -341,7 +341,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
 
     refused("not known to update each element", kind=torch.optim.LBFGS)
     refused("looks at more than one element", kind=Normed)
-    refused("in blocks with a scale each", kind=type("Adam8bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}))
+    refused("two values in a byte", kind=type("Adam4bit", (AdamW,), {"__module__": "torchao.optim.adam"}))
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")
