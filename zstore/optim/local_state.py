@@ -38,6 +38,8 @@ class LocalState:
         """By parameter, in order."""
         self._tier = tier
         self._settle = settle
+        self.before_change: Callable[[], None] = _nothing_waits
+        """Called before somebody else than a step changes the state."""
         self._kernels: list[FusedAdam | TorchKernel] = []
         self._names: set[str] = set()
 
@@ -160,7 +162,7 @@ class LocalState:
 
     def _shown(self, record: LocalRecord, array: str) -> torch.Tensor:
         """Return an array as a tensor that is laid out as the parameter is."""
-        changed = self._doubt_master if array == model_array(record.name) else _nothing
+        changed = self._doubt_master if array == model_array(record.name) else self._note_change
         kind = RestingTensor if record.is_contiguous else StoredTensor
         stored = kind(StoredArray(name=array, record=record, state=self.arrays, settle=self._settle, changed=changed))
         parameter: torch.Tensor = record.parameter
@@ -173,7 +175,11 @@ class LocalState:
         shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
+    def _note_change(self, record: LocalRecord) -> None:
+        self.before_change()
+
     def _doubt_master(self, record: LocalRecord) -> None:
+        self.before_change()
         record.seen_version = None
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
@@ -222,6 +228,7 @@ class LocalState:
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
         self._settle([record])
+        self.before_change()
         kernel = self._kernels[record.group or 0]
         groups = [[optimizer_array(slot, record.name)] for slot in kernel.slots] if record.owned_numel else []
         with self.arrays.passing(groups, "fill") as tiles:
@@ -230,8 +237,8 @@ class LocalState:
         self.arrays.scalars[record] = kernel.initial()
 
 
-def _nothing(record: LocalRecord) -> None:
-    """Nobody has to hear of it."""
+def _nothing_waits() -> None:
+    """No snapshot is taken."""
 
 
 def _scalars(kernel: FusedAdam | TorchKernel, entry: Mapping[str, Any]) -> Scalars:

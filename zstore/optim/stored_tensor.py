@@ -44,7 +44,7 @@ class StoredArray:
     settle: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
-    """Told when somebody wrote to the array."""
+    """Told before somebody writes to the array."""
 
     def read(self) -> torch.Tensor:
         """Return the values, in new host memory."""
