@@ -309,7 +309,10 @@ class Offloaded(torch.optim.Optimizer):
             raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
         snapshots.settle()
         self._forget_update()
-        return snapshots.resume(self.param_groups, self.load_state_dict)
+        resumed = snapshots.resume(self.param_groups, self.load_state_dict)
+        if resumed is not None:
+            self._opt_called = True  # schedulers of torch ask whether there was a step before theirs
+        return resumed
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
