@@ -27,7 +27,7 @@ def test_a_killed_loop_goes_on_at_its_last_finished_step(tmp_path: Path) -> None
 def _all_runs() -> list[Run]:
     rng = random.Random(3)
     runs = []
-    for world_size, parallel in ((1, "none"), (1, "none"), (1, "none"), (2, "ddp"), (2, "fsdp"), (2, "fsdp")):
+    for world_size, parallel in ((1, "none"), (1, "none"), (2, "ddp"), (2, "fsdp"), (2, "fsdp")):
         for device in ("nvme", "cpu"):
             for overlap in ("none", "forward", "backward"):
                 if parallel == "ddp" and overlap == "backward":
@@ -59,7 +59,7 @@ def test_many_kills_of_loops(tmp_path: Path) -> None:
         killing.go(2)
         seconds, operations = time.monotonic() - started, killing.lines()[0][-1]["operations"]
         least = killing.check(0)
-        for start in range(10):
+        for start in range(8):
             if start % 2:
                 moment = rng.uniform(0.4, 1.5) * seconds
                 killed = killing.go(steps, after_s=[moment + rng.uniform(0, 0.02) for _ in range(run.world_size)])
@@ -77,4 +77,4 @@ def test_many_kills_of_loops(tmp_path: Path) -> None:
         killing.check(least)
         assert all(noted[-1].get("ended") == steps for noted in killing.lines())
     print(", ".join(f"{name} {count}" for name, count in counts.items()))  # noqa: T201
-    assert counts["kills"] > 150
+    assert counts["kills"] > 100
