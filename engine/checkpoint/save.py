@@ -98,13 +98,12 @@ class Checkpoints:
             small.state.update(self._choices(options))
         if options.names_base:
             small.state.update(self._base.record())
-        place = place_of(options.folder)
+        place = place_of(str(options.folder))
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
             if place != theirs:
                 raise UsageError(
-                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder, which all ranks "
-                    "share"
+                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder that all share"
                 )
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)

@@ -1,7 +1,6 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
 import errno
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -88,43 +87,51 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
 
 
 class _LateThenFailing(GatedFiles):
-    """Holds writes of the first array; the first write of the second one fails."""
+    """Holds the write of the first array, and the first write of the second one, which then fails."""
 
     def __init__(self) -> None:
-        super().__init__("write", pattern="*model%2F0*")
-        self.has_failed = threading.Event()
+        super().__init__("write", pattern="*model%2F[01]*")
+        self.release(*range(2, 1000))
         self.is_armed = False
+        self._second = False
 
     def step(self, kind: Kind, path: str) -> None:
         """See `WatchedFiles.step`."""
         if not self.is_armed:
             return
+        fails = kind == "write" and "model%2F1" in path and not self._second
+        self._second |= fails
         super().step(kind, path)
-        if kind == "write" and "model%2F1" in path and not self.has_failed.is_set():
-            self.has_failed.set()
+        if fails:
             raise OSError(errno.EIO, "the drive failed")
 
 
-def test_writes_of_a_group_are_waited_for_though_the_one_before_ends_meanwhile(tmp_path: Path) -> None:
+def test_a_write_that_fails_as_the_group_before_ends_is_raised(tmp_path: Path) -> None:
     files = _LateThenFailing()
     ended: list[int] = []
-    options = StoreOptions(run_path=tmp_path, num_threads=2, block_bytes=128 * 1024)
-    with TensorStore(options, files=files) as store:
-        for name in ("model/0", "model/1"):
-            create(store, "disk", (30, 1000) if name.endswith("0") else LARGE, name=name)
+    # One thread: what it does comes one after the other.
+    options = StoreOptions(run_path=tmp_path, num_threads=1, block_bytes=128 * 1024)
+    with TensorStore(options, files=files) as store, files.holding():
+        create(store, "disk", (30, 1000), name="model/0")
+        create(store, "disk", LARGE, name="model/1")
         store.write("model/2", create(store, "disk", name="model/2")).wait()
         files.is_armed = True
 
+        def end(group: int) -> None:
+            ended.append(group)
+            files.release(1)
+
         def change() -> None:
-            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=ended.append):
+            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=end):
                 tile.views[0][:] = 7
-                if files.has_failed.is_set():
-                    files.open_gate()
-                    store.read("model/2").wait()  # time for the write to end
+                if tile.group == 1 and tile.first == 0:
+                    files.arrived(1)
+                    files.release(0)
+                    store.read("model/2").wait()  # behind the write of the first group
 
         with pytest.raises(StorageError):
             change()
-        assert ended in ([], [0])
+        assert ended == [0]
 
 
 def test_tiles_in_memory_span_many_chunks(store: TensorStore) -> None:

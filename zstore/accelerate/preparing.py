@@ -31,6 +31,9 @@ _log = logging.getLogger("zstore")
 class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The part of `Accelerator` that reads the config, and puts models and the optimizer into engines."""
 
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+
     def __init__(self, *args: Any, zstore_config: Any = None, **kwargs: Any) -> None:
         named = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
         del named["self"]
@@ -198,12 +201,12 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _added(self, engine: Engine) -> Engine:
         """Return the engine, noted as a prepared model."""
-        engine._is_accelerate_prepared = True
+        engine._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine)
         generate = getattr(engine.module, "generate", None)
         if generate is not None and self.num_processes > 1 and engine.training_state.hooks is not None:
             # Loops generate with the model itself, too, and the ranks gather its parameters together.
-            engine.module.generate = in_step(generate)
+            engine.module.generate = in_step(generate)  # type: ignore[assignment]
         return engine
 
     def _check_device(self, engine: Engine) -> None:

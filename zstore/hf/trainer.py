@@ -99,6 +99,10 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     Raises ConfigError for a config that contradicts the arguments, UsageError for arguments that zstore does not serve.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+    model: Any
+
     def __init__(self, *args: Any, zstore_config: Any = None, **kwargs: Any) -> None:
         self._zstore_config = zstore_config
         self._accelerator_args: dict[str, Any] = {}
@@ -422,7 +426,7 @@ def _is_converted(model: nn.Module) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
 
 
-def wrap(trainer_class: type) -> type:
+def wrap(trainer_class: Any) -> Any:
     """Return a subclass of a Trainer class that trains on zstore; see `ZstoreTrainerMixin`."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         raise UsageError(f"wrap(): expected a subclass of transformers.Trainer, got {trainer_class!r}")
