@@ -233,14 +233,15 @@ class Snapshots:
         with self._world.agreeing():
             self._check_names(path)
             progress = self._progress(path)
-        state = {
+        optim = {"state": self._entries(), "param_groups": self._named(groups)}
+        state: dict[str, Any] = {
             "model": self._weights(),
-            "optim": {"state": self._entries(), "param_groups": self._named(groups)},
+            "optim": optim,
         }
         try:
             with self._world.agreeing():
                 _load_alone(state, path)
-                load(state["optim"])
+                load(optim)
         except BaseException as error:
             self._stepping.torn = error
             raise
