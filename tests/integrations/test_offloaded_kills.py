@@ -5,23 +5,42 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.integrations.offloaded_kills import Killing, Run, uninterrupted
+from tests.integrations.offloaded_kills import Killing, Loop, Run, uninterrupted
+from zstore.checkpoint.reader import CheckpointReader, tags
 
 
-def test_a_killed_loop_goes_on_at_its_last_finished_step(tmp_path: Path) -> None:
+def test_a_killed_loop_goes_on_at_its_last_finished_step_and_at_another_world_size(tmp_path: Path) -> None:
     run = Run(world_size=2, parallel="fsdp", overlap="forward", clip=0.5)
-    killing = Killing(run, tmp_path / "run", uninterrupted(run, 5))
-    # In the middle of the second step's snapshot or so.
-    assert killing.go(4, points=[250, -1])
+    killing = Killing(run, tmp_path / "run", uninterrupted(run, 4))
+    # Behind the first step, and before the last.
+    assert killing.go(3, points=[200, -1])
     least = killing.check(0)
     assert least > 0
-    assert not killing.go(5)
+    assert not killing.go(4)
     killing.check(least)
-    assert all(noted[-1]["ended"] == 5 for noted in killing.lines())
+    assert all(noted[-1]["ended"] == 4 for noted in killing.lines())
+
+    loop = Loop.make(replace(run, world_size=1, parallel="none"), tmp_path / "run/state", durable=True)
+    assert loop.resume() == 4
+    (info,) = tags(tmp_path / "run/state/zstore-run/steps")
+    with CheckpointReader(info) as reader:
+        for number, (parameter, entry) in enumerate(loop.optimizer.state.items()):
+            for name, values in {
+                "model": parameter,
+                **{f"optimizer/{s}": entry[s] for s in entry if s != "step"},
+            }.items():
+                stored = torch.from_numpy(reader.read_array(f"{name}/parameter-{number}"))
+                assert torch.equal(values.detach().clone(), stored), name
+    loop.step()
+    loop.optimizer.close()
+    (info,) = tags(tmp_path / "run/state/zstore-run/steps")
+    assert (info.record.step, info.record.world_size) == (5, 1)
 
 
 def _all_runs() -> list[Run]:
