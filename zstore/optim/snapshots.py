@@ -42,6 +42,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp import Reader, Writer
 from zstore.engine.checkpoint.snapshot_folder import boot_id
 from zstore.engine.checkpoint.snapshots import make_shared_folder
+from zstore.engine.optim.block_kernel import BlockKernel
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
 from zstore.io.files import Files, UnsyncedFiles
 from zstore.io.pool import run_in_thread
@@ -72,6 +73,11 @@ class Snapshots:
     """Takes a snapshot of `state` after each step, in `folder` (all ranks). See [Note: an optimizer's snapshots]."""
 
     def __init__(self, state: LocalState, stepping: Stepping, folder: Path, files: Files | None) -> None:
+        if any(isinstance(kernel, BlockKernel) for kernel in state.arrays.kernels):
+            raise UsageError(
+                'durability="step" keeps fp32 state, of one value an element: with an 8-bit optimizer save checkpoints of the '
+                "state_dict() instead"
+            )
         self._state = state
         self._stepping = stepping
         self._folder = folder
