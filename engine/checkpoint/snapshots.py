@@ -60,14 +60,19 @@ def present(state: ClientState) -> ClientValues:
 
 
 def require_shared_folder(config: Config, world: World) -> None:
-    """Make the folder of step snapshots, if there are to be any, and see that all ranks have the same (all ranks).
-
-    Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
-    """
+    """Make the folder of step snapshots, if there are to be any; see `make_shared_folder` (all ranks)."""
     folder = config.step_folder
     # An `nvme_path` that is missing is an error of its own.
     if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
         return
+    make_shared_folder(folder, world, "zstore.durability_path")
+
+
+def make_shared_folder(folder: Path, world: World, setting: str) -> None:
+    """Make the folder of step snapshots, which `setting` names, and see that all ranks have the same (all ranks).
+
+    Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
+    """
     mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
     with world.agreeing():
         try:
@@ -77,7 +82,7 @@ def require_shared_folder(config: Config, world: World) -> None:
         except OSError as error:
             raise StorageError(
                 'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write '
-                "in zstore.durability_path",
+                f"in {setting}",
                 path=str(folder),
                 errno=error.errno,
             ) from error
@@ -86,7 +91,7 @@ def require_shared_folder(config: Config, world: World) -> None:
             if not (folder / mark).exists():
                 raise ConfigError(
                     f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is '
-                    "local to a machine; give one that all ranks share in zstore.durability_path"
+                    f"local to a machine; give one that all ranks share in {setting}"
                 )
     finally:
         if world.rank == 0:

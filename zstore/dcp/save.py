@@ -58,12 +58,13 @@ class Save:
         timeout_s: float,
         *,
         link_unchanged: bool = True,
+        files: Files | None = None,
     ) -> None:
         self._plans = whole_plans(plans)
         self._link_unchanged = link_unchanged
         self._step = step
         self._timeout_s = timeout_s
-        self._files = Files()
+        self._files = files or Files()
         self._id = new_save_id()
         self._destination = place.destination(self._files, self._id)
         self._paths = _paths(self._plans)

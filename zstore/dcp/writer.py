@@ -35,6 +35,7 @@ from zstore.format.boxes import Box
 from zstore.format.partition import make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
+from zstore.io.files import Files
 from zstore.io.pool import Workers
 from zstore.io.shards import IoResources, open_resources
 from zstore.remote.url import is_url
@@ -70,7 +71,9 @@ class Writer(StorageWriter):
         num_threads: int = 4,
         timeout_s: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
+        _files: Files | None = None,
     ) -> None:
+        self._files = _files
         self._step = step
         self._overwrite = overwrite
         self._link_unchanged = link_unchanged
@@ -105,7 +108,9 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
         step = step_of(self._place.tag) if self._step is None else self._step
-        self._save = Save(self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged)
+        self._save = Save(
+            self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged, files=self._files
+        )
         self._forget = weakref.finalize(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 
@@ -115,7 +120,8 @@ class Writer(StorageWriter):
         if not isinstance(share, Share):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
-        with open_resources(num_threads=self._num_threads) as resources, self._rank_writer(share, resources) as writer:
+        opened = open_resources(num_threads=self._num_threads, files=self._files)
+        with opened as resources, self._rank_writer(share, resources) as writer:
             try:
                 writer.check_folder()
                 with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:

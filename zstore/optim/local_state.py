@@ -41,6 +41,8 @@ class LocalState:
         """By parameter, in order."""
         self._tier = tier
         self._settle = settle
+        self.before_change: Callable[[], None] = _nothing_waits
+        """Called before somebody else than a step changes the state."""
         self._kernels: list[OffloadedKernel] = []
         self._names: set[str] = set()
 
@@ -191,7 +193,7 @@ class LocalState:
             record=record,
             state=self.arrays,
             settle=self._settle,
-            changed=self._doubt_master if is_master else _nothing,
+            changed=self._doubt_master if is_master else self._note_change,
             dtype=slot.dtype,
             block=slot.block,
         )
@@ -209,7 +211,11 @@ class LocalState:
         shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
+    def _note_change(self, record: LocalRecord) -> None:
+        self.before_change()
+
     def _doubt_master(self, record: LocalRecord) -> None:
+        self.before_change()
         record.seen_version = None
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
@@ -277,6 +283,7 @@ class LocalState:
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
         self._settle([record])
+        self.before_change()
         kernel = self._kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
@@ -284,6 +291,10 @@ class LocalState:
             for tile in tiles:
                 as_torch(tile.views[0]).zero_()
         self.arrays.scalars[record] = kernel.initial()
+
+
+def _nothing_waits() -> None:
+    """No snapshot is taken."""
 
 
 def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
@@ -298,10 +309,6 @@ def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tenso
         return whole[first : first + rows]
     except ValueError as error:
         raise UsageError(f"state {what!r}: the rows of this rank do not begin and end with blocks ({error})") from error
-
-
-def _nothing(record: LocalRecord) -> None:
-    """Nobody has to hear of it."""
 
 
 def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:

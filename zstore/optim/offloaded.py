@@ -21,6 +21,7 @@ from zstore.engine.optim.block_kernel import BlockKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.allocator import map_large_blocks
 from zstore.errors import UsageError
+from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.statistics import StoreStatistics
 
@@ -29,9 +30,11 @@ from .gradients import Gradients, laid_out
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
 from .registry import OptimizerClass, make_kernel, settings_of
+from .snapshots import STEPS_FOLDER, LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
 Overlap = Literal["none", "forward", "backward"]
+Durability = Literal["none", "step"]
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,7 @@ class _Parts:
     gradients: Gradients
     in_backward: InBackward | None
     hooks: ForwardHooks | None
+    snapshots: Snapshots | None = None
     closed: bool = False
 
     def close(self) -> None:
@@ -57,6 +61,8 @@ class _Parts:
             if self.hooks is not None:
                 last_to_first.callback(self.hooks.close)
             last_to_first.callback(self.gradients.close)
+            if self.snapshots is not None:
+                last_to_first.callback(self.snapshots.close)
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -72,6 +78,9 @@ class Offloaded(torch.optim.Optimizer):
     `max_grad_norm` clips as `torch.nn.utils.clip_grad_norm_` does, over all ranks. `free_grads` takes gradients into host
     memory as the backward makes them, so that `.grad` is None when it ends. `overlap` says when an update runs: see
     docs/offloaded-optimizer.md. Each rank holds the state of what it has of each parameter; no rank waits for another.
+
+    With `durability="step"` a snapshot is taken behind each `step()`, in `durability_path` (default: a folder in `path`),
+    which all ranks share; `resume()` goes on from it in a new process. All ranks make the optimizer then.
 
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
     RunFolderError for a folder that cannot be used, BudgetError where the state does not fit.
@@ -90,10 +99,14 @@ class Offloaded(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         overlap: Overlap = "none",
         free_grads: bool = False,
+        durability: Durability = "none",
+        durability_path: str | os.PathLike[str] | None = None,
         _streams: Streams | None = None,
+        _files: Files | None = None,
         **settings: Any,
     ) -> None:
         _check(device, path, overlap, max_grad_norm)
+        steps_folder = _steps_folder(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
         self._settings = settings
@@ -102,10 +115,13 @@ class Offloaded(torch.optim.Optimizer):
         self.free_grads = free_grads
         self.grad_norm: torch.Tensor | None = None
         """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
+        self.loop_state: LoopState = {}
+        """What the loop itself has to remember, for a snapshot after every step: dicts, lists and tuples of tensors, numbers
+        and text, as they are at the end of each `step()`, or a function that is called there. Each rank has its own."""
         params, first = _taken(params)
         streams = _streams or streams_for(first.device)
         options = _options(device, path, host_budget_bytes, first.device, streams)
-        store = TensorStore(options, rank=_rank(), cuda=streams.cuda_runtime)
+        store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
         try:
             transfers = Transfers(streams, store.links)
             stepping = Stepping()
@@ -123,6 +139,9 @@ class Offloaded(torch.optim.Optimizer):
             self._end = weakref.finalize(self, self._parts.close)
             template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
+            if steps_folder is not None:
+                self._parts.snapshots = Snapshots(state, stepping, steps_folder, _files)
+                state.before_change = self._parts.snapshots.before_change
         except BaseException:
             store.close()
             raise
@@ -169,8 +188,15 @@ class Offloaded(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return what `closure` returns.
 
-        Raises UsageError where an earlier update stopped half way, and whatever a drive raises.
+        Raises UsageError where an earlier update stopped half way, and whatever a drive raises; what went wrong with the
+        snapshot of the step before is raised before anything changes.
         """
+        loss = self._update(closure)
+        if self._parts.snapshots is not None:
+            self._parts.snapshots.take(self.param_groups, self.loop_state)
+        return loss
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,6 +205,7 @@ class Offloaded(torch.optim.Optimizer):
         parts = self._parts
         parts.stepping.require_whole()
         parts.stepping.wait()
+        parts.state.before_change()
         scale, is_finite = self._amp()
         for number, group in enumerate(self.param_groups):
             known = parts.state.records
@@ -245,9 +272,8 @@ class Offloaded(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.abandon()
-        self._parts.stepping.forget()
+        self._forget_update()
+        self._parts.state.before_change()
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
         if self._parts.in_backward is not None:
             self._parts.in_backward.groups = self.param_groups
@@ -260,6 +286,42 @@ class Offloaded(torch.optim.Optimizer):
                 self.state[parameter] = {} if entry is None else entry
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _forget_update(self) -> None:
+        if self._parts.in_backward is not None:
+            self._parts.in_backward.abandon()
+        self._parts.stepping.forget()
+
+    # -- snapshots of steps -------------------------------------------------------------------------------------------
+
+    @property
+    def durable_step(self) -> int | None:
+        """Step of the last snapshot that is known to be committed, counted in calls of `step()`; None before the first."""
+        return None if self._parts.snapshots is None else self._parts.snapshots.durable_step
+
+    def wait_for_snapshot(self) -> None:
+        """Return once the snapshot of the last step is committed; raises what went wrong with it, on every rank."""
+        self._require_open()
+        if self._parts.snapshots is not None:
+            self._parts.snapshots.complete()
+
+    def resume(self) -> Resumed | None:
+        """Load parameters, state and settings of groups from the newest snapshot, in place (all ranks).
+
+        Returns its step and the loop's own state, as they were when that `step()` returned; None where there is none, and
+        nothing was changed. Raises UsageError without `durability="step"`, CheckpointMismatchError for a snapshot of other
+        parameters.
+        """
+        self._require_open()
+        snapshots = self._parts.snapshots
+        if snapshots is None:
+            raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
+        snapshots.settle()
+        self._forget_update()
+        resumed = snapshots.resume(self.param_groups, self.load_state_dict)
+        if resumed is not None:
+            self._opt_called = True  # schedulers of torch ask whether there was a step before theirs
+        return resumed
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -310,6 +372,19 @@ def _check(device: str, path: Any, overlap: str, max_grad_norm: float | None) ->
             'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '
             'for: use overlap "forward" or "none"'
         )
+
+
+def _steps_folder(durability: str, durability_path: Any, path: Any) -> Path | None:
+    """Return the folder of snapshots; None where none are taken."""
+    if durability not in ("none", "step"):
+        raise UsageError(f'durability: expected "none" or "step", got {durability!r}')
+    if durability == "none":
+        if durability_path is not None:
+            raise UsageError('durability_path is the folder of snapshots, which durability="step" takes: set that too')
+        return None
+    if durability_path is None and path is None:
+        raise UsageError('durability="step" needs a folder for its snapshots: give durability_path, or a path')
+    return Path(durability_path).absolute() if durability_path is not None else Path(path).absolute() / STEPS_FOLDER
 
 
 def _taken(params: Any) -> tuple[Any, torch.Tensor]:

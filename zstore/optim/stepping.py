@@ -151,6 +151,7 @@ class InBackward:
 
     def _start(self) -> None:
         self._stepping.require_whole()
+        self._state.before_change()
         if self._workers is None:
             self._workers = Workers(1, "zstore-update")
         self._over, self._error = False, None

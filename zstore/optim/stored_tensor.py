@@ -46,7 +46,7 @@ class StoredArray:
     settle: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
-    """Told when somebody wrote to the array."""
+    """Told before somebody writes to the array."""
     dtype: torch.dtype = torch.float32
     block: int = 1
     """Elements that a value is for."""

@@ -1,0 +1,366 @@
+"""`durability="step"`: a snapshot after every step, so that a loop that is killed goes on from its last finished step.
+
+[Note: an optimizer's snapshots]
+A snapshot is a checkpoint of zstore's format, saved by torch.distributed.checkpoint through `zstore.dcp.Writer` as any
+other: weights under "model", the optimizer under "optim", and the loop's own state of each rank under "loop". It is made
+without waiting for the drive.
+
+    step() of step t     changes the state to version t, and notes the groups' settings and the loop's state
+    behind               waits for an update under way; links what rests on disk, writes the rest; rank 0 commits, and
+                         removes the snapshot of t-1
+    step t+1             before its first change each rank waits until the snapshot of t is committed
+
+So nothing that a snapshot reads changes under it, and version t-1 is whole until version t is. The ranks talk on a
+process group of their own, since the loop's collectives go on meanwhile. A power cut may leave a snapshot whose record is
+there and whose data is not: one of another boot of a machine counts only where every chunk of it has its checksum.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from zstore.checkpoint.catalog import TagInfo
+from zstore.checkpoint.commit import discard
+from zstore.checkpoint.names import step_tag
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.retention import Keep, retire
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.dcp import Reader, Writer
+from zstore.engine.checkpoint.snapshot_folder import boot_id
+from zstore.engine.checkpoint.snapshots import make_shared_folder
+from zstore.engine.optim.block_kernel import BlockKernel
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
+from zstore.io.files import Files, UnsyncedFiles
+from zstore.io.pool import run_in_thread
+from zstore.io.queue import Ticket
+from zstore.ranks.world import World
+
+from .local_state import LocalState
+from .stepping import Stepping
+
+_log = logging.getLogger("zstore")
+
+STEPS_FOLDER = "zstore-run/steps"
+"""Of snapshots, in the folder of the state."""
+LoopState = Any | Callable[[], Any]
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Resumed(NamedTuple):
+    """What a loop goes on from."""
+
+    step: int
+    """Number of `step()` calls that it had finished."""
+    loop_state: Any
+    """What `loop_state` was at the end of the last one, on this rank; tensors are on the CPU."""
+
+
+class Snapshots:
+    """Takes a snapshot of `state` after each step, in `folder` (all ranks). See [Note: an optimizer's snapshots]."""
+
+    def __init__(self, state: LocalState, stepping: Stepping, folder: Path, files: Files | None) -> None:
+        if any(isinstance(kernel, BlockKernel) for kernel in state.arrays.kernels):
+            raise UsageError(
+                'durability="step" keeps fp32 state, of one value an element: with an 8-bit optimizer save checkpoints of the '
+                "state_dict() instead"
+            )
+        self._state = state
+        self._stepping = stepping
+        self._folder = folder
+        self._files = UnsyncedFiles(files or Files())
+        self._world = World.current()
+        make_shared_folder(folder, self._world, "durability_path")
+        self._left = self._world.broadcast_object([info.tag for info in _found(folder)])
+        """Tags of an earlier process, which nobody resumed yet."""
+        group = torch_dist.new_group(backend="gloo") if self._world.world_size > 1 else None
+        self._behind = replace(self._world, group=group, backend="gloo", device=torch.device("cpu"))
+        self._running: Ticket[None] | None = None
+        self.step = 0
+        """Number of steps that were finished."""
+        self.durable_step: int | None = None
+        """Step of the last snapshot that is known to be committed."""
+        self._has_room = False
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def before_change(self) -> None:
+        """Return when the state may change; raise what went wrong with the snapshot under way.
+
+        Raises UsageError where there is a snapshot of an earlier process that was not resumed.
+        """
+        if self._left:
+            raise UsageError(
+                f"{self._folder} has the snapshot {self._left[-1]!r} of an earlier process: call optimizer.resume() before the "
+                "first step to go on from it, or remove the folder to begin anew"
+            )
+        self.complete()
+
+    def take(self, groups: Groups, loop_state: LoopState) -> None:
+        """Begin the snapshot of the step that ended (all ranks). Raises UsageError for a loop's state that cannot be kept,
+        DiskFullError where the next step would have no room."""
+        self.complete()
+        self.step += 1
+        error: Exception | None = None
+        small: dict[str, Any] = {}
+        try:
+            self._check_room()
+            small = self._small(groups, loop_state)
+        except Exception as raised:
+            error = raised
+        step, context = self.step, self._state.arrays.transfers.stream_context()
+
+        def work() -> None:
+            with context():
+                self._save(step, small, error)
+
+        self._running = run_in_thread(work, "zstore-snapshot")
+        if error is not None:
+            with suppress(Exception):
+                self.complete()
+            raise error
+
+    def _check_room(self) -> None:
+        """Check once that the drive holds a second generation of the state."""
+        if not self._has_room:
+            arrays = self._state.arrays
+            names = [name for record in self._state.records.values() for name in arrays.arrays_of(record)]
+            arrays.store.require_room(names, num_stores=self._world.local_world_size)
+            self._has_room = True
+
+    def _small(self, groups: Groups, loop_state: LoopState) -> dict[str, Any]:
+        kept = _encoded(loop_state() if callable(loop_state) else loop_state)
+        return {
+            "step": self.step,
+            "loop": {str(self._world.rank): {"boot": boot_id(), "state": kept}},
+            "optim": {"param_groups": [copy.deepcopy(group) for group in self._named(groups)]},
+            "model": self._weights(),
+        }
+
+    def _named(self, groups: Groups) -> list[dict[str, Any]]:
+        """Return the groups with the names of the parameters in their places."""
+        names = {parameter: record.name for parameter, record in self._state.records.items()}
+        return [
+            {name: value for name, value in group.items() if name != "param_names"}
+            | {"params": [names[parameter] for parameter in group["params"] if parameter in names]}
+            for group in groups
+        ]
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {record.name: record.parameter.detach() for record in self._state.records.values()}
+
+    def _entries(self) -> dict[str, Any]:
+        return {record.name: self._state.entry(record) for record in self._state.records.values()}
+
+    @torch.no_grad()
+    def _save(self, step: int, small: dict[str, Any], error: Exception | None) -> None:
+        """Carry the save out, behind the loop (all ranks)."""
+        with self._behind.agreeing():
+            if error is not None:
+                raise error
+            self._stepping.wait(self._state.records.values())
+            self._state.arrays.transfers.settle()
+            small["optim"]["state"] = self._entries()
+        writer = Writer(
+            self._folder / step_tag(step), step=step, overwrite=True, link_unchanged=False, _files=self._files
+        )
+        if self._world.world_size == 1:
+            _save_alone(small, writer)
+        else:
+            try:
+                save(small, storage_writer=writer, process_group=self._behind.group)
+            except CheckpointException as raised:
+                raise _cause(raised) from None
+        if self._world.rank == 0:
+            keep, run = Keep(last=1), ""
+            for message in retire(
+                self._folder, keep=keep, run=run, remove=lambda info: discard(self._files, info.path)
+            ):
+                _log.warning("%s", message)
+
+    def complete(self) -> None:
+        """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
+        if self._running is None:
+            return
+        # May be interrupted: the snapshot goes on, and the next call waits again.
+        self._running.wait_for_end()
+        running, self._running = self._running, None
+        try:
+            running.wait()
+        except Exception as error:
+            error.add_note(
+                f"This happened while the snapshot of step {self.step} was taken; nothing has changed since, and the snapshot "
+                "before it is intact."
+            )
+            raise
+        self.durable_step = self.step
+
+    def settle(self) -> None:
+        """Complete the snapshot under way; one that failed is a warning."""
+        try:
+            self.complete()
+        except Exception as error:
+            _log.warning("the snapshot of step %d failed: %s", self.step, error)
+
+    def close(self) -> None:
+        """Complete the snapshot under way, which stays, and give the process group up."""
+        self.settle()
+        group, self._behind.group = self._behind.group, None
+        if group is not None:
+            with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
+                torch_dist.destroy_process_group(group)
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def resume(self, groups: Groups, load: Callable[[dict[str, Any]], None]) -> Resumed | None:
+        """Load the newest whole snapshot into parameters and state (all ranks); None where there is none.
+
+        `load` takes the state dict of the optimizer. Raises CheckpointMismatchError, before anything is changed, where the
+        snapshot is of other parameters.
+        """
+        path = self._choose()
+        self._left = []
+        if path is None:
+            return None
+        with self._world.agreeing():
+            self._check_names(path)
+            progress = self._progress(path)
+        optim = {"state": self._entries(), "param_groups": self._named(groups)}
+        state: dict[str, Any] = {
+            "model": self._weights(),
+            "optim": optim,
+        }
+        try:
+            with self._world.agreeing():
+                _load_alone(state, path)
+                load(optim)
+        except BaseException as error:
+            self._stepping.torn = error
+            raise
+        self.step = self.durable_step = progress.step
+        return progress
+
+    def _choose(self) -> Path | None:
+        """Return the folder of the newest snapshot that is whole, the same on all ranks."""
+        boots = set(self._world.all_gather_object(boot_id()))
+        chosen: str | None = None
+        with self._world.agreeing():
+            if self._world.rank == 0:
+                whole = (info for info in reversed(_found(self._folder)) if _is_whole(info, boots))
+                chosen = next((str(info.path) for info in whole), None)
+        chosen = self._world.broadcast_object(chosen)
+        return None if chosen is None else Path(chosen)
+
+    def _check_names(self, path: Path) -> None:
+        reader = Reader(path)
+        try:
+            stored = {
+                key for key in reader.read_metadata().state_dict_metadata if key.startswith(("model.", "optim.state."))
+            }
+        finally:
+            reader.close()
+        own = {f"model.{name}" for name in self._weights()}
+        own |= {f"optim.state.{name}.{slot}" for name, entry in self._entries().items() for slot in entry}
+        if stored != own:
+            missing, unknown = sorted(own - stored)[:3], sorted(stored - own)[:3]
+            raise CheckpointMismatchError(
+                f"the snapshot {path} is of another model or optimizer: it lacks {', '.join(missing) or 'nothing'}, and has "
+                f"{', '.join(unknown) or 'nothing'} besides; make the optimizer as the one that was killed, or remove "
+                f"{path.parent} to begin anew"
+            )
+
+    def _progress(self, path: Path) -> Resumed:
+        rank = self._world.rank
+        with open_checkpoint(path) as reader:
+            rank = rank if rank < reader.record.world_size else 0
+        found: dict[str, Any] = {"step": 0, "loop": {str(rank): {"state": b""}}}
+        _load_alone(found, path)
+        kept = torch.load(io.BytesIO(found["loop"][str(rank)]["state"]), map_location="cpu", weights_only=True)
+        return Resumed(int(found["step"]), kept)
+
+
+def _encoded(loop_state: Any) -> bytes:
+    """Return the loop's state as bytes. Raises UsageError for what could not be read back without running code."""
+    stream = io.BytesIO()
+    try:
+        torch.save(loop_state, stream)
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            "loop_state: expected tensors, numbers, text, and dicts, lists and tuples of them (what torch.load reads with "
+            f"weights_only=True): {error}"
+        ) from error
+    return stream.getvalue()
+
+
+def _found(folder: Path) -> list[TagInfo]:
+    """Return the snapshots in `folder`, the oldest first."""
+    try:
+        return tags(folder)
+    except CheckpointNotFoundError:
+        return []
+
+
+def _is_whole(info: TagInfo, boots: set[str]) -> bool:
+    """Return whether a snapshot is of one of these boots, or has every byte that it should."""
+    made_in = {str(rank): {"boot": ""} for rank in range(info.record.world_size)}
+    try:
+        _load_alone({"loop": made_in}, info.path)
+        if {each["boot"] for each in made_in.values()} <= boots:
+            return True
+        with open_checkpoint(info.path) as reader:
+            faults = verify_checkpoint(reader)
+        if not faults:
+            return True
+        why = str(faults[0])
+    except (ZstoreError, OSError) as error:
+        why = str(error)
+    _log.warning("the snapshot %s is incomplete, as after a power cut, and is left out: %s", info.path, why)
+    return False
+
+
+def _cause(raised: CheckpointException) -> Exception:
+    """Return what made a save of all ranks fail, where that is an Exception of some rank."""
+    for error, _ in raised.failures.values():
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(str(raised))
+
+
+def _save_alone(state: dict[str, Any], writer: Writer) -> None:
+    """Do as torch.distributed.checkpoint's `save`, which warns where there is one process only."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+
+
+def _load_alone(state: dict[str, Any], path: Path) -> None:
+    """Do as torch.distributed.checkpoint's `load`, for this rank alone."""
+    planner, reader = DefaultLoadPlanner(), Reader(path)
+    try:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    finally:
+        reader.close()
