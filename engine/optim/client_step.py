@@ -22,7 +22,7 @@ from zstore.format.arrays import model_array
 
 from ..device import GradientTiles
 from ..params.record import ParameterRecord
-from .kernel import ParameterStep, Scalars
+from .kernel import ParameterStep, Scalars, SlotArray
 from .state import OptimizerState
 from .update import Rows
 
@@ -34,6 +34,10 @@ class WholeKernel:
     """Of parameters that the client's own object updates: nothing of its state is in the store."""
 
     slots: tuple[str, ...] = ()
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """See Kernel."""
+        return ()
 
     def initial(self) -> Scalars:
         """See Kernel."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,18 +46,40 @@ class ParameterStep(Protocol):
         """Return the parameter's scalars after the step; no tile need have come before."""
 
 
+@dataclass(frozen=True)
+class SlotArray:
+    """An array that is kept of a parameter."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+    """Elements of the parameter that a value is for."""
+    entry: str = ""
+    """Entry of the class's state that it belongs to."""
+    part: str | None = None
+    """What it is of the entry's value, where that is a tensor made of several."""
+
+
 class Kernel(Protocol):
     """The update of the parameters of one group."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the arrays that it keeps of each parameter: the parameter's shape, fp32."""
+        """Names of what it keeps of each parameter."""
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """Return the arrays that it keeps of a parameter of which this rank owns `numel` elements, in the order of `slots`."""
 
     def initial(self) -> Scalars:
         """Return the scalars of a parameter that was never updated."""
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """Begin a step of a parameter, with the settings that its group has now."""
+
+
+def fp32_arrays(slots: Sequence[str]) -> list[SlotArray]:
+    """Return one fp32 array of the parameter's shape for each slot."""
+    return [SlotArray(name, entry=name) for name in slots]
 
 
 class FusedAdam:
@@ -67,6 +90,10 @@ class FusedAdam:
     def __init__(self, decoupled: bool) -> None:
         self.decoupled = decoupled
         self._last: _FusedAdamStep | None = None
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """See Kernel."""
+        return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
         """See Kernel."""
@@ -147,6 +174,10 @@ class TorchKernel:
                 made = self._made.get(name, 0.0)
                 values[name] = self._typed(name, scalars.get(name, float(made)))
         return values
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """See Kernel."""
+        return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
         """See Kernel. `updates` is ours: SGD keeps no step count, and its first step is another one."""

@@ -26,8 +26,7 @@ from ..device import Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
-from .block_kernel import BlockKernel, SlotArray
-from .kernel import Kernel, Scalars
+from .kernel import Kernel, Scalars, SlotArray
 from .split_master import join_master, split_master
 
 TierName = Literal["device", "host", "disk"]
@@ -170,10 +169,7 @@ class OptimizerState:
         """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
         if record.group is None:
             return ()
-        kernel = self.kernels[record.group]
-        if isinstance(kernel, BlockKernel):
-            return kernel.arrays(record.owned_numel)
-        return [SlotArray(name, entry=name) for name in kernel.slots]
+        return self.kernels[record.group].arrays(record.owned_numel)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""

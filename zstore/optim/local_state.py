@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zstore.engine.optim.block_kernel import BlockKernel, SlotArray, parts_of
-from zstore.engine.optim.kernel import FusedAdam, Scalars, TorchKernel
+from zstore.engine.optim.kernel import FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import Placement
 from zstore.errors import BudgetError, UsageError
@@ -19,6 +18,7 @@ from zstore.format.arrays import model_array, optimizer_array
 from zstore.format.boxes import Box
 from zstore.tensors import as_torch
 
+from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
 from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float, with_own_copies
 

@@ -17,7 +17,6 @@ import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
 from zstore.engine.device import Streams, Transfers, streams_for
-from zstore.engine.optim.block_kernel import BlockKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.allocator import map_large_blocks
 from zstore.errors import UsageError
@@ -25,6 +24,7 @@ from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.statistics import StoreStatistics
 
+from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .local_state import LocalState, OffloadedKernel, StateView

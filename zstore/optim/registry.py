@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from zstore.engine.optim.block_kernel import BlockKernel, Blocks
 from zstore.engine.optim.kernel import ELEMENT_WISE, FusedAdam, Scalars, TorchKernel, kernel_for
 from zstore.errors import UsageError
+
+from .block_kernel import BlockKernel, Blocks
 
 OptimizerClass = type[torch.optim.Optimizer]
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)

@@ -42,13 +42,13 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp import Reader, Writer
 from zstore.engine.checkpoint.snapshot_folder import boot_id
 from zstore.engine.checkpoint.snapshots import make_shared_folder
-from zstore.engine.optim.block_kernel import BlockKernel
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
 from zstore.io.files import Files, UnsyncedFiles
 from zstore.io.pool import run_in_thread
 from zstore.io.queue import Ticket
 from zstore.ranks.world import World
 
+from .block_kernel import BlockKernel
 from .local_state import LocalState
 from .stepping import Stepping
 

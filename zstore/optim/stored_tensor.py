@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_map
 
 from zstore.dcp.resting import RestingWrite
-from zstore.engine.optim.block_kernel import made_of, parts_of
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format.boxes import Box
 from zstore.store.tiers import PinnedShard
 from zstore.tensors import as_torch
 
+from .block_kernel import made_of, parts_of
 from .records import LocalRecord
 
 _aten: Any = torch.ops.aten

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zstore.engine.optim.kernel import ParameterStep, Scalars, SlotArray
 from zstore.errors import UsageError
-
-from .kernel import ParameterStep, Scalars
 
 Blocks = Callable[[int, Mapping[str, Any]], int | None]
 """Gives how many elements a block of the state has, of a parameter of so many elements and with these settings of the
@@ -30,20 +28,6 @@ _PLAIN_NUMELS = (16, 3, 1)
 _MOST_PROBED = 1 << 22
 _PIECES = (256, 16, 1)
 """Lengths of pieces, in blocks."""
-
-
-@dataclass(frozen=True)
-class SlotArray:
-    """An array that is kept of a parameter."""
-
-    name: str
-    dtype: torch.dtype = torch.float32
-    block: int = 1
-    """Elements of the parameter that a value is for."""
-    entry: str = ""
-    """Entry of the class's state that it belongs to."""
-    part: str | None = None
-    """What it is of the entry's value, where that is a tensor made of several."""
 
 
 def parts_of(value: torch.Tensor) -> dict[str | None, torch.Tensor]:
