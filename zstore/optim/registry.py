@@ -43,6 +43,11 @@ def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, 
     return dict(settings)
 
 
+def require_known(kind: OptimizerClass) -> None:
+    """Raise UsageError for a class that cannot be offloaded."""
+    _known(kind)
+
+
 def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
     """Return the kernel for a parameter group with these settings.
 
