@@ -28,6 +28,7 @@ from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
 from .batches import call_with, loss_of, mean_loss, repeat, take_batches
+from .build.compiled import make_compiler
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
@@ -44,7 +45,6 @@ from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
-from .zero.compiled import make_compiler
 
 _log = logging.getLogger("zstore")
 

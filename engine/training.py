@@ -14,6 +14,7 @@ from torch import nn
 from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.world import World
 
+from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
 from .loader import TrainingLoader
@@ -29,7 +30,6 @@ from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
 from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
-from .zero.compiled import CompiledUnits, Compiler
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
 from .zero.norm import global_norm, scale_factor

@@ -15,7 +15,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
-from ..zero.compiled import Compiler
+from ..build.compiled import Compiler
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:

@@ -103,8 +103,7 @@ class Checkpoints:
         with world.agreeing():
             if place != theirs:
                 raise UsageError(
-                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder, which all ranks "
-                    "share"
+                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder that all share"
                 )
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)

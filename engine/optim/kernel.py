@@ -154,7 +154,7 @@ class TorchKernel:
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel."""
-        self._optimizer.param_groups[0].update({name: group[name] for name in self._settings})
+        self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
         return _TorchStep(self, scalars)
 
     def tile(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,6 +26,7 @@ from ..device import Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
+from .block_kernel import BlockKernel, SlotArray
 from .kernel import Kernel, Scalars
 from .split_master import join_master, split_master
 
@@ -105,10 +106,9 @@ class OptimizerState:
                 record.rest = self._create(record, "parameter", record.dtype, placement.parameter, fill=initial)
         if record.group is None:
             return
-        kernel = self.kernels[record.group]
-        for slot in kernel.slots:
-            self._create(record, f"optimizer/{slot}", torch.float32, placement.state)
-        self.scalars[record] = kernel.initial()
+        for slot in self.slots_of(record):
+            self._create_slot(record, slot, placement.state)
+        self.scalars[record] = self.kernels[record.group].initial()
         if placement.gradient == "host":
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
@@ -156,6 +156,24 @@ class OptimizerState:
                 for tile in tiles:
                     self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])
         return spec.name
+
+    def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
+        name = f"optimizer/{slot.name}"
+        if slot.block == 1:
+            self._create(record, name, slot.dtype, tier)
+            return
+        grid, elements = record.state_grid.packed(slot.block), record.spec(name, slot.dtype)
+        spec = replace(elements, shape=(grid.rows,))
+        self.store.create(spec, grid=grid, shard=record.state_shard, tier=tier)
+
+    def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
+        """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
+        if record.group is None:
+            return ()
+        kernel = self.kernels[record.group]
+        if isinstance(kernel, BlockKernel):
+            return kernel.arrays(record.owned_numel)
+        return [SlotArray(name, entry=name) for name in kernel.slots]
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -254,8 +272,8 @@ class OptimizerState:
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
-        slots = () if record.group is None else self.kernels[record.group].slots
-        return [*self.master_arrays(record), *(optimizer_array(slot, record.name) for slot in slots)]
+        slots = self.slots_of(record)
+        return [*self.master_arrays(record), *(optimizer_array(slot.name, record.name) for slot in slots)]
 
     def refresh_parameters(self) -> None:
         """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""

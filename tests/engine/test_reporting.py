@@ -96,7 +96,9 @@ print("tensorboard" in sys.modules, "wandb" in sys.modules)
 def test_a_plain_script_sees_its_progress() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     command = [sys.executable, "-c", SCRIPT]
-    done = warm.run(command, anew=True, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    done = warm.run(
+        command, anew=True, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
     lines = [line.split(": ")[1] for line in done.stderr.splitlines() if " zstore INFO: step" in line]
     assert lines == ["step 2", "step 2", "step 4", "step 4"]
     assert done.stdout.split() == ["False", "False"]  # no monitor was asked for

@@ -347,7 +347,10 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
     refused("expected a positive number of bytes", host_budget_bytes="4GiB")
     refused("expected a positive number of bytes", host_budget_bytes=-1)
     refused("looks at more than one element", kind=Normed)
-    refused("in blocks with a scale each", kind=type("Adam8bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}))
+    refused(
+        "cannot be offloaded: of bitsandbytes",
+        kind=type("PagedAdam32bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}),
+    )
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")

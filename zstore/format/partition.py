@@ -93,15 +93,32 @@ class Grid:
         first, stop = self.shard_range(shard)
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
-    def packed(self) -> Grid:
-        """Return how the bytes of an array of one bit an element are cut, 1-D: with the elements, chunk by chunk."""
+    def packed(self, numel: int = BITS) -> Grid:
+        """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.
+
+        By default that is one bit an element. Chunks must hold a multiple of `numel` elements, or be the only one.
+        """
         return Grid(
-            rows=-(-self.rows * self.row_numel // BITS),
+            rows=-(-self.rows * self.row_numel // numel),
             row_numel=1,
-            shard_rows=max(1, self.shard_numel // BITS),
-            chunk_rows=max(1, self.chunk_numel // BITS),
+            shard_rows=max(1, self.shard_numel // numel),
+            chunk_rows=max(1, self.chunk_numel // numel),
             chunk_cols=1,
         )
+
+    def numel_per_value(self, other: Grid) -> int | None:
+        """Return for how many elements of this grid a value on grid `other` is: 1 for the same grid, n for `packed(n)`; None
+        for any other grid."""
+        if other is self or other == self:
+            return 1
+        found = (BITS, self.chunk_numel // max(other.chunk_numel, 1))
+        return next((numel for numel in found if numel and other == self.packed(numel)), None)
+
+
+def grid_of_blocks(numel: int, block: int) -> Grid:
+    """Return the grid of `numel` elements in a row on one rank, whose chunks are whole blocks of `block` elements."""
+    blocks = make_grid((-(-numel // block), block), 1)
+    return Grid(rows=numel, row_numel=1, shard_rows=blocks.shard_numel, chunk_rows=blocks.chunk_numel, chunk_cols=1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zstore.engine.optim.block_kernel import BlockKernel, SlotArray, parts_of
 from zstore.engine.optim.kernel import FusedAdam, Scalars, TorchKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import Placement
@@ -19,13 +20,15 @@ from zstore.format.boxes import Box
 from zstore.tensors import as_torch
 
 from .records import LocalRecord, local_part, make_local_record, memory_of
-from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float
+from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float, with_own_copies
 
 _log = logging.getLogger("zstore")
 
 MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""
+_MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
+OffloadedKernel = FusedAdam | TorchKernel | BlockKernel
 Settle = Callable[[Iterable[LocalRecord]], None]
 
 
@@ -38,17 +41,17 @@ class LocalState:
         """By parameter, in order."""
         self._tier = tier
         self._settle = settle
-        self._kernels: list[FusedAdam | TorchKernel] = []
+        self._kernels: list[OffloadedKernel] = []
         self._names: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def add_kernel(self, kernel: FusedAdam | TorchKernel) -> None:
+    def add_kernel(self, kernel: OffloadedKernel) -> None:
         """Add the kernel of a new parameter group."""
         self._kernels.append(kernel)
         self.arrays.kernels = self._kernels
 
-    def replace_kernels(self, kernels: list[FusedAdam | TorchKernel]) -> None:
+    def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
         """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
         for number, (former, kernel) in enumerate(zip(self._kernels, kernels, strict=True)):
             if former.slots != kernel.slots:
@@ -76,7 +79,16 @@ class LocalState:
         name = name or f"parameter-{number}"
         if name in self._names:
             name = f"{name}-{number}"
-        record = make_local_record(name, parameter, group=group)
+        kernel = self._kernels[group]
+        if isinstance(kernel, BlockKernel):
+            if isinstance(parameter, DTensor) and not kernel.takes_shards:
+                raise UsageError(
+                    f"parameter {name!r} is a DTensor, whose state this class keeps in blocks as plain tensors that no mesh "
+                    "describes: use torchao.optim's class with FSDP2"
+                )
+            record = make_local_record(name, parameter, group=group, block_of=kernel.block_of)
+        else:
+            record = make_local_record(name, parameter, group=group)
         self._add_arrays(record, self._rest(record))
         self.records[parameter] = record
         self._names.add(name)
@@ -85,8 +97,9 @@ class LocalState:
     def _rest(self, record: LocalRecord) -> Tier:
         """Return where the state rests: in host memory that the budget does not have, on disk where there is one."""
         store = self.arrays.store
-        num_arrays = len(self._kernels[record.group or 0].slots) + int(record.dtype != torch.float32)
-        nbytes, free = 4 * record.owned_numel * num_arrays, store.budget.free_bytes
+        each = sum(slot.dtype.itemsize / slot.block for slot in self.arrays.slots_of(record))
+        each += 0 if record.dtype == torch.float32 else 4
+        nbytes, free = each * record.owned_numel, store.budget.free_bytes
         spills = self._tier == "host" and store.options.run_path is not None and free is not None and nbytes > free
         return "disk" if spills else self._tier
 
@@ -152,17 +165,40 @@ class LocalState:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
         kernel = self._kernels[record.group or 0]
         self._settle([record])
-        values = kernel.present(self.arrays.scalars[record])
-        values |= {slot: self._shown(record, optimizer_array(slot, record.name)) for slot in kernel.slots}
+        slots = self.arrays.slots_of(record)
+        if isinstance(kernel, BlockKernel):
+            stored = {slot.name: self._stored(record, slot) for slot in slots}
+            values = kernel.form(record.owned_numel).state(self.arrays.scalars[record], stored)
+            for name in {slot.entry for slot in slots if slot.block == 1}:
+                made = values[name] if isinstance(values[name], StoredTensor) else with_own_copies(values[name])
+                values[name] = self._laid_out(record, made)
+        else:
+            values = kernel.present(self.arrays.scalars[record])
+            values |= {slot.name: self._shown(record, slot) for slot in slots}
         if not self.arrays.is_master(record):
-            values[MASTER] = self._shown(record, model_array(record.name))
+            values[MASTER] = self._shown(record, _MASTER_SLOT)
         return values
 
-    def _shown(self, record: LocalRecord, array: str) -> torch.Tensor:
-        """Return an array as a tensor that is laid out as the parameter is."""
-        changed = self._doubt_master if array == model_array(record.name) else _nothing
-        kind = RestingTensor if record.is_contiguous else StoredTensor
-        stored = kind(StoredArray(name=array, record=record, state=self.arrays, settle=self._settle, changed=changed))
+    def _shown(self, record: LocalRecord, slot: SlotArray) -> torch.Tensor:
+        """Return an array of one value an element as a tensor that is laid out as the parameter is."""
+        return self._laid_out(record, self._stored(record, slot))
+
+    def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
+        """Return what this rank has of an array."""
+        is_master = slot is _MASTER_SLOT
+        array = StoredArray(
+            name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
+            record=record,
+            state=self.arrays,
+            settle=self._settle,
+            changed=self._doubt_master if is_master else _nothing,
+            dtype=slot.dtype,
+            block=slot.block,
+        )
+        return RestingTensor(array) if slot.block == 1 and record.is_contiguous else StoredTensor(array)
+
+    def _laid_out(self, record: LocalRecord, stored: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the local part's shape as one that is laid out as the parameter is."""
         parameter: torch.Tensor = record.parameter
         if not isinstance(parameter, DTensor):
             return stored
@@ -181,29 +217,48 @@ class LocalState:
 
         Raises UsageError where shapes do not fit.
         """
-        kernel = self._kernels[record.group or 0]
-        slots = {slot: entry.get(slot) for slot in kernel.slots}
-        if not entry or any(value is None for value in slots.values()):
+        kernel, slots = self._kernels[record.group or 0], self.arrays.slots_of(record)
+        # bitsandbytes puts what FSDP cannot gather into a dict of its own.
+        entry = dict(entry) | {k: v for value in entry.values() if isinstance(value, Mapping) for k, v in value.items()}
+        if not entry or any(entry.get(slot.entry) is None for slot in slots):
             self.reset(record)
             return
-        for slot, value in slots.items():
-            self._put(record, slot, optimizer_array(slot, record.name), value)
+        for slot in slots:
+            self._put(record, slot, entry[slot.entry])
         self.arrays.scalars[record] = _scalars(kernel, entry)
         if not self.arrays.is_master(record):
             if MASTER in entry:
-                self._put(record, MASTER, model_array(record.name), entry[MASTER])
+                self._put(record, _MASTER_SLOT, entry[MASTER])
             self._doubt_master(record)
 
-    def _put(self, record: LocalRecord, slot: str, array: str, value: Any) -> None:
-        local = self._local_value(record, f"{slot} of {record.name}", require_float(f"{slot} of {record.name}", value))
+    def _put(self, record: LocalRecord, slot: SlotArray, value: Any) -> None:
+        target, what = self._stored(record, slot), f"{slot.name} of {record.name}"
+        if slot.dtype == torch.float32 and slot.block == 1 and slot.part is None:
+            local = self._local_value(record, what, require_float(what, value))
+        else:
+            local = self._local_part(record, slot, what, value)
         if isinstance(local, StoredTensor):
-            if local.array.state is self.arrays and local.array.name == array:
+            if local.array.state is self.arrays and local.array.name == target.array.name:
                 return  # it was loaded in place
             local = local.read()
-        shown = self._shown(record, array)
-        target = shown.to_local() if isinstance(shown, DTensor) else shown
-        if isinstance(target, StoredTensor):
-            target.array.write(Box.whole(tuple(record.local_shape)), local)
+        target.array.write(Box.whole(target.array.shape), local)
+
+    def _local_part(self, record: LocalRecord, slot: SlotArray, what: str, value: Any) -> torch.Tensor:
+        """Return this rank's part of an array that the class keeps in a type, or in blocks, of its own."""
+        parameter: torch.Tensor = record.parameter
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+            is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
+            value = local_part(value) if is_alike else _rows_of(record, what, value)
+        parts = parts_of(value) if isinstance(value, torch.Tensor) else {}
+        part = parts.get(slot.part)
+        expected = self._stored(record, slot).array.shape
+        if part is None or part.dtype != slot.dtype or tuple(part.shape) != expected:
+            got = type(value).__name__ if part is None else f"{part.dtype} {list(part.shape)}"
+            raise UsageError(
+                f"state {what!r}: expected {slot.dtype} {list(expected)}, got {got}: the loaded state is of another model, or "
+                "of an optimizer class that keeps its state in another form"
+            )
+        return part
 
     def _local_value(self, record: LocalRecord, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a value that is whole, or laid out over the parameter's mesh."""
@@ -223,24 +278,39 @@ class LocalState:
         """Let a parameter's state be that of one that was never updated."""
         self._settle([record])
         kernel = self._kernels[record.group or 0]
-        groups = [[optimizer_array(slot, record.name)] for slot in kernel.slots] if record.owned_numel else []
+        slots = self.arrays.slots_of(record) if record.owned_numel else ()
+        groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
         with self.arrays.passing(groups, "fill") as tiles:
             for tile in tiles:
                 as_torch(tile.views[0]).zero_()
         self.arrays.scalars[record] = kernel.initial()
 
 
+def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `whole`, a tensor of a class of its own, that this rank has of the parameter."""
+    first, rows = record.cut.offsets[0], record.local_shape[0]
+    if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
+        raise UsageError(
+            f"state {what!r}: expected a whole tensor of a parameter that is cut by rows, or one laid out as the parameter is "
+            f"({list(record.parameter.shape)}), got {getattr(whole, 'placements', list(whole.shape))}"
+        )
+    try:
+        return whole[first : first + rows]
+    except ValueError as error:
+        raise UsageError(f"state {what!r}: the rows of this rank do not begin and end with blocks ({error})") from error
+
+
 def _nothing(record: LocalRecord) -> None:
     """Nobody has to hear of it."""
 
 
-def _scalars(kernel: FusedAdam | TorchKernel, entry: Mapping[str, Any]) -> Scalars:
+def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
     names = list(kernel.present(kernel.initial()))
     missing = [name for name in names if name not in entry]
     if missing:
         raise UsageError(f"the loaded state has no {missing[0]!r}: it is of another optimizer class")
     found = {name: float(entry[name]) for name in names}
-    if isinstance(kernel, FusedAdam):
+    if not isinstance(kernel, TorchKernel):
         return found
     if found.get("step") == 0.0:
         return kernel.initial()

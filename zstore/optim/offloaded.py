@@ -17,6 +17,7 @@ import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
 from zstore.engine.device import Streams, Transfers, streams_for
+from zstore.engine.optim.block_kernel import BlockKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.allocator import map_large_blocks
 from zstore.errors import UsageError
@@ -25,7 +26,7 @@ from zstore.store.statistics import StoreStatistics
 
 from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
-from .local_state import LocalState, StateView
+from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
 from .registry import OptimizerClass, make_kernel, require_known, settings_of
 from .stepping import InBackward, Rows, Stepping
@@ -97,6 +98,7 @@ class Offloaded(torch.optim.Optimizer):
         _check_budget(host_budget_bytes)
         self.kind = kind
         """The class whose update is carried out."""
+        self._settings = settings
         self.max_grad_norm = max_grad_norm
         self.overlap = overlap
         self.free_grads = free_grads
@@ -141,7 +143,7 @@ class Offloaded(torch.optim.Optimizer):
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._parts.state.add_kernel(make_kernel(self.kind, self.param_groups[number]))
+            self._parts.state.add_kernel(self._kernel_for(self.param_groups[number]))
             self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
         except BaseException:
             del self.param_groups[number]
@@ -149,6 +151,13 @@ class Offloaded(torch.optim.Optimizer):
             raise
         if self._parts.in_backward is not None:
             self._parts.in_backward.groups = self.param_groups
+
+    def _kernel_for(self, group: dict[str, Any]) -> OffloadedKernel:
+        """Return the kernel for a group, whose settings become what the class itself makes of them."""
+        kernel = make_kernel(self.kind, self._settings | group)
+        if isinstance(kernel, BlockKernel):
+            kernel.keep(group)
+        return kernel
 
     def _add_records(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
         group = self.param_groups[number]
@@ -245,7 +254,7 @@ class Offloaded(torch.optim.Optimizer):
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
         if self._parts.in_backward is not None:
             self._parts.in_backward.groups = self.param_groups
-        self._parts.state.replace_kernels([make_kernel(self.kind, group) for group in self.param_groups])
+        self._parts.state.replace_kernels([self._kernel_for(group) for group in self.param_groups])
         saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, own, strict=True):

@@ -4,11 +4,13 @@
 An element-wise update needs no other rank. So what a rank has of a parameter, all of it or a DTensor's local part, is a
 tensor of its own here, and so is its state. Where the part is rows that are cut alike over the ranks, as FSDP2 cuts them,
 the arrays of the state are the whole parameter's, of which this rank has its shard: then a shard file is one of a checkpoint
-too. Elsewhere (columns, meshes of two dims) they are of the part alone.
+too. Elsewhere (columns, meshes of two dims) they are of the part alone, and so is state in blocks, which are counted from the
+part's first element.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from zstore.dcp.layout import grid_of_rows
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import Grid, make_grid
+from zstore.format.partition import Grid, grid_of_blocks, make_grid
 from zstore.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,8 +101,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:
-    """Return the record of `parameter`. Raises UsageError for one that cannot be updated off the device."""
+def make_local_record(
+    name: str, parameter: torch.Tensor, *, group: int, block_of: Callable[[int], int | None] = lambda _: None
+) -> LocalRecord:
+    """Return the record of `parameter`, whose state is in blocks of `block_of(elements)`, None for one value an element.
+
+    Raises UsageError for one that cannot be updated off the device.
+    """
     if parameter.dtype not in DTYPES:
         raise UsageError(
             f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; an offloaded optimizer updates float32, "
@@ -117,7 +124,13 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
         raise UsageError(
             f"parameter {name!r} is a view of strides {strides} into other memory: make it contiguous before the optimizer"
         )
-    cut = _cut_of(parameter, local, strides)
+    block = block_of(local.numel()) if local.numel() else None
+    if block is not None and strides != _contiguous(shape):
+        raise UsageError(
+            f"parameter {name!r} has strides {strides}, but an optimizer that keeps its state in blocks counts them along the "
+            "elements in their order: make it contiguous before the optimizer"
+        )
+    cut = _cut_of(parameter, local, strides, block)
     return LocalRecord(
         name=name,
         aliases=(),
@@ -135,12 +148,15 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
     )
 
 
-def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ...]) -> Cut:
+def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ...], block: int | None) -> Cut:
     whole, shape = tuple(parameter.shape), tuple(local.shape)
     offsets: tuple[int, ...] = (0,) * len(whole)
     if isinstance(parameter, DTensor):
         _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         offsets = tuple(found)
+    if block is not None:
+        grid, numel = grid_of_blocks(local.numel(), block), (local.numel(),)
+        return Cut(shape=numel, grid=grid, shard=0, whole_shape=whole, offsets=offsets, is_of_whole=False)
     rows = _rows_of_ranks(parameter, local) if strides == _contiguous(local.shape) else None
     if rows is None:
         return Cut(

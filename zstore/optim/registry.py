@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zstore.engine.optim.block_kernel import BlockKernel, Blocks
 from zstore.engine.optim.kernel import ELEMENT_WISE, FusedAdam, Scalars, TorchKernel, kernel_for
 from zstore.errors import UsageError
 
@@ -19,13 +20,44 @@ _registered: dict[OptimizerClass, OptimizerClass | None] = {}
 """Classes of others, and the class of torch whose update each has, None for an update of its own."""
 
 
-def register(kind: OptimizerClass, *, like: OptimizerClass | None = None) -> None:
+def _torchao_blocks(numel: int, settings: Mapping[str, Any]) -> int | None:
+    block: int = settings.get("block_size", 256)
+    return block if numel >= 4096 and numel % block == 0 else None
+
+
+def _bitsandbytes_blocks(numel: int, settings: Mapping[str, Any]) -> int | None:
+    return 256 if numel >= settings.get("min_8bit_size", 4096) else None
+
+
+_in_blocks: dict[OptimizerClass, Blocks] = {}
+"""Registered classes that keep their state in blocks."""
+_LIBRARIES: dict[str, tuple[tuple[str, ...], Blocks]] = {
+    "torchao": (("Adam8bit", "AdamW8bit"), _torchao_blocks),
+    "bitsandbytes": (
+        ("Adam8bit", "AdamW8bit", "Lion8bit", "RMSprop8bit", "SGD8bit", "Adagrad8bit"),
+        _bitsandbytes_blocks,
+    ),
+}
+"""Classes of others that are known without being registered."""
+_REFUSED = {
+    "bf16_stochastic_round": "random rounding gives other values for parts of a tensor than for the whole",
+    "amsgrad": "the class itself takes no step with it",
+    "is_paged": "offloaded state is paged by the store already",
+}
+
+
+def register(kind: OptimizerClass, *, like: OptimizerClass | None = None, block: Blocks | None = None) -> None:
     """Let `Offloaded` take optimizers of class `kind`, whose update of an element depends on that element's own history and
     on scalars alone.
 
     `like` is a class of torch.optim whose update it has, for a subclass that adds something else: that class's own
     kernel is used. Without it `kind` steps tiles itself; that it gives the same bits over parts of a tensor as over the
     whole is checked when an optimizer is made. Its state must be fp32 tensors of the parameter's shape, and numbers.
+
+    `block` is for a class that keeps its state in blocks along the flat parameter, with a scale each: called with the
+    number of elements of a parameter and the settings, it returns how many elements a block has, or None where such a
+    parameter's state is not in blocks. Its state may be tensors of any type with one value an element or one a block,
+    tensor subclasses made of such, constants, and step counts; it starts from zeros.
     """
     given: Any = kind
     if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
@@ -33,7 +65,14 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None) -> Non
     if like is not None and like not in ELEMENT_WISE:
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(f"register: `like` must be one of torch.optim's {names}, got {like!r}")
+    if like is not None and block is not None:
+        raise UsageError(
+            "register: `like` names a class of torch, whose state is not in blocks: leave out `like` or `block`"
+        )
     _registered[kind] = like
+    _in_blocks.pop(kind, None)
+    if block is not None:
+        _in_blocks[kind] = block
 
 
 def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,15 +84,18 @@ def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, 
 
 def require_known(kind: OptimizerClass) -> None:
     """Raise UsageError for a class that cannot be offloaded."""
-    _known(kind)
+    if not _blocks_of(kind):
+        _known(kind)
 
 
-def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
+def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel | BlockKernel:
     """Return the kernel for a parameter group with these settings.
 
     Adam and AdamW have the bits of torch's fused kernel unless the group says `fused=False` or `foreach=True`. Raises
     UsageError for a class or a setting that cannot be offloaded.
     """
+    if blocks := _blocks_of(kind):
+        return _block_kernel(kind, group, blocks)
     known = _known(kind)
     settings = {**group, "params": [torch.zeros(1)]}
     for name in ("differentiable", "capturable"):
@@ -75,17 +117,61 @@ def _known(kind: OptimizerClass) -> OptimizerClass:
         return kind
     if kind in _registered:
         return _registered[kind] or kind
-    library = kind.__module__.partition(".")[0]
-    if library in ("bitsandbytes", "torchao"):
+    if (library := kind.__module__.partition(".")[0]) in _LIBRARIES:
+        names = ", ".join(_LIBRARIES[library][0])
         raise UsageError(
-            f"{kind.__module__}.{kind.__name__} keeps its state in a type of its own, in blocks with a scale each, while what "
-            "is offloaded is fp32: use torch.optim's class, whose state then takes disk or host memory instead"
+            f"{kind.__module__}.{kind.__name__} cannot be offloaded: of {library} there are {names}. Others keep two values in "
+            "a byte, 8-bit floats or pages of their own, look at whole tensors, or do what a class of torch.optim does"
         )
     names = ", ".join(each.__name__ for each in ELEMENT_WISE)
     raise UsageError(
         f"optimizer {kind.__name__} is not known to update each element by itself, but offloaded state is updated in tiles; "
         f"use one of {names}, or where its update is element-wise zstore.optim.register({kind.__name__})"
     )
+
+
+def _blocks_of(kind: OptimizerClass) -> Blocks | None:
+    names, blocks = _LIBRARIES.get(kind.__module__.partition(".")[0], ((), None))
+    return _in_blocks.get(kind) or (blocks if kind.__name__ in names and kind not in _registered else None)
+
+
+def _block_kernel(kind: OptimizerClass, group: Mapping[str, Any], blocks: Blocks) -> BlockKernel:
+    for name, reason in _REFUSED.items():
+        if group.get(name):
+            raise UsageError(f"{kind.__name__}({name}=True) cannot be offloaded, for {reason}: leave it out")
+    kernel = BlockKernel(kind, group, blocks)
+    if kind in _in_blocks:
+        _check_blocks(kind, kernel, group)
+    return kernel
+
+
+def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str, Any]) -> None:
+    """Raise UsageError where steps over whole blocks give other values than the class gives the parameter."""
+    generator = torch.Generator().manual_seed(0)
+    for numel in (kernel.numel_in_blocks, _NUMEL):
+        if numel is None:
+            continue
+        start, block = torch.randn(numel, generator=generator), kernel.block_of(numel)
+        whole = torch.nn.Parameter(start.clone())
+        own, scalars = kernel.make(whole), kernel.initial()
+        slots = [torch.zeros(-(-numel // slot.block), dtype=slot.dtype) for slot in kernel.arrays(numel)]
+        cut = _CUT if block is None else numel // (2 * block) * block
+        for _ in range(_STEPS):
+            gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3.0, numel)
+            whole.grad = gradient.clone()
+            own.step()
+            step = kernel.start(group, scalars)
+            for first, stop in ((0, cut), (cut, numel)):
+                parts = [
+                    s[first // a.block : -(-stop // a.block)] for s, a in zip(slots, kernel.arrays(numel), strict=True)
+                ]
+                step.tile(start[first:stop], gradient[first:stop].clone(), parts)
+            scalars = step.scalars()
+        if not torch.equal(whole.detach(), start):
+            raise UsageError(
+                f"optimizer {kind.__name__} was registered with state in blocks of {block} elements, but steps over whole "
+                "blocks give other values than over the whole: it looks beyond a block, or its state does not begin as zeros"
+            )
 
 
 def _check_element_wise(kind: OptimizerClass, kernel: TorchKernel, settings: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ It is valid until the optimizer is closed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_map
 
 from zstore.dcp.resting import RestingWrite
+from zstore.engine.optim.block_kernel import made_of, parts_of
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format.boxes import Box
@@ -36,7 +38,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredArray:
-    """An fp32 array of the store that has the shape of a parameter's local part."""
+    """An array of the store that has a value for each element of a parameter's local part, or for each block of them."""
 
     name: str
     record: LocalRecord
@@ -45,27 +47,35 @@ class StoredArray:
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
     """Told when somebody wrote to the array."""
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+    """Elements that a value is for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local part, or as many as there are blocks in it."""
+        return tuple(self.record.local_shape) if self.block == 1 else (-(-self.record.owned_numel // self.block),)
 
     def read(self) -> torch.Tensor:
         """Return the values, in new host memory."""
         self.settle([self.record])
-        flat = torch.empty(self.record.owned_numel)
+        flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
         if flat.numel():
             with self.state.passing([[self.name]], "read") as tiles:
                 for tile in tiles:
                     self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
-        return self.record.in_shape(flat)
+        return self.record.in_shape(flat) if self.block == 1 else flat
 
     def write(self, box: Box, values: torch.Tensor) -> None:
-        """Set the elements of `box` to `values`, of its shape and any floating type."""
+        """Set the elements of `box` to `values`, of its shape; an fp32 array takes any floating type."""
         self.settle([self.record])
         self.changed(self.record)
         whole = box == Box.whole(box.shape)
-        if not (whole or self.record.is_contiguous):
+        if not (whole or self.block > 1 or self.record.is_contiguous):
             part, values = values, self.read()
             values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
             whole = True
-        flat = self.record.flat(values) if whole else values.reshape(-1)
+        flat = self.record.flat(values) if whole and self.block == 1 else values.reshape(-1)
         if not flat.numel():
             return
         with self.state.passing([[self.name]], "fill" if whole else "update") as tiles:
@@ -87,9 +97,9 @@ class StoredTensor(torch.Tensor):
 
     def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
         """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
-        box = Box.whole(tuple(array.record.local_shape)) if box is None else box
+        box = Box.whole(array.shape) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
+        made: Self = make(cls, box.sizes, dtype=array.dtype, device="cpu", requires_grad=False)
         made.array, made.box = array, box
         return made
 
@@ -135,6 +145,10 @@ class StoredTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
         cut = self.array.record.cut
+        if self.array.block > 1:  # of a parameter that this rank has all of: else the class's own tensor wraps it
+            chunk = ChunkStorageMetadata(torch.Size((0,)), self.shape)
+            own = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
+            return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=own)]
         if not self.numel() and torch.Size(cut.whole_shape).numel():
             return []  # others have the tensor's elements
         place = torch.Size(cut.offsets)
@@ -148,7 +162,8 @@ class StoredTensor(torch.Tensor):
         return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(self.array.record.cut.offsets), self.shape)]
+        offsets = self.array.record.cut.offsets if self.array.block == 1 else (0,)
+        return [ChunkStorageMetadata(torch.Size(offsets), self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
         return self
@@ -186,6 +201,20 @@ class RestingTensor(StoredTensor):
         array = self.array
         array.settle([array.record])
         return array.state.store.snapshot([array.name]).pins[array.name]
+
+
+def with_own_copies(shown: torch.Tensor) -> torch.Tensor:
+    """Return `shown`, a tensor of a class of its own around stored ones, whose `to`, copies and pickles are of values in
+    memory: without that, what moves it to where it is already would get the stored tensors."""
+
+    def plain() -> Any:
+        return made_of(shown, {part: _plain(tensor) for part, tensor in parts_of(shown).items()})
+
+    wrapper: Any = shown
+    wrapper.to = lambda *args, **kwargs: plain().to(*args, **kwargs)
+    wrapper.__deepcopy__ = lambda memo: plain()
+    wrapper.__reduce_ex__ = lambda protocol: plain().__reduce_ex__(protocol)
+    return shown
 
 
 def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:

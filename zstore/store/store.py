@@ -295,7 +295,8 @@ class TensorStore(Closing):
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
 
-        The arrays of a group share one layout, or have a bit for each element of the first (`Grid.packed`). "update":
+        The arrays of a group share one layout, or have a bit for each element of the first, or a
+        value for each block of them (`Grid.packed`). "update":
         change the views in place, they go back when the next tile is asked for. "fill": set every element; nothing is
         read. "read": changes are lost. `modes` has other modes for single arrays. `pool` (of `make_pool`) is where
         buffers come from, for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.

@@ -27,7 +27,6 @@ import numpy as np
 
 from ..errors import UsageError
 from ..format.arrays import Bytes
-from ..format.partition import BITS
 from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
 from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
@@ -45,7 +44,7 @@ class Pass:
 
     groups: Sequence[Sequence[str]]
     """Arrays that are brought together; those of a group share one layout, or have a bit for each element of it
-    (`Grid.packed`). The first has one value an element: tiles count in its elements."""
+    or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
     mode: Mode
     pool: Pool
     """Where buffers come from."""
@@ -163,8 +162,7 @@ class Stream:
             first = self._shards[group[0]]
             for name in group[1:]:
                 shard = self._shards[name]
-                alike = shard.grid is first.grid or shard.grid in (first.grid, first.grid.packed())
-                if shard.shard != first.shard or not alike:
+                if shard.shard != first.shard or first.grid.numel_per_value(shard.grid) is None:
                     raise UsageError(
                         f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
                     )
@@ -197,8 +195,7 @@ class Stream:
 
     def _numel_per_value(self, name: str, first: str) -> int:
         """Return how many elements of the group's first array a value of another one is for."""
-        grid, firsts = self._shards[name].grid, self._shards[first].grid
-        return 1 if grid is firsts or grid == firsts else BITS
+        return self._shards[first].grid.numel_per_value(self._shards[name].grid) or 1
 
     def tiles(self) -> Generator[Tile, None, None]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""

@@ -32,7 +32,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.units import Unit
-from .hooks import UnitHooks
+from ..zero.hooks import UnitHooks
 
 _log = logging.getLogger("zstore")
 
