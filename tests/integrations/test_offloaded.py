@@ -340,8 +340,18 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
             Offloaded(kind, params, **{"device": "cpu", "lr": 0.1, **given})
 
     refused("not known to update each element", kind=torch.optim.LBFGS)
+    refused("not known to update each element", kind=torch.optim.Muon)
+    refused("expected a class derived from .*, got 'AdamW'", kind="AdamW")
+    refused("got an optimizer of class AdamW", kind=AdamW(weights))
+    refused("give model.parameters", params=make_model())
+    refused("expected a positive number of bytes", host_budget_bytes="4GiB")
+    refused("expected a positive number of bytes", host_budget_bytes=-1)
     refused("looks at more than one element", kind=Normed)
     refused("two values in a byte", kind=type("Adam4bit", (AdamW,), {"__module__": "torchao.optim.adam"}))
+    refused(
+        "cannot be offloaded: of bitsandbytes",
+        kind=type("PagedAdam32bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}),
+    )
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")
@@ -367,7 +377,8 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         with pytest.raises(UsageError, match="expected shape"):
             optimizer.load_state_dict({**state, "state": {0: entry}})
-    for closed in (optimizer.step, optimizer.state_dict, optimizer.wait):
+    group = {"params": [nn.Parameter(torch.zeros(2))]}
+    for closed in (optimizer.step, optimizer.state_dict, optimizer.wait, lambda: optimizer.add_param_group(group)):
         with pytest.raises(UsageError, match="is closed"):
             closed()
 

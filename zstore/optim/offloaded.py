@@ -29,7 +29,7 @@ from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, make_kernel, settings_of
+from .registry import OptimizerClass, make_kernel, require_known, settings_of
 from .snapshots import STEPS_FOLDER, LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
@@ -105,7 +105,9 @@ class Offloaded(torch.optim.Optimizer):
         _files: Files | None = None,
         **settings: Any,
     ) -> None:
+        _check_kind(kind)
         _check(device, path, overlap, max_grad_norm)
+        _check_budget(host_budget_bytes)
         steps_folder = _steps_folder(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
@@ -156,6 +158,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer; the state of parameters that are trained is made at once."""
+        self._require_open()
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -354,6 +357,20 @@ class Offloaded(torch.optim.Optimizer):
         self.close()
 
 
+def _check_kind(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
+    require_known(kind)
+
+
+def _check_budget(nbytes: Any) -> None:
+    if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
+        raise UsageError(
+            f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {nbytes!r}"
+        )
+
+
 def _check(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
     if device not in ("nvme", "cpu"):
         raise UsageError(f'device: expected "nvme" or "cpu", where the state rests, got {device!r}')
@@ -391,6 +408,10 @@ def _taken(params: Any) -> tuple[Any, torch.Tensor]:
     """Return the parameters or groups as lists, and the first parameter. Raises UsageError where devices differ."""
     if isinstance(params, torch.Tensor):
         raise UsageError("params: expected an iterable of tensors or of group dicts, got a single tensor")
+    if isinstance(params, torch.nn.Module):
+        raise UsageError(
+            "params: expected an iterable of tensors or of group dicts, got a module: give model.parameters()"
+        )
     taken = [_group(each) if isinstance(each, Mapping) else each for each in params]
     members = chain.from_iterable(each["params"] if isinstance(each, dict) else [each] for each in taken)
     tensors = [member[1] if isinstance(member, tuple) else member for member in members]

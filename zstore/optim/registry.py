@@ -83,6 +83,12 @@ def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, 
     return dict(settings)
 
 
+def require_known(kind: OptimizerClass) -> None:
+    """Raise UsageError for a class that cannot be offloaded."""
+    if not _blocks_of(kind):
+        _known(kind)
+
+
 def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel | BlockKernel:
     """Return the kernel for a parameter group with these settings.
 
