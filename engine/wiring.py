@@ -17,6 +17,7 @@ from zstore.store import TensorStore
 
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
+from .build.store import open_store, store_key
 from .build.takeover import BuiltModel
 from .config.config import Config
 from .device import Streams, Transfers, streams_for
@@ -28,7 +29,6 @@ from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
-from .optim.store import open_store, store_key
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
 from .params.record import Sharding, named_parameters

@@ -7,9 +7,9 @@ from zstore.store import StoreOptions, TensorStore
 
 from ..config.config import Config
 from ..optim.state import TierName
-from ..optim.store import open_store, store_key
 from ..plan.run import budget_of_rank
 from .builder import Builder, open_builder
+from .store import open_store, store_key
 
 _THRESHOLD_NUMEL = 100_000
 """Smallest parameter that is sharded where the config leaves it open."""

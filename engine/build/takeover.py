@@ -12,8 +12,8 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..optim.state import RowsInStore
-from ..optim.store import StoreKey
 from .builder import Builder, Built, find_built, gone
+from .store import StoreKey
 
 
 class BuiltModel:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from zstore.engine.build.store import store_key
 from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.kernel import ELEMENT_WISE
-from zstore.engine.optim.store import store_key
 from zstore.engine.plan.needs import placement_settings
 from zstore.errors import ConfigError
 
