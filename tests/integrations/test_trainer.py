@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 import zstore.hf
-from tests.integrations.trainers import Texts, arguments, config, history, llama
+from tests.integrations.trainers import CHECKPOINTING, Texts, arguments, config, history, llama
 from zstore.testing.ranks import run_ranks
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -24,7 +24,7 @@ EPOCH = {
     "eval_strategy": "epoch",
     "max_grad_norm": 0.5,
     "label_smoothing_factor": 0.1,
-    "activation_checkpointing": True,
+    CHECKPOINTING: True,
 }
 """Two epochs with short accumulations at their ends, clipping, a cosine schedule after a warm-up, evaluation."""
 

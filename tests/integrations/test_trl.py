@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import zstore.hf
 from tests.integrations.tokens import preferences, texts, tokenizer
-from tests.integrations.trainers import QUIET, config, history, llama
+from tests.integrations.trainers import CHECKPOINTING, QUIET, config, history, llama
 from zstore.testing.ranks import run_ranks
 
 RUN = {
@@ -28,7 +28,7 @@ RUN = {
     "logging_steps": 1,
     "learning_rate": 1e-2,
     "per_device_train_batch_size": 2,
-    "activation_checkpointing": True,
+    CHECKPOINTING: True,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from transformers import TrainingArguments
 transformers.logging.set_verbosity_error()
 
 VOCAB, TOKENS = 64, 8
+CHECKPOINTING = "activation_checkpointing"
+"""The argument of Trainers, which has another name in older versions of transformers."""
+if CHECKPOINTING not in {field.name for field in dataclasses.fields(TrainingArguments)}:
+    CHECKPOINTING = "gradient_checkpointing"
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
 """Arguments of a run on the CPU that talks to nobody."""
 
@@ -59,8 +64,6 @@ class Texts(Dataset[dict[str, Any]]):
 
 def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
     """Arguments of a short run on the CPU that talks to nobody."""
-    if not hasattr(TrainingArguments, "activation_checkpointing") and "activation_checkpointing" in changes:
-        changes["gradient_checkpointing"] = changes.pop("activation_checkpointing")  # its name before transformers 5.22
     return TrainingArguments(
         **{
             **QUIET,
