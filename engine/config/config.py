@@ -335,6 +335,27 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
     return Config(settings=settings, source=name, reported=tuple(notices), resolved=False)
 
 
+CONFIG_VARIABLE = "ZSTORE_CONFIG"
+"""Environment variable that names a config for loops of others where no argument does: a path, or the JSON itself."""
+
+
+def read_given(given: Any, name: str) -> tuple[dict[str, Any], str] | None:
+    """Return a config that is a dict, a path or JSON text, as a dict whose sections may be changed, and where it was read
+    from: `name`, or its file. None for anything else. Raises ConfigError for a file or text that cannot be read."""
+    if isinstance(given, Mapping):
+        return _copied(given), name
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        return load_jsonc(given, name), name
+    if isinstance(given, str | os.PathLike):
+        return read_config(given), os.fspath(given)
+    return None
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy whose sections may be changed; leaves are shared."""
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file with comments. Raises ConfigError where there is none."""
     name = os.fspath(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -17,10 +16,11 @@ import torch
 import zstore
 from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
+from tests.killing import notes_of
 from zstore.engine import Engine
 from zstore.io.files import Files
 from zstore.testing.faults import DeadlyFiles
-from zstore.testing.ranks import kill_ranks, run_ranks
+from zstore.testing.ranks import run_ranks
 
 Digests = dict[str, str]
 
@@ -124,15 +124,11 @@ def uninterrupted(run: Run, steps: int) -> list[list[Digests]]:
     return run_ranks(_straight, run.world_size, asdict(run), steps, timeout_s=120)
 
 
-def _killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list[int]) -> None:
+def train_until_killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list[int]) -> None:
     """Resume and train to step `stop`, with a file operation of each rank at which it dies, where there is one."""
     what, base = Run(**run), Path(folder)
     files = DeadlyFiles(points[rank] if points[rank] >= 0 else None) if points else None
-    log = os.open(base / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def note(**line: Any) -> None:
-        os.write(log, json.dumps(line).encode() + b"\n")
-
+    note = notes_of(base, rank)
     note(started=True)
     engine, loader = start(what, base, files=files)
     with engine:
@@ -146,49 +142,3 @@ def _killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list
                 engine.save_checkpoint(f"{folder}/ckpt", wait=False, overwrite=True)
         engine.wait_for_checkpoint()
         note(ended=engine.global_steps, digests=engine_digests(engine))
-
-
-class Killing:
-    """One run in `folder`, killed and started again as often as asked; `check` sees that it lost nothing."""
-
-    def __init__(self, run: Run, folder: Path, expected: list[list[Digests]]) -> None:
-        self.run = run
-        self.folder = folder
-        self.expected = expected
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def go(self, stop: int, *, points: list[int] | None = None, after_s: list[float] | None = None) -> bool:
-        """Start, and kill at operations or times; return whether any rank was killed."""
-        for rank in range(self.run.world_size):
-            (self.folder / f"log-{rank}").unlink(missing_ok=True)
-        arguments = (asdict(self.run), str(self.folder), stop, points or [])
-        ended = kill_ranks(_killed, self.run.world_size, *arguments, after_s=after_s or (), timeout_s=120)
-        return not all(ended)
-
-    def lines(self) -> list[list[dict[str, Any]]]:
-        """Return what each rank noted in the last start; a last line may be cut off."""
-        found = []
-        for rank in range(self.run.world_size):
-            path = self.folder / f"log-{rank}"
-            text = path.read_text() if path.exists() else ""
-            found.append([json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")])
-        return found
-
-    def check(self, least: int) -> int:
-        """Compare what the ranks noted with the uninterrupted run; at least step `least` was resumed.
-
-        Returns the least step that the next start must resume at.
-        """
-        lines = self.lines()
-        resumed = {line["resumed"] for rank in lines for line in rank if "resumed" in line}
-        assert len(resumed) <= 1
-        assert all(step >= least for step in resumed)
-        for rank, noted in enumerate(lines):
-            for line in noted:
-                at = line.get("resumed", line.get("ended"))
-                if at is not None:
-                    assert line["digests"] == self.expected[rank][at], f"rank {rank}, step {at}"
-        finished = [line["step"] for rank in lines for line in rank if "step" in line]
-        durable = [line["durable"] for rank in lines for line in rank if line.get("durable") is not None]
-        # A step that returned had waited for the snapshot of the one before.
-        return max([least, *resumed, *(step - 1 for step in finished), *durable])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.kill_runs import Killing, Run, uninterrupted
+from tests.engine.kill_runs import Run, train_until_killed, uninterrupted
+from tests.killing import Killing
 
 STEPS = 6
 
@@ -32,7 +33,7 @@ def _points(run: Run, rng: random.Random) -> list[int]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_goes_on_at_its_last_finished_step(name: str, tmp_path: Path) -> None:
     run, rng = RUNS[name], random.Random(name)
-    killing = Killing(run, tmp_path / "run", uninterrupted(run, STEPS))
+    killing = Killing(train_until_killed, run, tmp_path / "run", uninterrupted(run, STEPS))
     least = 0
     kills = 0
     for _ in range(2):
@@ -70,7 +71,7 @@ def test_several_hundred_kills(tmp_path: Path) -> None:
     """Each run is killed at operations and at moments, and resumed, until it ends; then it begins anew."""
     steps, rng, counts = 12, random.Random(11), Counter[str]()
     for number, run in enumerate(_all_runs()):
-        killing = Killing(run, tmp_path / str(number), uninterrupted(run, steps))
+        killing = Killing(train_until_killed, run, tmp_path / str(number), uninterrupted(run, steps))
         started = time.monotonic()
         killing.go(2)
         seconds = time.monotonic() - started

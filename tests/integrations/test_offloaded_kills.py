@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.offloaded_kills import Killing, Loop, Run, uninterrupted
+from tests.integrations.offloaded_kills import Loop, Run, train_until_killed, uninterrupted
+from tests.killing import Killing
 from zstore.checkpoint.reader import CheckpointReader, tags
 
 
 def test_a_killed_loop_goes_on_at_its_last_finished_step_and_at_another_world_size(tmp_path: Path) -> None:
     run = Run(world_size=2, parallel="fsdp", overlap="forward", clip=0.5)
-    killing = Killing(run, tmp_path / "run", uninterrupted(run, 4))
+    killing = Killing(train_until_killed, run, tmp_path / "run", uninterrupted(run, 4))
     # Behind the first step, and before the last.
     assert killing.go(3, points=[200, -1])
     least = killing.check(0)
@@ -73,7 +74,7 @@ def test_many_kills_of_loops(tmp_path: Path) -> None:
     """Each loop is killed at operations and at moments, and resumed, until it ends; then the next begins."""
     steps, rng, counts = 12, random.Random(11), Counter[str]()
     for number, run in enumerate(_all_runs()):
-        killing = Killing(run, tmp_path / str(number), uninterrupted(run, steps))
+        killing = Killing(train_until_killed, run, tmp_path / str(number), uninterrupted(run, steps))
         started = time.monotonic()
         killing.go(2)
         seconds, operations = time.monotonic() - started, killing.lines()[0][-1]["operations"]

@@ -6,12 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zstore.engine.config.config import read_config
-from zstore.engine.config.jsonc import load_jsonc
+from zstore.engine.config.config import CONFIG_VARIABLE, read_given
 from zstore.errors import ConfigError, UsageError
-
-CONFIG_VARIABLE = "ZSTORE_CONFIG"
-"""Environment variable that names a config where no argument does: a path, or the JSON itself."""
 
 _LAUNCHERS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -33,18 +29,10 @@ def read_source(given: Any, argument: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"there is no config: pass {argument}=dict or path of a DeepSpeed JSON, or set {CONFIG_VARIABLE}"
         )
-    if isinstance(source, Mapping):
-        return _copied(source), name
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return load_jsonc(source, name), name
-    if isinstance(source, str | os.PathLike):
-        return read_config(source), os.fspath(source)
-    raise ConfigError(f"{name}: expected a dict, a path or JSON text, got {type(source).__name__}")
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy whose sections may be changed; leaves are shared."""
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    found = read_given(source, name)
+    if found is None:
+        raise ConfigError(f"{name}: expected a dict, a path or JSON text, got {type(source).__name__}")
+    return found
 
 
 def written(raw: Mapping[str, Any], path: str) -> Any:

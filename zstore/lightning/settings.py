@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 
-from zstore.engine.config.config import load_config, read_config
-from zstore.engine.config.jsonc import load_jsonc
+from zstore.engine.config.config import CONFIG_VARIABLE, load_config, read_given
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError
 
-CONFIG_VARIABLE = "ZSTORE_CONFIG"
-"""Names the config where a strategy is made without one: a path, or the JSON itself."""
 DEFAULT_STAGE = 2
 PRECISIONS: Mapping[str, str | None] = {
     "32-true": None,
@@ -58,12 +55,8 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
         )
     elif stage is not None:
         raise ConfigError(f"ZstoreStrategy got a config and stage={stage}: write the stage into the config")
-    elif isinstance(config, Mapping):
-        source = Source(raw=copy.deepcopy(dict(config)), name=name)
-    elif isinstance(config, str) and config.lstrip().startswith("{"):
-        source = Source(raw=load_jsonc(config, name), name=name)
-    elif isinstance(config, str | os.PathLike):
-        source = Source(raw=read_config(config), name=os.fspath(config))
+    elif (found := read_given(config, name)) is not None:
+        source = Source(raw=found[0], name=found[1])
     else:
         raise ConfigError(
             f"ZstoreStrategy: expected a config as a dict, a path or JSON text, got {type(config).__name__}"
