@@ -19,11 +19,11 @@ from zstore.open.sources import split_location
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.choose import choose, frozen_weights
+from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import Weight, plan_files
 from zstore.weights.writer import lost_text
 
-from .companions import copy_companions
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Location, Tag, parse_size
 

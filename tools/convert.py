@@ -19,11 +19,11 @@ from zstore.checkpoint.commit import new_folder, temporary_folder
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.sizes import format_bytes, format_count
+from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import plan_files
 from zstore.weights.writer import Lost, lost_text
 
-from .companions import copy_companions
 from .export import write_state_dict
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .compare import Comparison, compare_values, plan_comparison
+from zstore.open.compare import Comparison, compare_values, plan_comparison
+
 from .opening import DEFAULTS, Common, open_location, reporting
 from .printing import cell, make_console, make_table
 

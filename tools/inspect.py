@@ -30,7 +30,7 @@ from .progress import Progress
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .array_stats import ArrayStats
+    from zstore.open.stats import ArrayStats
 
 _STATS = ("min", "max", "mean", "norm", "NaN", "inf", "histogram")
 """Columns that `--stats` adds."""
@@ -71,7 +71,7 @@ def inspect_command(
 
 
 def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
-    from .array_stats import collect_stats
+    from zstore.open.stats import collect_stats
 
     progress.expect(array_bytes(source))
     return collect_stats(source, list(source.arrays), progress.advance)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.tools.compare import difference_of, plan_comparison
+from zstore.open.compare import difference_of, plan_comparison
 from zstore.tools.diff import diff_command
 from zstore.tools.opening import Common
 

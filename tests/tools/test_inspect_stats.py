@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.errors import CorruptionError
-from zstore.tools.array_stats import NUM_BINS, ArrayStats, Histogram, stats_of
+from zstore.open.stats import NUM_BINS, ArrayStats, Histogram, stats_of
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from zstore.checkpoint.folder import LocalFolder
 from zstore.engine import Engine
 from zstore.open.sources import folder_of
+from zstore.weights.companions import companions
 
-from ..companions import companions
 from ..sample.corpus import Text
 from ..sample.models import loss_of
 from .config import TrainOptions

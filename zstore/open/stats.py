@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint.lookahead import Span, use_spans
-from zstore.checkpoint.source import ArraySource
-from zstore.format.arrays import numpy_dtype
+from ..checkpoint.lookahead import Span, use_spans
+from ..checkpoint.source import ArraySource
+from ..format.arrays import numpy_dtype
 
 Array = npt.NDArray[Any]
 

@@ -6,10 +6,10 @@ import contextlib
 import fnmatch
 from pathlib import Path
 
-from zstore.checkpoint.folder import Folder, FolderLike, folder_at
-from zstore.checkpoint.reader import CheckpointReader
-from zstore.checkpoint.source import ArraySource
-from zstore.errors import CorruptionError
+from ..checkpoint.folder import Folder, FolderLike, folder_at
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import ArraySource
+from ..errors import CorruptionError
 
 _COMPANIONS = (
     "config.json", "generation_config.json", "*tokenizer*.json", "*.model", "*.tiktoken", "*processor_config.json",

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint.lookahead import Range, ReadAhead, Span, use_spans
-from zstore.checkpoint.source import ArraySource, StoredArray
-from zstore.format.arrays import numpy_dtype
-from zstore.weights.layout import natural_key
+from ..checkpoint.lookahead import Range, ReadAhead, Span, use_spans
+from ..checkpoint.source import ArraySource, StoredArray
+from ..format.arrays import numpy_dtype
+from ..weights.layout import natural_key
 
 Array = npt.NDArray[Any]
 Status = Literal["same", "values", "added", "removed", "shape", "dtype"]
