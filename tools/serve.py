@@ -1,0 +1,86 @@
+"""`zstore serve`: checkpoints and runs over HTTP, with a page that shows them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zstore.errors import UsageError
+
+from .options import StorageOption
+
+_TOKEN_VARIABLE = "ZSTORE_TOKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where the service listens, and whom it trusts."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that other machines reach needs a token.", metavar="ADDRESS")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8700
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File with the token; without it the variable {_TOKEN_VARIABLE}.", metavar="FILE"),
+    ] = None
+    allow_actions: Annotated[
+        bool,
+        typer.Option(
+            "--allow-actions", help="Take uploads, and save, stop, verify and prune when asked; needs a token."
+        ),
+    ] = False
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", metavar="FILE")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key (PEM).", metavar="FILE")] = None
+    storage_option: StorageOption = None
+
+    @property
+    def token(self) -> str | None:
+        """The token, None where none was given."""
+        if self.token_file is not None:
+            return self.token_file.read_text(encoding="utf-8").strip()
+        return os.environ.get(_TOKEN_VARIABLE) or None
+
+
+DEFAULTS = Listening()
+
+
+def serve_command(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]PATH_OR_URL...",
+            help="A run's folder of checkpoints, or a folder of such folders; URLs work too.",
+        ),
+    ],
+    listening: Listening = DEFAULTS,
+) -> int:
+    """Serve the runs in `places` until a signal ends it."""
+    try:
+        from zstore.serve.server import run
+        from zstore.serve.settings import Root, Settings
+    except ImportError as error:
+        raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
+    from zstore.remote.url import parse_options
+
+    settings = Settings(
+        roots=tuple(Root.parse(place) for place in places),
+        host=listening.host,
+        port=listening.port,
+        token=listening.token,
+        allow_actions=listening.allow_actions,
+        tls_certificate=listening.tls_certificate,
+        tls_key=listening.tls_key,
+        storage_options=parse_options(listening.storage_option or ()),
+    )
+    scheme = "http" if listening.tls_certificate is None else "https"
+    print(f"serving on {scheme}://{listening.host}:{listening.port}", file=sys.stderr)
+    run(settings)
+    return 0

@@ -1,0 +1,346 @@
+"""What the service says under `/api`, as pydantic models: the page, other tools and the OpenAPI document go by them.
+
+Times are seconds since 1970 (`_at`) or durations in seconds (`_s`); sizes are bytes. A number that is not known, or is not
+finite, is null. `checkpoint` is the path of a tag's folder inside the run's, as it stands in URLs: `step-00000060`, or for
+loops that make a folder for each save `checkpoint-60/step-00000060`; `latest` means the newest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServiceInfo(_Model):
+    """`GET /api`."""
+
+    service: Literal["zstore"] = "zstore"
+    version: str
+    protocol: int = 1
+    """Raised where an older client could not go on."""
+    allows_actions: bool
+    """Whether the service takes uploads and actions at all."""
+    authorized: bool
+    """Whether this request showed the token."""
+
+
+class Newest(_Model):
+    """The newest checkpoint of a run."""
+
+    checkpoint: str
+    tag: str
+    step: int
+    committed_at: float
+
+
+class RunSummary(_Model):
+    """A run in the list of all."""
+
+    name: str
+    location: str
+    state: Literal["training", "stopped", "unknown"]
+    """By the journal; unknown where there is none."""
+    run_id: str | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    updated_at: float | None
+    """Of the last line of the journal, or the last commit."""
+    num_checkpoints: int
+    newest: Newest | None
+    problem: str | None
+    """Why the folder cannot be read."""
+
+
+class RunList(_Model):
+    """`GET /api/runs`."""
+
+    runs: list[RunSummary]
+
+
+class Session(_Model):
+    """One process of training that wrote a journal: from a start to its end."""
+
+    run_id: str
+    started_at: float
+    ended_at: float | None
+    """None: it goes on, or was killed."""
+    first_step: int
+    loop: str
+    """Whose loop: engine, train, trainer, lightning, offloaded."""
+    world_size: int
+    host: str
+    pid: int
+    versions: dict[str, str]
+    config: dict[str, Any]
+
+
+class PlanPart(_Model):
+    """Bytes of one kind of state on one tier."""
+
+    tier: Literal["device", "host", "disk"]
+    kind: str
+    """parameters, gradients, optimizer state, buffers, activations."""
+    planned_bytes: int | None
+    measured_bytes: int | None
+
+
+class PlacedArray(_Model):
+    """An array and the tier that it rests on, on rank 0."""
+
+    name: str
+    tier: Literal["device", "host", "disk"]
+    kind: str
+    nbytes: int
+
+
+class Placement(_Model):
+    """`GET /api/runs/{run}/placement`: where every byte rests; the plan beside what was measured."""
+
+    host_budget_bytes: int | None
+    device_bytes: int | None
+    """Memory of the device."""
+    parts: list[PlanPart]
+    arrays: list[PlacedArray]
+
+
+class SaveEvent(_Model):
+    """A save of the run."""
+
+    at: float
+    step: int
+    tag: str
+    state: Literal["begun", "committed", "uploaded", "failed"]
+    stall_s: float | None
+    elapsed_s: float | None
+    linked_bytes: int | None
+    written_bytes: int | None
+    done_bytes: int | None
+    """Of one under way."""
+    problem: str | None
+
+
+class Warned(_Model):
+    """A warning of the run."""
+
+    at: float
+    text: str
+
+
+class RunDetail(_Model):
+    """`GET /api/runs/{run}`."""
+
+    summary: RunSummary
+    sessions: list[Session]
+    saves: list[SaveEvent]
+    """The newest 200, the oldest first."""
+    warnings: list[Warned]
+    """The newest 100, the oldest first."""
+
+
+class Steps(_Model):
+    """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; where there are more than `points`, each is the mean
+    of some that follow each other."""
+
+    columns: dict[str, list[float | None]]
+    """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
+    and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second), stall/<cause>."""
+    last_step: int | None
+
+
+class CheckpointEntry(_Model):
+    """A committed checkpoint of a run."""
+
+    checkpoint: str
+    tag: str
+    step: int
+    run_id: str
+    world_size: int
+    committed_at: float
+    size_bytes: int
+    """All its files."""
+    shared_bytes: int
+    """Of those, what other names share."""
+    freed_bytes: int
+    """What removing it alone would free."""
+    num_files: int
+    metrics: dict[str, float]
+
+
+class Unfinished(_Model):
+    """A save or upload that is not committed."""
+
+    name: str
+    state: Literal["under way", "interrupted"]
+    nbytes: int
+
+
+class RefusedFolder(_Model):
+    """A folder that looks like a checkpoint and is none."""
+
+    name: str
+    reason: str
+
+
+class CheckpointList(_Model):
+    """`GET /api/runs/{run}/checkpoints`: the oldest first."""
+
+    checkpoints: list[CheckpointEntry]
+    refused: list[RefusedFolder]
+    unfinished: list[Unfinished]
+    total_bytes: int
+    """All files, each once."""
+
+
+class CheckpointDetail(_Model):
+    """`GET /api/runs/{run}/checkpoints/{checkpoint}`."""
+
+    entry: CheckpointEntry
+    location: str
+    id: str
+    training_world_size: int
+    num_arrays: int
+    array_bytes: int
+    state: dict[str, Any]
+    """The record's state; what is larger than 64 KiB is cut."""
+
+
+class ArrayEntry(_Model):
+    """An array of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    num_shards: int
+    url: str
+    """Path of its Zarr array in the service: `/zarr/...`."""
+
+
+class ArrayList(_Model):
+    """`GET /api/runs/{run}/checkpoints/{checkpoint}/arrays`: all of them, in natural order."""
+
+    arrays: list[ArrayEntry]
+
+
+class HistogramData(_Model):
+    """Counts between edges, one more of these."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class ArrayStatistics(_Model):
+    """`GET /api/runs/{run}/checkpoints/{checkpoint}/stats?array=`."""
+
+    array: str
+    min: float | None
+    max: float | None
+    mean: float | None
+    norm: float | None
+    nan: int
+    inf: int
+    histogram: HistogramData
+
+
+class ArrayDifference(_Model):
+    """How one array differs; None: not compared."""
+
+    name: str
+    status: Literal["same", "values", "added", "removed", "shape", "dtype"]
+    before: str | None = None
+    after: str | None = None
+    chunks: int | None = None
+    chunks_changed: int | None = None
+    numel: int | None = None
+    changed: int | None = None
+    max_abs: float | None = None
+    rms: float | None = None
+    nonfinite: int | None = None
+
+
+class Difference(_Model):
+    """`GET /api/runs/{run}/diff?before=&after=`: by checksums; with `array=`, that one by its values."""
+
+    before: str
+    after: str
+    counts: dict[str, int]
+    """Arrays by status."""
+    arrays: list[ArrayDifference]
+    """Those that differ, or the one that was asked for."""
+
+
+class Job(_Model):
+    """Work that goes on behind requests. `GET /api/jobs`, `GET /api/jobs/{id}`."""
+
+    id: str
+    kind: Literal["verify", "prune", "upload"]
+    run: str
+    checkpoint: str | None
+    state: Literal["running", "done", "failed"]
+    started_at: float
+    ended_at: float | None
+    done_bytes: int
+    total_bytes: int
+    lines: list[str]
+    """What it found, as the command prints it: faults of a verification, checkpoints that were removed."""
+    problem: str | None
+
+
+class JobList(_Model):
+    """`GET /api/jobs`: the newest 100, the oldest first."""
+
+    jobs: list[Job]
+
+
+class PruneRules(_Model):
+    """Body of `POST /api/runs/{run}/prune`: which checkpoints stay. At least one rule."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: str | None = None
+    keep_tags: list[str] = []
+    plan: str | None = None
+    """Of the answer to a dry run: what it showed is removed. None: a dry run."""
+
+
+class Fate(_Model):
+    """What becomes of a checkpoint."""
+
+    checkpoint: str
+    tag: str
+    step: int
+    reasons: list[str]
+    """Why it stays; empty: it goes."""
+    size_bytes: int
+
+
+class PruneResult(_Model):
+    """What pruning would do, or with `job` does."""
+
+    fates: list[Fate]
+    freed_bytes: int
+    plan: str
+    """Digest of the checkpoints that go; only they are removed."""
+    job: str | None
+
+
+class RunAction(_Model):
+    """`POST /api/runs/{run}/actions/{save|stop}`: the run takes it up at the end of a step."""
+
+    action: Literal["save", "stop"]
+    run_id: str
+    requested_at: float
+
+
+class Problem(_Model):
+    """Body of every answer from 400 on."""
+
+    error: str
+    """What was expected, what was got, what to do."""

@@ -1,0 +1,56 @@
+"""JSON answers, and which HTTP status an error of ours is."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    DiskFullError,
+    UsageError,
+    ZstoreError,
+)
+from .models import Problem
+
+_STATUS = (
+    (CheckpointNotFoundError, 404),
+    (FileNotFoundError, 404),
+    (NotADirectoryError, 404),
+    (CheckpointExistsError, 409),
+    (DiskFullError, 507),
+    (UsageError, 400),
+    (CheckpointMismatchError, 422),
+    (CorruptionError, 422),
+)
+
+
+def reply(model: BaseModel, status: int = 200) -> Response:
+    """Return the answer with a model as its JSON."""
+    return Response(
+        model.model_dump_json(), status, media_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    """Return an answer that says what is wrong."""
+    body = Problem(error=text).model_dump_json()
+    return Response(body, status, {"Cache-Control": "no-store", **(headers or {})}, media_type="application/json")
+
+
+def status_of(error: Exception) -> int:
+    """Return the status that an error of ours becomes."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer what a route raised: an error of ours with its text."""
+    return problem(status_of(error), str(error))
+
+
+HANDLED = (ZstoreError, FileNotFoundError, NotADirectoryError)
+"""Errors that `answer_error` is for; others are bugs, logged and answered with 500 and no detail."""

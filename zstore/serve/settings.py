@@ -1,0 +1,79 @@
+"""What a service is told to serve, where, and to whom."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+DEFAULT_PORT = 8700
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """A folder or URL that is served: a run's own folder, or a folder of such."""
+
+    location: str
+    name: str
+    """What its run is called where it is a run's own folder."""
+
+    @classmethod
+    def parse(cls, text: str) -> Root:
+        """Return the root of `PATH_OR_URL` or `NAME=PATH_OR_URL`. Raises UsageError for an empty name or place."""
+        name, equals, location = text.partition("=")
+        if not equals or "/" in name or "://" in name:
+            name, location = "", text
+        name = name or location.rstrip("/").rpartition("/")[2] or "root"
+        if not location:
+            raise UsageError(f"expected a folder, a URL, or NAME=FOLDER, got {text!r}")
+        if name in (".", ".."):
+            name = Path(location).resolve().name or "root"
+        return cls(location=location, name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a service runs. Raises UsageError for what is not safe or makes no sense."""
+
+    roots: tuple[Root, ...]
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    """0: one that is free."""
+    token: str | None = field(default=None, repr=False)
+    """Who shows it may do what the service does. None: anybody may read, and nobody act."""
+    allow_actions: bool = False
+    """Take uploads, and carry out what the page asks for: save, stop, verify, prune."""
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    hosts: tuple[str, ...] = ()
+    """Names by which the service is reached, beside the address that it listens on and those of this machine."""
+    memory_bytes: int = 512 * 1024 * 1024
+    """Most that buffers of all requests take together."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.roots:
+            raise UsageError("name at least one folder or URL to serve")
+        if (self.tls_key is None) != (self.tls_certificate is None):
+            raise UsageError("TLS takes two files: give --tls-certificate and --tls-key, or neither")
+        if self.token is None and not self.is_loopback:
+            raise UsageError(
+                f"{self.host} can be reached from other machines: give a token (--token-file, or the variable ZSTORE_TOKEN), "
+                "or listen on 127.0.0.1"
+            )
+        if self.token is None and self.allow_actions:
+            raise UsageError("actions need a token: give --token-file, or set the variable ZSTORE_TOKEN")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
