@@ -119,15 +119,18 @@ class RemoteFolder(Folder):
         """See `Folder.has`."""
         try:
             self.size(file)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return False
         return True
 
     def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing."""
+        """Return the file's bytes; FileNotFoundError where it is missing, IsADirectoryError where it is a folder."""
         inner = self._inner(file)
         listing = inner.rpartition("/")[0]
-        return int(self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)["size"] or 0)
+        found = self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)
+        if found.get("type") == "directory":
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+        return int(found["size"] or 0)
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""
