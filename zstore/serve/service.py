@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from .downloads import Downloads
+from .opened import RemoteSizes
 from .runs import Run, Runs
 from .settings import Settings
+from .sources import Sources
+from .transfers import Transfers
+from .visible import Checkpoints
 
 
 class Service:
@@ -14,6 +19,11 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.runs = Runs(settings)
+        self.checkpoints = Checkpoints()
+        self.remote_sizes = RemoteSizes()
+        self.transfers = Transfers(settings.memory_bytes // 4)
+        self.downloads = Downloads(settings.memory_bytes // 4)
+        self.sources = Sources(settings.memory_bytes // 8)
 
 
 def service_of(request: Request) -> Service:
