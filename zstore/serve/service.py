@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from .auth import Access
 from .opened import RemoteSizes
 from .runs import Run, Runs
 from .settings import Settings
@@ -16,6 +17,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.access = Access(settings)
         self.runs = Runs(settings)
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
