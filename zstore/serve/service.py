@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from .auth import Access
 from .downloads import Downloads
+from .endless import Endless
 from .opened import RemoteSizes
 from .runs import Run, Runs
 from .settings import Settings
@@ -18,6 +20,8 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.access = Access(settings)
+        self.endless = Endless()
         self.runs = Runs(settings)
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
