@@ -18,7 +18,6 @@ from ..errors import (
 from .models import Problem
 
 
-
 class ConflictError(UsageError):
     """What was asked for does not fit how things are now; asked again later, it may."""
 

@@ -17,7 +17,6 @@ from .runs import Run, Runs
 from .settings import Settings
 from .timeline import Timeline
 
-
 _MOST_HISTORIES, _MOST_TIMELINES, _MOST_STATISTICS, _MOST_DIFFERENCES = 8, 64, 8192, 32
 
 
@@ -32,8 +31,8 @@ class Service:
         self._timelines: Kept[str, Timeline] = Kept(_MOST_TIMELINES)
         self.statistics: Kept[tuple[str, str], ArrayStatistics] = Kept(_MOST_STATISTICS)
         """By the checkpoint's id and the array: a checkpoint never changes."""
-        self.differences: Kept[tuple[str, str, str | None], Difference] = Kept(_MOST_DIFFERENCES)
-        """By the ids of both checkpoints, and the array whose values were compared."""
+        self.differences: Kept[tuple[str | None, ...], Difference] = Kept(_MOST_DIFFERENCES)
+        """By place and id of both checkpoints, and the array whose values were compared."""
         self.readers = Readers(settings.memory_bytes)
         self.jobs = Jobs()
         self.heavy = anyio.CapacityLimiter(NUM_HEAVY)

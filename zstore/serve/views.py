@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.format import encode_state
 from ..errors import ZstoreError
-from .history import History, count_of, text_of
+from .history import MOST_SAVES, MOST_WARNINGS, History, count_of, text_of
 from .models import (
     CheckpointDetail,
     CheckpointList,
@@ -21,7 +21,6 @@ from .models import (
     RunSummary,
     Steps,
 )
-from .history import MOST_SAVES, MOST_WARNINGS
 from .runs import Run
 from .service import Service
 from .timeline import newest_of
