@@ -9,8 +9,7 @@ import re
 
 import pytest
 
-from zstore.serve.bundle import Inside, bundle, one_file
-from zstore.serve.report import read_assets
+from zstore.serve.bundle import Inside, bundle, one_file, read_assets
 
 PAGE = """<!doctype html>
 <html><head>
@@ -26,6 +25,7 @@ PAGE = """<!doctype html>
 ASSETS = {
     "icon.svg": b"<svg/>",
     "style.css": b"p { margin: 0 }",
+    "report.css": b"p { padding: 0 }",
     "theme.js": b"document.title;",
     "main.js": b'import { f as g } from "./parts/f.js";\ng();\n',
     "parts/f.js": b'import * as all from "../all.js";\nexport function f() {\n  return all.one;\n}\n',
@@ -45,7 +45,7 @@ def test_the_file_holds_everything_and_its_policy_allows_nothing_else() -> None:
     allowed = set(re.findall(r"'sha256-([^']+)'", policy[1]))
     inside = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.DOTALL)
     assert {base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inside} == allowed
-    assert len(inside) == 3
+    assert len(inside) == 4
     kept = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', text, re.DOTALL)
     assert kept is not None
     assert json.loads(kept[1]) == {"/api/runs": {"name": HOSTILE}}

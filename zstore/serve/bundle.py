@@ -18,7 +18,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from urllib.parse import quote, quote_plus
 
+_FOLDER = Path(__file__).with_name("assets")
+_LESS = "\\u003c"
+"""`<` as the data has it, which can end no element so."""
 ASSETS = "/assets/"
 """Where the service has the files of the page."""
 DATA_ID = "report-data"
@@ -26,7 +31,9 @@ DATA_ID = "report-data"
 NOTE_BEFORE = '<main id="main"'
 """What the note stands before."""
 
-_IMPORT = re.compile(r"""^import\s+(?:(?P<what>[^"';]+?)\s+from\s+)?["'](?P<source>[^"']+)["'];?[ \t]*$""", re.MULTILINE)
+_IMPORT = re.compile(
+    r"""^import\s+(?:(?P<what>[^"';]+?)\s+from\s+)?["'](?P<source>[^"']+)["'];?[ \t]*$""", re.MULTILINE
+)
 _EXPORT = re.compile(r"^export\s+(?=(?:async\s+function\*?|function\*?|class|const)\s*(?P<name>[\w$]+))", re.MULTILINE)
 _EXPORT_LIST = re.compile(r"^export\s*\{(?P<names>[^}]*)\};?[ \t]*$", re.MULTILINE)
 _NOT_SERVED = re.compile(r"^(?:import|export)\b.*$|\bimport\s*\(|\bimport\.meta\b|^await\b", re.MULTILINE)
@@ -73,6 +80,7 @@ def one_file(page: str, assets: Mapping[str, bytes], inside: Inside) -> str:
         kind = _TYPES[match["name"].rpartition(".")[2]]
         return f'{match["before"]}data:{kind};base64,{base64.b64encode(assets[match["name"]]).decode()}"'
 
+    page = page.replace("</head>", '<link rel="stylesheet" href="/assets/report.css"></head>', 1)
     page = _ICON.sub(icon, _SCRIPT.sub(script, _STYLES.sub(style, _PRELOAD.sub("", page))))
     page = re.sub(r"<title>.*?</title>", lambda _: f"<title>{html.escape(inside.title)}</title>", page, count=1)
     for text in (*scripts, *styles):
@@ -82,10 +90,30 @@ def one_file(page: str, assets: Mapping[str, bytes], inside: Inside) -> str:
     data = f'<script type="application/json" id="{DATA_ID}">{_json(inside.data)}</script>\n'
     head, body = page.find("<head>"), page.rfind("</body>")
     if min(head, body) < 0 or f'"{ASSETS}' in page:
-        raise ValueError(f"the page has no <head> and </body>, or names {ASSETS} elsewhere than in a script, style or icon")
+        raise ValueError(
+            f"the page has no <head> and </body>, or names {ASSETS} elsewhere than in a script, style or icon"
+        )
     head += len("<head>")
     page = f"{page[:head]}\n{meta}{page[head:body]}{data}{''.join(last)}{page[body:]}"
     return page.replace(NOTE_BEFORE, f'<p class="report-note">{html.escape(inside.note)}</p>\n    {NOTE_BEFORE}', 1)
+
+
+def answer_bytes(path: str, answer: str) -> int:
+    """Return the bytes that an answer, JSON, takes inside the page."""
+    return len(answer.encode()) + (len(_LESS) - 1) * answer.count("<") + len(json.dumps(path)) + len(":,\n")
+
+
+def api_path(*segments: str, **query: str) -> str:
+    """Return the path of an answer as the page writes it: `api` of `assets/data.js`, character by character."""
+    path = "/".join(["/api", *(quote(segment, safe="/-_.!~*'()") for segment in segments)])
+    text = "&".join(f"{name}={quote_plus(value, safe='*').replace('~', '%7E')}" for name, value in query.items())
+    return f"{path}?{text}" if text else path
+
+
+def read_assets() -> dict[str, bytes]:
+    """Return the files of the page by their names."""
+    found = sorted(path for path in _FOLDER.rglob("*") if path.is_file())
+    return {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in found}
 
 
 def bundle(assets: Mapping[str, bytes], entry: str) -> str:
@@ -171,4 +199,4 @@ def _hashes(texts: list[str]) -> str:
 def _json(data: Mapping[str, str]) -> str:
     """Return one JSON object of these, which ends no element and begins no comment, whatever names it holds."""
     text = "{" + ",\n".join(f"{json.dumps(path)}:{answer}" for path, answer in data.items()) + "}"
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.replace("<", _LESS).replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
