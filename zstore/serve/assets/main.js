@@ -1,7 +1,8 @@
 // The page: its header, and the view that the URL names.
 //
 // A view is a module that exports `async show(container, params, context)`. `params` holds what the pattern of its route
-// names, and `query` (URLSearchParams). It fills `container` and returns a function that ends what it started, or nothing.
+// names, and `query` (URLSearchParams). It replaces what stands in `container` and returns a function that ends what it started,
+// or nothing.
 // Modules export functions, classes and constants by name, import them by name and in no circle, and load nothing later: a
 // report puts them all into one script.
 
@@ -10,7 +11,7 @@ import { h, replace } from "./dom.js";
 import { follow, go, here, link, match } from "./router.js";
 import { runBar } from "./runbar.js";
 import { askForToken, sessionButton } from "./session.js";
-import { empty, problem } from "./states.js";
+import { empty, loading, problem } from "./states.js";
 import { themeSwitch } from "./themes.js";
 import { ROUTES } from "./views.js";
 
@@ -48,7 +49,7 @@ async function show() {
   const title = found === null ? "No such page" : found.route.title(found.params);
   document.title = title === "Runs" ? "zstore" : `${title} · zstore`;
   header();
-  const container = h("div", { class: "view" });
+  const container = h("div", { class: "view" }, loading());
   const bar = found?.params.run === undefined ? null : runBar(found.params.run, found.route.tab);
   replace(main, bar, container);
   if (lastPath !== null && lastPath !== path) {
@@ -62,7 +63,6 @@ async function show() {
     return;
   }
   try {
-    replace(container);
     const ended = await found.route.show(container, { ...found.params, query }, context());
     if (ticket === shown) stop = ended ?? null;
     else ended?.();
