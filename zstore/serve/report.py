@@ -20,9 +20,9 @@ from ..sizes import format_bytes
 from .arrays import array_statistics, list_arrays
 from .bundle import Inside, answer_bytes, api_path, one_file, read_assets
 from .difference import compare
+from .library import Library
 from .models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo, _Model
 from .runs import Run
-from .service import Service
 from .settings import Root, Settings
 from .views import checkpoint_detail, list_checkpoints, run_detail, run_placement, run_steps
 
@@ -87,7 +87,7 @@ class Answers:
 class Report:
     """The report of one run, while it is made. Methods block on file systems."""
 
-    def __init__(self, service: Service, run: Run, limits: Limits) -> None:
+    def __init__(self, service: Library, run: Run, limits: Limits) -> None:
         """Collect all but what is read of arrays' values. Raises UsageError where the limit is too small for it."""
         self.run = run
         self._service = service
@@ -238,13 +238,13 @@ _NOTE_BYTES = 4000
 
 
 @contextmanager
-def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) -> Iterator[tuple[Service, Run]]:
+def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) -> Iterator[tuple[Library, Run]]:
     """Yield the one run at a path or URL, and a service over it that listens nowhere.
 
     Raises CheckpointNotFoundError where there is no run, UsageError where there are several.
     """
     root = Root.parse(location)
-    service = Service(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
+    service = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
     try:
         found = list(service.runs.all().values())
         if not found:
