@@ -19,6 +19,7 @@ def make_app(settings: Settings) -> Starlette:
     """Return the ASGI application that serves what `settings` say."""
     app = Starlette(routes=_routes(), exception_handlers=dict.fromkeys(HANDLED, answer_error), lifespan=_lifespan)
     app.state.service = Service(settings)
+    app.state.hubs = {}
     return app
 
 
