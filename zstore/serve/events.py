@@ -28,12 +28,13 @@ async def _events(request: Request, values: Values) -> Response:
 
 
 async def _stream(service: Service, hub: Hub, seen: Cursor | None) -> AsyncIterator[str]:
+    service.endless.add()
     yield f"retry: {_RETRY_MS}\n\n"
     async with hub.listening():
         now = await hub.now()
         # Jobs are of this process: one that comes back gets all that are kept.
         cursor = first_cursor(now) if seen is None else replace(seen, jobs=0)
-        while not service.ending.is_set():
+        while True:
             news = await hub.news(cursor)
             cursor = news.cursor
             for name, data in news.events:

@@ -108,16 +108,16 @@ class Hub:
                     await looking
 
     async def now(self) -> Cursor:
-        """Return what there is, as it was at the last look; nothing where the service ends."""
-        while self._now is None and not self._service.ending.is_set():
+        """Return what there is, as it was at the last look."""
+        while self._now is None:
             await self._looked.wait()
-        return self._now or Cursor()
+        return self._now
 
     async def changed(self, seen: Cursor, timeout_s: float) -> bool:
-        """Wait until there is something that was not seen; false where nothing came in that time, or the service ends."""
+        """Wait until there is something that was not seen; false where nothing came in that time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._service.ending.is_set():
+                while True:
                     if self._now is not None and self._now.is_ahead_of(seen):
                         return True
                     await self._looked.wait()
@@ -134,7 +134,7 @@ class Hub:
 
     async def _look_on(self) -> None:
         pause_s = LOOK_S if self._run.folder.is_local else _REMOTE_LOOK_S
-        while not self._service.ending.is_set():
+        while True:
             try:
                 found = await anyio.to_thread.run_sync(self._look)
             except (ZstoreError, OSError):  # the folder is gone, and may come back
@@ -142,10 +142,7 @@ class Hub:
             if found != self._now:
                 self._now = found
                 self._wake()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._service.ending.wait()
-        self._wake()
+            await asyncio.sleep(pause_s)
 
     def _wake(self) -> None:
         looked, self._looked = self._looked, asyncio.Event()
