@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 
 import anyio
 from starlette.requests import Request
@@ -34,10 +34,11 @@ class Service(Library):
         self.downloads = Downloads(settings.memory_bytes // 4)
         self.sources = Sources(settings.memory_bytes // 8)
         self.jobs = Jobs()
-        self.heavy = anyio.CapacityLimiter(NUM_HEAVY)
-        """Of requests that read values."""
-        self.ending = asyncio.Event()
-        """Set when the service ends: what goes on for as long as somebody listens ends then."""
+
+    @functools.cached_property
+    def heavy(self) -> anyio.CapacityLimiter:
+        """What requests that read values take a place of; made on the event loop."""
+        return anyio.CapacityLimiter(NUM_HEAVY)
 
     def close(self) -> None:
         """End what goes on; blocks."""
