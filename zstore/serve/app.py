@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .._version import __version__
-from . import files, weights
+from . import files, sessions, weights
+from .auth import is_authorized
+from .guard import Guard
 from .models import RunList, RunSummary, ServiceInfo
-from .replies import HANDLED, answer_error, reply
+from .replies import HANDLED, answer_error, answer_refusal, reply
 from .runs import Run
 from .service import Service, service_of
 from .settings import Settings
@@ -19,18 +23,25 @@ from .settings import Settings
 
 def make_app(settings: Settings) -> Starlette:
     """Return the ASGI application that serves what `settings` say."""
-    app = Starlette(routes=_routes(), exception_handlers=dict.fromkeys(HANDLED, answer_error))
-    app.state.service = Service(settings)
+    service = Service(settings)
+    app = Starlette(
+        routes=_routes(),
+        middleware=[Middleware(Guard, service=service)],
+        exception_handlers={**dict.fromkeys(HANDLED, answer_error), HTTPException: answer_refusal},
+    )
+    app.state.service = service
     return app
 
 
 def _routes() -> list[BaseRoute]:
-    return [Route("/api", _info), Route("/api/runs", _runs), *files.routes(), *weights.routes()]
+    return [Route("/api", _info), Route("/api/runs", _runs), *sessions.routes(), *files.routes(), *weights.routes()]
 
 
 async def _info(request: Request) -> Response:
     settings = service_of(request).settings
-    return reply(ServiceInfo(version=__version__, allows_actions=settings.allow_actions, authorized=False))
+    return reply(
+        ServiceInfo(version=__version__, allows_actions=settings.allow_actions, authorized=is_authorized(request))
+    )
 
 
 async def _runs(request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from .auth import Access
 from .downloads import Downloads
 from .opened import RemoteSizes
 from .runs import Run, Runs
@@ -18,6 +19,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.access = Access(settings)
         self.runs = Runs(settings)
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
