@@ -8,6 +8,7 @@ across origins, and what changes anything comes from the service's own page, or 
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import re
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .auth import require_token
+from .endless import Endless
 from .replies import problem
 from .service import Service
 from .settings import Settings
@@ -67,7 +69,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _Answer(send, self._service.endless)
         request = Request(scope, receive)
         try:
             body = _Body(receive, None if scope["path"].startswith(STREAMING) else MOST_BODY_BYTES)
@@ -80,6 +82,10 @@ class Guard:
                 await problem(error.status_code, error.detail, dict(error.headers or {}))(scope, receive, answer.send)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            if not (self._service.endless.is_over and answer.started):
+                raise
+            await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception:
             _log.exception("%s %r failed", scope["method"], scope["path"])
             if not answer.started:
@@ -98,10 +104,11 @@ class Guard:
 
 
 class _Answer:
-    """Gives an answer its headers."""
+    """Gives an answer its headers, and notes one that goes on until somebody ends it."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, endless: Endless) -> None:
         self._send = send
+        self._endless = endless
         self.started = False
 
     async def send(self, message: Message) -> None:
@@ -111,6 +118,8 @@ class _Answer:
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
             message = {**message, "headers": headers.raw}
+            if headers.get("content-type", "").startswith("text/event-stream"):
+                self._endless.add()
         await self._send(message)
 
 
@@ -131,7 +140,7 @@ class _Body:
 
 
 def _too_large() -> HTTPException:
-    return HTTPException(413, f"the body of this request may have {MOST_BODY_BYTES} bytes", {"Connection": "close"})
+    return HTTPException(413, f"the body of this request may have {MOST_BODY_BYTES} bytes")
 
 
 def check_url(request: Request) -> None:
