@@ -13,10 +13,10 @@ from .endless import Endless
 from .jobs import Jobs
 from .library import Library
 from .opened import RemoteSizes
+from .plans import Plans
 from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
-from .sources import Sources
 from .transfers import Transfers
 from .visible import Checkpoints
 
@@ -32,7 +32,7 @@ class Service(Library):
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(settings.memory_bytes // 4)
         self.downloads = Downloads(settings.memory_bytes // 4)
-        self.sources = Sources(settings.memory_bytes // 8)
+        self.plans = Plans()
         self.jobs = Jobs()
 
     @functools.cached_property
