@@ -77,7 +77,7 @@ export function duration(seconds) {
 /** A share from 0 to 1 as a percentage. */
 export function percent(share) {
   if (!known(share)) return NOTHING;
-  if (share !== 0 && Math.abs(share) < 0.001) return share > 0 ? "<0.1 %" : ">−0.1 %";
+  if (share > 0 && share < 0.001) return "<0.1 %";
   return `${(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %`;
 }
 
