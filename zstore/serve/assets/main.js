@@ -102,6 +102,8 @@ function context() {
     announce: (text) => {
       announcer.textContent = text;
     },
+    /** Learn anew what the service allows, and leave the view as it is. */
+    learn,
     /** Learn anew what the service allows, and show the view again. */
     reload: again,
   };
