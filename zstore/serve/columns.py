@@ -96,8 +96,8 @@ class StepTable:
             self._size = int(np.searchsorted(steps, row["step"]))
         if self._size == self._data.shape[1]:
             self._make_room()
-        for name in row.keys() - self._places.keys():
-            if len(self._places) < _MOST_COLUMNS:
+        for name in row:
+            if name not in self._places and len(self._places) < _MOST_COLUMNS:
                 self._places[name] = len(self._places)
                 self._data = np.vstack([self._data, np.full((1, self._data.shape[1]), np.nan)])
         column = self._data[:, self._size]

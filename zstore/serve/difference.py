@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from ..checkpoint.reader import CheckpointReader
 from ..errors import CheckpointNotFoundError, CorruptionError
 from ..open.compare import Comparison, ComparisonPlan, compare_values, plan_comparison
+from .library import Library
 from .models import ArrayDifference, Difference
 from .runs import Run
-from .service import Service
 
 
 def compare(
-    service: Service,
+    service: Library,
     run: Run,
     pair: tuple[str, str],
     array: str | None = None,
@@ -25,8 +24,9 @@ def compare(
     `advance` is told bytes as they are read; what it raises ends the reading. Raises CheckpointNotFoundError for an array
     that neither has, CorruptionError for what is damaged.
     """
-    infos = [service.timeline(run).find(checkpoint).info for checkpoint in pair]
-    key = (infos[0].record.id, infos[1].record.id, array)
+    found = [service.timeline(run).find(checkpoint) for checkpoint in pair]
+    infos, places = [one.info for one in found], [one.entry.checkpoint for one in found]
+    key = (*(f"{place} {info.record.id}" for place, info in zip(places, infos, strict=True)), array)
     if (kept := service.differences.get(key)) is not None:
         return kept
     before, after = (service.readers.open(info) for info in infos)
@@ -41,15 +41,15 @@ def compare(
         for info in infos:
             service.readers.forget(info)
         raise
-    return service.differences.put(key, _describe(plan, (before, after), array))
+    return service.differences.put(key, _describe(plan, places, array))
 
 
-def _describe(plan: ComparisonPlan, pair: tuple[CheckpointReader, CheckpointReader], array: str | None) -> Difference:
+def _describe(plan: ComparisonPlan, places: list[str], array: str | None) -> Difference:
     unknown = set() if array is not None else {name for name, _, _ in plan.ranges}
     found = [_difference_of(one, unknown) for one in plan.comparisons.values()]
     return Difference(
-        before=pair[0].tag,
-        after=pair[1].tag,
+        before=places[0],
+        after=places[1],
         counts=dict(Counter(one.status for one in found)),
         arrays=found if array is not None else [one for one in found if one.status != "same"],
     )

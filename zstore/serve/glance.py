@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..checkpoint.folder import Folder
@@ -72,7 +73,7 @@ def _look(folder: Folder, name: str, nbytes: int) -> Glance:
     if session is not None and tail and session.ended_at is not None and not _ends(tail):
         # A later process began between the two parts.
         session = session.model_copy(update={"ended_at": None})
-    known = {key: value if value == value else None for key, value in row.items()}
+    known = {key: None if math.isnan(value) else value for key, value in row.items()}
     return Glance(
         run_id=None if session is None else session.run_id,
         step=step,

@@ -7,6 +7,7 @@ by [Note: columns], and the newest of all else.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -54,13 +55,13 @@ def text_of(line: Mapping[str, Any], key: str) -> str:
 def count_of(line: Mapping[str, Any], key: str) -> int | None:
     """Return a whole number of a journal, None where it is none."""
     value = number(line.get(key))
-    return int(value) if value == value else None
+    return None if math.isnan(value) else int(value)
 
 
 def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
     """Return a number of a journal, None where it is none."""
     value = number(line.get(key))
-    return value if value == value else None
+    return None if math.isnan(value) else value
 
 
 def is_alive(session: Session) -> bool:

@@ -159,7 +159,9 @@ class Jobs(Closing):
         with self._lock:
             found = self._kept.get(job_id)
         if found is None:
-            raise CheckpointNotFoundError(f"there is no job {job_id!r}: the newest {_MOST_KEPT} are kept, see /api/jobs")
+            raise CheckpointNotFoundError(
+                f"there is no job {job_id!r}: the newest {_MOST_KEPT} are kept, see /api/jobs"
+            )
         return found.now
 
     def changed(self, run: str, since_version: int) -> list[Job]:

@@ -52,7 +52,9 @@ class Parameter:
             return text
         digits = text.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 18 and self.least <= int(text) <= self.most):
-            raise UsageError(f"{self.name}: expected a whole number from {self.least} to {self.most}, got {text[:40]!r}")
+            raise UsageError(
+                f"{self.name}: expected a whole number from {self.least} to {self.most}, got {text[:40]!r}"
+            )
         return int(text)
 
 

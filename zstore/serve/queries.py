@@ -37,9 +37,7 @@ _RUN = "/api/runs/{run}"
 CHECKPOINT = f"{_RUN}/checkpoints/{{checkpoint:path}}"
 
 
-def _of_run(
-    request: Request, view: Callable[[Service, Run], BaseModel]
-) -> Callable[[], BaseModel]:
+def _of_run(request: Request, view: Callable[[Service, Run], BaseModel]) -> Callable[[], BaseModel]:
     return lambda: view(service_of(request), run_of(request))
 
 
@@ -67,7 +65,9 @@ async def _placement(request: Request, values: Values) -> Response:
 
 async def _steps(request: Request, values: Values) -> Response:
     after, points = values["after"], values["points"]
-    return await answer(_of_run(request, lambda service, run: views.run_steps(service, run, after=after, points=points)))
+    return await answer(
+        _of_run(request, lambda service, run: views.run_steps(service, run, after=after, points=points))
+    )
 
 
 async def _checkpoints(request: Request, values: Values) -> Response:
@@ -106,7 +106,9 @@ async def _job(request: Request, values: Values) -> Response:
 
 
 _AFTER = Parameter(name="after", help="Steps after this one only.", kind="integer")
-_POINTS = Parameter(name="points", help="Most values a column.", kind="integer", default=1000, least=1, most=_MOST_POINTS)
+_POINTS = Parameter(
+    name="points", help="Most values a column.", kind="integer", default=1000, least=1, most=_MOST_POINTS
+)
 _ARRAY = Parameter(name="array", help="Name of the array.", required=True)
 _PAIR = (
     Parameter(name="before", help="The first checkpoint.", required=True),
@@ -117,7 +119,9 @@ _PAIR = (
 OPERATIONS = (
     Operation(path="/api", summary="The service, and what it allows", answer=ServiceInfo, handle=_info),
     Operation(path="/api/runs", summary="All runs in short", answer=RunList, handle=_runs),
-    Operation(path=_RUN, summary="A run: its sessions, saves and warnings", answer=RunDetail, handle=_run, problems=(404,)),
+    Operation(
+        path=_RUN, summary="A run: its sessions, saves and warnings", answer=RunDetail, handle=_run, problems=(404,)
+    ),
     Operation(
         path=f"{_RUN}/placement",
         summary="Where every byte of a run rests",
@@ -155,7 +159,9 @@ OPERATIONS = (
         parameters=(_ARRAY,),
         problems=(404, 422),
     ),
-    Operation(path=CHECKPOINT, summary="A checkpoint", answer=CheckpointDetail, handle=_checkpoint, problems=(404, 422)),
+    Operation(
+        path=CHECKPOINT, summary="A checkpoint", answer=CheckpointDetail, handle=_checkpoint, problems=(404, 422)
+    ),
     Operation(
         path=f"{_RUN}/diff",
         summary="How two checkpoints differ: by checksums, or one array by its values",

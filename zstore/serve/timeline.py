@@ -172,7 +172,9 @@ class Timeline:
         if named:
             return named[-1]
         some = ", ".join(one.entry.checkpoint for one in found[-5:]) or "none"
-        raise CheckpointNotFoundError(f"there is no checkpoint {checkpoint!r} in {self._folder}; the newest are: {some}")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {checkpoint!r} in {self._folder}; the newest are: {some}"
+        )
 
     def forget(self) -> None:
         """Look again at the next call."""
@@ -314,7 +316,9 @@ def _signature(folder: Folder) -> Signature:
         raise CheckpointNotFoundError(f"{folder} is gone: its folder was removed or renamed") from error
     for name, _, _ in list(found):
         if name.startswith(("checkpoint-", "checkpoint_")):
-            found += [(f"{name}/{inner}", ino, at) for inner, ino, at in _flat_signature(os.path.join(folder.path, name))]
+            found += [
+                (f"{name}/{inner}", ino, at) for inner, ino, at in _flat_signature(os.path.join(folder.path, name))
+            ]
     return tuple(found)
 
 
@@ -331,4 +335,3 @@ def newest_of(listed: Sequence[Listed]) -> CheckpointEntry | None:
     """Return the newest checkpoint, None where there is none."""
     latest = (one.entry for one in reversed(listed) if one.info.record.is_latest)
     return next(latest, listed[-1].entry if listed else None)
-

@@ -64,5 +64,7 @@ def _find_there(folder: Folder, files: tuple[str, ...]) -> list[Unfinished]:
             sizes = folder.sizes(own_name(own[0], "old", own[2]))
         nbytes = sum(size or 0 for size in sizes.values())
         state = "interrupted" if has_ended(data, "") else "under way"
-        found.append(Unfinished(name=own[0], state="interrupted" if state == "interrupted" else "under way", nbytes=nbytes))
+        found.append(
+            Unfinished(name=own[0], state="interrupted" if state == "interrupted" else "under way", nbytes=nbytes)
+        )
     return sorted(found, key=lambda one: one.name)
