@@ -73,7 +73,10 @@ class RemoteFolder(UrlFolder):
         """See `UrlFolder.size`."""
         inner = self._inner(file)
         listing = inner.rpartition("/")[0]
-        return int(self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)["size"] or 0)
+        found = self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)
+        if found.get("type") == "directory":
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+        return int(found["size"] or 0)
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""

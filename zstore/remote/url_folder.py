@@ -48,7 +48,7 @@ class UrlFolder(Folder):
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing."""
+        """Return the file's bytes; FileNotFoundError where it is missing, IsADirectoryError where it is a folder."""
 
     def location_of(self, file: str) -> str:
         """See `Folder.location_of`."""
@@ -81,7 +81,7 @@ class UrlFolder(Folder):
         """See `Folder.has`."""
         try:
             self.size(file)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return False
         return True
 

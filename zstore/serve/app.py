@@ -7,18 +7,27 @@ from collections.abc import AsyncIterator
 
 import anyio.to_thread
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from . import api, page
-from .replies import HANDLED, answer_error
+from . import api, files, page, sessions, weights
+from .guard import Guard
+from .replies import HANDLED, answer_error, answer_refusal
 from .service import Service
 from .settings import Settings
 
 
 def make_app(settings: Settings) -> Starlette:
     """Return the ASGI application that serves what `settings` say."""
-    app = Starlette(routes=_routes(), exception_handlers=dict.fromkeys(HANDLED, answer_error), lifespan=_lifespan)
-    app.state.service = Service(settings)
+    service = Service(settings)
+    app = Starlette(
+        routes=_routes(),
+        middleware=[Middleware(Guard, service=service)],
+        exception_handlers={**dict.fromkeys(HANDLED, answer_error), HTTPException: answer_refusal},
+        lifespan=_lifespan,
+    )
+    app.state.service = service
     return app
 
 
@@ -30,4 +39,5 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def _routes() -> list[BaseRoute]:
-    return [*api.routes(), *page.routes()]
+    # The page's come last: `/<run>` takes what no other route has.
+    return [*sessions.routes(), *api.routes(), *files.routes(), *weights.routes(), *page.routes()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -56,6 +57,13 @@ def status_of(error: Exception) -> int:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer what a route raised: an error of ours with its text."""
     return problem(status_of(error), str(error))
+
+
+async def answer_refusal(request: Request, error: Exception) -> Response:
+    """Answer a status that a route, or the router, raised as HTTPException."""
+    if not isinstance(error, HTTPException):
+        raise error
+    return problem(error.status_code, error.detail, dict(error.headers or {}))
 
 
 HANDLED = (ZstoreError, FileNotFoundError, NotADirectoryError)

@@ -10,7 +10,7 @@ const RECENT_STEPS = 50;
 
 /** The panel at the head of a run. */
 export class RunStatus {
-  constructor(run) {
+  constructor(run, actions) {
     this.run = run;
     this.state = h("div", { class: "row state" });
     this.live = h("span", { class: "tag dot", test: "live", role: "status" }, isReport ? "report" : "connecting");
@@ -19,7 +19,7 @@ export class RunStatus {
     this.facts = new Map();
     this.list = h("dl", { class: "facts" });
     this.saving = h("div", { class: "saving", hidden: true, test: "saving" });
-    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving);
+    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving, actions);
     this.timer = setInterval(() => this.showAge(), 1000);
   }
 

@@ -4,7 +4,7 @@
 import { h } from "../dom.js";
 import { bytes, counted, percent } from "../format.js";
 import { colour, onTheme } from "../themes.js";
-import { atFrame } from "./pace.js";
+import { atFrame } from "./frame.js";
 import { squarify } from "./squarify.js";
 
 const TITLE_PX = 20;

@@ -4,8 +4,9 @@ import { api, get, isReport, listen } from "../data.js";
 import { h, replace } from "../dom.js";
 import { counted } from "../format.js";
 import { note } from "../router.js";
+import { RunActions } from "../parts/actions.js";
 import { Curves } from "../parts/curves.js";
-import { atFrame } from "../parts/pace.js";
+import { atFrame } from "../parts/frame.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
 import { StepColumns } from "../parts/steps.js";
@@ -16,8 +17,8 @@ const MOST_POINTS = 3 * POINTS;
 /** Columns that a service sends for a part of the steps. */
 const MOST_ASKED = 20000;
 
-export async function show(container, params) {
-  const view = new RunView(params);
+export async function show(container, params, context) {
+  const view = new RunView(params, context);
   await view.load();
   replace(container, view.element);
   view.follow();
@@ -25,10 +26,11 @@ export async function show(container, params) {
 }
 
 class RunView {
-  constructor({ run, query }) {
+  constructor({ run, query }, context) {
     this.run = run;
     this.path = ["runs", run];
-    this.status = new RunStatus(run);
+    this.actions = isReport ? null : new RunActions(run, context);
+    this.status = new RunStatus(run, this.actions?.element ?? null);
     this.curves = new Curves((domain) => this.zoom(domain));
     this.lists = h("div", { class: "lists" });
     this.waiting = h("div");
@@ -118,6 +120,7 @@ class RunView {
     if (this.closed) return;
     const steps = this.detailed ?? this.steps;
     this.status.update(this.detail, this.steps);
+    this.showActions();
     this.curves.element.hidden = this.steps.length === 0;
     this.curves.update(steps, marks(this.detail), this.placement);
     const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions]);
@@ -125,6 +128,15 @@ class RunView {
     this.shownLists = text;
     replace(this.waiting, this.steps.length === 0 ? this.nothing() : null);
     replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail.warnings), sessionsPanel(this.detail));
+  }
+
+  /** Show the buttons anew where the run came to another state, so that one that is about to be pressed stays. */
+  showActions() {
+    const { state } = this.detail.summary;
+    const saves = JSON.stringify([state, this.detail.saves]);
+    if (this.actions === null || state === "unknown" || saves === this.shownActions) return;
+    this.shownActions = saves;
+    this.actions.update(this.detail);
   }
 
   nothing() {
@@ -142,6 +154,7 @@ class RunView {
   close() {
     this.closed = true;
     this.ended();
+    this.actions?.close();
     this.curves.close();
     this.status.close();
   }

@@ -4,7 +4,7 @@ import { get, isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, count, counted, number, short, when } from "../format.js";
 import { here, note, runUrl } from "../router.js";
-import { every } from "../parts/pace.js";
+import { repeat } from "../parts/poll.js";
 import { stateTag } from "../parts/runstate.js";
 import { empty } from "../states.js";
 
@@ -22,10 +22,19 @@ const COLUMNS = [
 
 export async function show(container) {
   const list = new RunTable();
-  const refresh = async () => list.update((await get("/api/runs")).runs);
-  await refresh();
+  list.update((await get("/api/runs")).runs);
   replace(container, list.element);
-  return isReport ? undefined : every(EVERY_S, refresh, (lost) => list.setLost(lost));
+  if (isReport) return undefined;
+  const look = async () => {
+    const { runs } = await get("/api/runs").catch((error) => {
+      list.setLost(error.message);
+      throw error;
+    });
+    list.setLost(null);
+    list.update(runs);
+    return EVERY_S;
+  };
+  return repeat(look, () => {}, EVERY_S);
 }
 
 class RunTable {
@@ -76,8 +85,9 @@ class RunTable {
     this.draw();
   }
 
-  setLost(lost) {
-    this.lost.hidden = !lost;
+  setLost(text) {
+    this.lost.hidden = text === null;
+    this.lost.title = text ?? "";
   }
 
   setFilter(text) {
