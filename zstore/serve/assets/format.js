@@ -76,7 +76,9 @@ export function duration(seconds) {
 
 /** A share from 0 to 1 as a percentage. */
 export function percent(share) {
-  return known(share) ? `${(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %` : NOTHING;
+  if (!known(share)) return NOTHING;
+  if (share > 0 && share < 0.001) return "<0.1 %";
+  return `${(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %`;
 }
 
 /** How long ago a time was, in one unit. */

@@ -32,7 +32,9 @@ export class Curves {
     this.charts = new Map();
     this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setLog(!this.isLog), test: "log" }, "Log scale");
     this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "Show all steps");
+    this.smooth = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setSmooth(!this.isSmooth), test: "smooth" }, "Smooth");
     this.isLog = false;
+    this.isSmooth = false;
     this.grid = h("div", { class: "grid charts" });
     this.element = h(
       "section",
@@ -43,6 +45,7 @@ export class Curves {
         h("h2", null, "Curves"),
         h("span", { class: "spring" }),
         h("span", { class: "hint keys" }, "Drag to zoom, or focus a chart and use arrows, Shift, Enter, Esc"),
+        this.smooth,
         this.log,
         this.all,
       ),
@@ -68,6 +71,7 @@ export class Curves {
     if (!this.charts.has(spec.name)) {
       const chart = new LineChart({ ...spec, group: this.group });
       if (spec.log) chart.setLog(this.isLog);
+      chart.setSmooth(this.isSmooth);
       this.charts.set(spec.name, chart);
     }
     return this.charts.get(spec.name);
@@ -77,6 +81,12 @@ export class Curves {
     this.isLog = isLog;
     this.log.setAttribute("aria-pressed", String(isLog));
     for (const spec of CHARTS) if (spec.log) this.charts.get(spec.name)?.setLog(isLog);
+  }
+
+  setSmooth(isSmooth) {
+    this.isSmooth = isSmooth;
+    this.smooth.setAttribute("aria-pressed", String(isSmooth));
+    for (const chart of this.charts.values()) chart.setSmooth(isSmooth);
   }
 
   /** Show steps from and to those of `domain`, without a call of `changed`. */

@@ -44,9 +44,9 @@ function row(part, most, colours) {
     "div",
     { class: "plan-row", role: "row" },
     h("span", { class: "name", role: "rowheader" }, part.kind),
-    h("div", { class: `bars c${colours.get(part.kind) ?? 0}`, "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
-    h("span", { class: "num", role: "cell" }, bytes(part.planned_bytes)),
+    h("span", { class: "num", role: "cell" }, part.planned_bytes === null ? h("span", { class: "muted" }, "not planned") : bytes(part.planned_bytes)),
     h("span", { class: "num", role: "cell" }, part.measured_bytes === null ? h("span", { class: "muted" }, "not measured") : bytes(part.measured_bytes)),
     h("span", { class: "num muted", role: "cell" }, known ? `${off > 0 ? "+" : ""}${percent(off)}` : NOTHING),
+    h("div", { class: `bars c${colours.get(part.kind) ?? 0}`, "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
   );
 }
