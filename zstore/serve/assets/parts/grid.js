@@ -10,10 +10,11 @@ const ignore = () => {};
  * @typedef {object} Column
  * @property {string} key Names it in URLs.
  * @property {string} label
- * @property {string} width For CSS `grid-template-columns`.
+ * @property {string} width For CSS `grid-template-columns`; the first length in it, in rem, is the least.
  * @property {(entry: object) => any} cell What stands in it.
  * @property {((entry: object) => number | string | null) | null} value By which it is sorted; null: it is not.
  * @property {boolean} [numeric] Set to the right.
+ * @property {boolean} [stays] It stays in sight where the table is wider than its box.
  * @property {string} [hint] Said by the heading when the pointer rests on it.
  */
 
@@ -58,6 +59,8 @@ export class Grid {
     this.columns = columns;
     const widths = columns.map((column) => column.width).join(" ");
     this.element.style.setProperty("--columns", this.most > 0 ? `2.25rem ${widths}` : widths);
+    const least = columns.map((column) => column.width.match(/[\d.]+rem/)[0]);
+    this.element.style.setProperty("--least-width", `calc(2.25rem + ${least.join(" + ")})`);
     const keys = new Set(entries.map(this.keyOf));
     this.selected = this.selected.filter((key) => keys.has(key));
     this.layOut();
@@ -114,7 +117,7 @@ export class Grid {
     const arrow = sorted ? (this.sort.down ? " ▾" : " ▴") : "";
     const attributes = {
       role: "columnheader",
-      class: `cell${column.numeric ? " numeric" : ""}`,
+      class: cellClass(column),
       title: column.hint ?? null,
       "aria-sort": sorted ? (this.sort.down ? "descending" : "ascending") : null,
     };
@@ -146,7 +149,7 @@ export class Grid {
       },
       this.most > 0 ? h("span", { class: "cell pick", role: "gridcell" }, selected ? "☑" : "☐") : null,
       this.columns.map((column) =>
-        h("span", { class: `cell${column.numeric ? " numeric" : ""}`, role: "gridcell" }, column.cell(entry)),
+        h("span", { class: cellClass(column), role: "gridcell" }, column.cell(entry)),
       ),
     );
   }
@@ -201,6 +204,10 @@ export class Grid {
     event.preventDefault();
     moves[event.key]();
   }
+}
+
+function cellClass({ numeric, stays }) {
+  return `cell${numeric ? " numeric" : ""}${stays ? " stays" : ""}`;
 }
 
 /** Order of two values; what is not known comes last either way. */

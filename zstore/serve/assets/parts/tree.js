@@ -14,7 +14,7 @@ export class TreeView {
    * @param {object} options
    * @param {string} options.label What it is a tree of, for screen readers.
    * @param {string} options.test Value of `data-test` of the tree.
-   * @param {(node: import("./names.js").Node) => Array} options.cells What stands in a row behind the label.
+   * @param {(node: import("./names.js").Node) => HTMLElement[]} options.cells What stands in a row behind the label.
    * @param {(item: object) => void} options.onOpen Called when an array is chosen.
    */
   constructor({ label, test, cells, onOpen }) {
@@ -104,9 +104,9 @@ export class TreeView {
         "span",
         { class: "tree-label", title: node.path, style: { "--level": level - 1 } },
         h("span", { class: "twisty", "aria-hidden": "true" }, open === null ? "" : open ? "▾" : "▸"),
-        h("bdi", null, node.label === "" ? "(no name)" : node.label),
+        h("bdi", null, shownLabel(node)),
       ),
-      this.cells(node).map((cell) => h("span", { class: "cell" }, cell)),
+      this.cells(node),
     );
   }
 
@@ -205,4 +205,10 @@ export class TreeView {
       if (this.rows[index].node.label.toLowerCase().startsWith(this.typed.text)) return this.moveTo(index);
     }
   }
+}
+
+/** The label of a node without the separator behind it. */
+function shownLabel({ label, item }) {
+  const text = item === null ? label.slice(0, -1) : label;
+  return text === "" ? "(no name)" : text;
 }
