@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from . import queries
+from . import events, queries
 from .operations import Operation
 
-OPERATIONS: tuple[Operation, ...] = queries.OPERATIONS
+OPERATIONS: tuple[Operation, ...] = (*events.OPERATIONS, *queries.OPERATIONS)
 
 
 def routes() -> list[Route]:

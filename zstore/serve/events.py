@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from .hub import Cursor, Hub, first_cursor
 from .operations import Operation, Values
-from .service import Service, run_of, service_of
+from .service import run_of, service_of
 
 _HEARTBEAT_S = 15.0
 _RETRY_MS = 2000
@@ -24,11 +24,10 @@ async def _events(request: Request, values: Values) -> Response:
     hub = hubs.get(run.folder.location) or hubs.setdefault(run.folder.location, Hub(service, run))
     seen = Cursor.parse(request.headers.get("last-event-id", ""))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_stream(service, hub, seen), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_stream(hub, seen), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(service: Service, hub: Hub, seen: Cursor | None) -> AsyncIterator[str]:
-    service.endless.add()
+async def _stream(hub: Hub, seen: Cursor | None) -> AsyncIterator[str]:
     yield f"retry: {_RETRY_MS}\n\n"
     async with hub.listening():
         now = await hub.now()
