@@ -44,7 +44,7 @@ def views_of(run: str, last: str, before: str, array: str) -> list[View]:
         View(
             "difference",
             f"{base}/compare?before={quote(before)}&after={quote(last)}&array={quote(array, safe='')}",
-            "[data-test=difference-detail] h3",
+            "[data-test=difference-detail] > *",
         ),
     ]
 
