@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from .inbox import Inbox
+from .limits import Limits
 from .runs import Run, Runs
 from .settings import Settings
 
@@ -14,6 +16,8 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.runs = Runs(settings)
+        self.inbox = Inbox(self.runs, keep_last=settings.keep_last)
+        self.limits = Limits()
 
 
 def service_of(request: Request) -> Service:

@@ -47,6 +47,8 @@ class Settings:
     """Who shows it may do what the service does. None: anybody may read, and nobody act."""
     allow_actions: bool = False
     """Take uploads, and carry out what the page asks for: save, stop, verify, prune."""
+    keep_last: int | None = None
+    """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     hosts: tuple[str, ...] = ()
@@ -58,6 +60,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.roots:
             raise UsageError("name at least one folder or URL to serve")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise UsageError("TLS takes two files: give --tls-certificate and --tls-key, or neither")
         if self.token is None and not self.is_loopback:
