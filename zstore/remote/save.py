@@ -36,8 +36,7 @@ from ..io.pool import Workers
 from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
 from .retries import PATIENT, Retries
 from .target import NUM_THREADS
-from .upload import target_for
-from .url_folder import UrlFolder
+from .upload import UploadPlace, target_for
 
 _BEGIN_FILE = "begin.json"
 _COMPLETE = "complete"
@@ -50,7 +49,7 @@ _END_S = 30.0
 class UploadOptions:
     """Where a save is uploaded to, and what becomes of the local copy."""
 
-    folder: UrlFolder
+    folder: UploadPlace
     keep_local: bool = False
     """Leave the local checkpoint where it is after the upload."""
     retries: Retries = PATIENT
@@ -101,14 +100,17 @@ class _Upload:
         self._options = options
         self._local = local
         self._cancelled = threading.Event()
-        self._folder = options.folder.with_retries(replace(options.retries, cancelled=self._cancelled))
+        self._folder = options.folder
         self._files = request.resources.files
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
         folder = request.folder / own_name(name, TEMPORARY, upload_id)
         self._rendezvous = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
-        self._target = target_for(self._folder, tag=request.tag, save_id=request.save_id, run_id=request.run_id)
+        retries = replace(options.retries, cancelled=self._cancelled)
+        self._target = target_for(
+            self._folder, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id
+        )
         self._messages: list[str] = []
         self._started = time.monotonic()
         self.location = self._target.location

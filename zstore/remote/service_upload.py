@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +21,10 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep
 from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, ZstoreError
 from ..io.pool import Workers
-from .service import ServiceBusyError
+from .retries import Retries
+from .service import ServiceBusyError, ServiceConnection
 from .service_folder import ServiceFolder
+from .service_url import ServiceUrl, quote_path
 from .target import NUM_THREADS, Advance, UploadTarget
 from .uploaded import document_files, extra_files, shard_files
 
@@ -32,17 +35,50 @@ _MOST_WRONG = 3
 """Times that a file may arrive wrong: then the network is not what is broken."""
 
 
-class ServiceTarget(UploadTarget):
-    """An upload to the run that `folder` names. Usable from any thread."""
+@dataclass(frozen=True, kw_only=True)
+class ServicePlace:
+    """A run in a service, which was not asked yet."""
 
-    def __init__(self, folder: ServiceFolder, tag: str, save_id: str) -> None:
-        if folder.url.folder:
+    url: ServiceUrl
+    storage_options: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> ServicePlace:
+        """Return the run that a URL names. Raises UsageError where it names none, or something inside of one."""
+        place = ServiceUrl.parse(url)
+        if not place.run or place.folder:
             raise UsageError(
-                f"{folder}: a service takes checkpoints into a run: name that alone, as {folder.url.base}/{folder.url.run}"
+                f"{place.text}: checkpoints are uploaded to a run of a service of zstore: name it as {place.base}/"
+                f"{quote_path(place.run) or 'RUN'}"
             )
-        self.location = folder.child(tag_folder(tag)).location
-        self._folder = folder
-        self._connection = folder.connection
+        return cls(url=place, storage_options=dict(storage_options or {}))
+
+    @property
+    def location(self) -> str:
+        """The URL, without a password."""
+        return self.url.text
+
+    def __str__(self) -> str:
+        return self.location
+
+    def open(self, retries: Retries) -> ServiceFolder:
+        """Return the run's folder. Raises UsageError where no service of zstore answers, StorageError where nobody does."""
+        connection = ServiceConnection.to(self.url, self.storage_options, retries=retries)
+        if connection is None:
+            raise UsageError(
+                f"{self.url.base} is no service of zstore: checkpoints are uploaded to `zstore serve`, or to a storage like "
+                "s3://bucket/run"
+            )
+        return ServiceFolder(connection, self.url)
+
+
+class ServiceTarget(UploadTarget):
+    """An upload to the run at `place`. Usable from any thread."""
+
+    def __init__(self, place: ServicePlace, retries: Retries, tag: str, save_id: str) -> None:
+        self.location = f"{place.location}/{quote_path(tag_folder(tag))}"
+        self._place = place
+        self._retries = retries
         self._tag = tag
         self._save_id = save_id
         self._options: dict[str, Any] = {}
@@ -50,12 +86,21 @@ class ServiceTarget(UploadTarget):
         self._upload = ""
         self._committed = False
 
+    @cached_property
+    def _folder(self) -> ServiceFolder:
+        return self._place.open(self._retries)
+
+    @property
+    def _connection(self) -> ServiceConnection:
+        return self._folder.connection
+
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """See `UploadTarget.begin`; asks nothing yet, since the service wants to see the record."""
+        """See `UploadTarget.begin`; asks who is there, and no more: the service wants to see the record."""
         self._options = {"overwrite": overwrite, "replaces_own": replaces_own}
         if keep is not None:
             rules = {"last": keep.last, "every": keep.every, "best": keep.best, "tags": list(keep.tags)}
             self._options["keep"] = rules
+        _ = self._folder
         return []
 
     def offer(self, reader: CheckpointReader) -> None:
@@ -65,7 +110,7 @@ class ServiceTarget(UploadTarget):
         """
         extras = extra_files(reader)
         self._offered = {
-            "run": self._folder.url.run,
+            "run": self._place.url.run,
             "record": (reader.path / RECORD_FILE).read_text(encoding="utf-8"),
             "documents": document_files(reader),
             "extras": {name: {"bytes": size, "sha256": _sha256(reader.path / name)} for name, size in extras.items()},
@@ -161,7 +206,7 @@ class ServiceTarget(UploadTarget):
             sent = size - there
             note(size)
 
-        self._connection.call(attempt, f"upload {source}", f"{self._folder.url.base}{path}")
+        self._connection.call(attempt, f"upload {source}", f"{self._place.url.base}{path}")
         self._connection.traffic.count(written_bytes=sent)
         return sent
 

@@ -8,25 +8,33 @@ from typing import Any
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..errors import UsageError
 from ..io.pool import Workers
-from .folder import RemoteFolder, open_folder
-from .retries import PATIENT
-from .service_folder import ServiceFolder
-from .service_upload import ServiceTarget
+from .folder import RemoteFolder, open_fsspec_folder
+from .retries import PATIENT, Retries
+from .service_upload import ServicePlace, ServiceTarget
 from .target import Advance, FileSystemTarget, UploadTarget
 from .uploaded import common_files, shard_files
-from .url_folder import UrlFolder
+
+UploadPlace = RemoteFolder | ServicePlace
+"""A folder of checkpoints on a file system, or a run in a service."""
 
 
-def target_for(folder: UrlFolder, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
-    """Return where a save of training run `run_id` under `tag` goes in the folder of checkpoints, or the service's run,
-    `folder`. No request is made."""
-    if isinstance(folder, ServiceFolder):
-        return ServiceTarget(folder, tag, save_id)
-    if isinstance(folder, RemoteFolder):
-        return FileSystemTarget(folder, tag, save_id, run_id)
-    raise UsageError(f"{folder} takes no checkpoints")
+def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> UploadPlace:
+    """Return the place at a URL; no request is made: whether the server of an `http://` URL is a service of zstore shows when
+    something is uploaded.
+
+    Raises UsageError for a URL that nothing opens, or that names no run of a service.
+    """
+    if url.startswith(("http://", "https://")):
+        return ServicePlace.of(url, storage_options)
+    return open_fsspec_folder(url, storage_options)
+
+
+def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
+    """Return where a save of training run `run_id` under `tag` goes at `place`. No request is made."""
+    if isinstance(place, ServicePlace):
+        return ServiceTarget(place, retries, tag, save_id)
+    return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
 
 
 def upload_checkpoint(
@@ -41,15 +49,16 @@ def upload_checkpoint(
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
     The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
-    newest). Returns the URL of the tag's folder, and what the user should know. Blocks until it is committed there. `memory_bytes` bounds the parts that are in memory on their way (None:
-    those of `NUM_THREADS` files): fewer files go at a time then. Raises CheckpointExistsError for a tag that is there (unless
+    newest). Returns the URL of the tag's folder, and what the user should know. Blocks until it is committed there.
+    `memory_bytes` bounds the parts that are in memory on their way (None: those of `NUM_THREADS` files): fewer files go at a
+    time then. Raises CheckpointExistsError for a tag that is there (unless
     `overwrite`), BudgetError where one file's parts are too much, StorageError where the upload fails; nothing of it is seen
     then.
     """
-    folder = open_folder(url, storage_options, retries=PATIENT)
+    place = place_of(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         record = reader.record
-        target = target_for(folder, tag=record.tag, save_id=record.id, run_id=record.run)
+        target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
         try:
             messages = target.begin(overwrite=overwrite)
             target.offer(reader)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .._version import __version__
-from . import uploads
+from . import files, uploads
 from .models import RunList, RunSummary, ServiceInfo
 from .replies import HANDLED, answer_error, reply
 from .runs import Run
@@ -25,7 +25,7 @@ def make_app(settings: Settings) -> Starlette:
 
 
 def _routes() -> list[BaseRoute]:
-    return [Route("/api", _info), Route("/api/runs", _runs), *uploads.routes()]
+    return [Route("/api", _info), Route("/api/runs", _runs), *files.routes(), *uploads.routes()]
 
 
 async def _info(request: Request) -> Response:

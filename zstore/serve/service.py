@@ -6,8 +6,11 @@ from starlette.requests import Request
 
 from .inbox import Inbox
 from .limits import Limits
+from .opened import RemoteSizes
 from .runs import Run, Runs
 from .settings import Settings
+from .transfers import Transfers
+from .visible import Checkpoints
 
 
 class Service:
@@ -18,6 +21,9 @@ class Service:
         self.runs = Runs(settings)
         self.inbox = Inbox(self.runs, keep_last=settings.keep_last)
         self.limits = Limits()
+        self.checkpoints = Checkpoints()
+        self.remote_sizes = RemoteSizes()
+        self.transfers = Transfers(settings.memory_bytes // 4)
 
 
 def service_of(request: Request) -> Service:
