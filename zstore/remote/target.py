@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.names import METADATA_FILE
@@ -114,8 +115,7 @@ class FileSystemTarget(UploadTarget):
         files = dict(common_files(reader)) if 0 in ranks else {}
         for rank in ranks:
             files |= shard_files(reader, rank)
-        target = self._committer.target
-        return sum(workers.run([partial(target.send, reader.path / file, file, advance) for file in files]))
+        return send_all(workers, reader.path, self._committer.target, files, advance)
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """See `UploadTarget.commit`; that all files arrived is checked by a listing."""
@@ -141,6 +141,11 @@ class FileSystemTarget(UploadTarget):
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         """See `UploadTarget.files_at_a_time`."""
         return files_at_a_time(largest_bytes, memory_bytes)
+
+
+def send_all(workers: Workers, source: Path, target: RemoteFolder, files: Iterable[str], advance: Advance) -> int:
+    """Copy `files` from the folder `source` to `target`, several at a time; return their bytes. See `RemoteFolder.send`."""
+    return sum(workers.run([partial(target.send, source / file, file, advance) for file in files]))
 
 
 def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
