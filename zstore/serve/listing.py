@@ -39,7 +39,7 @@ class Listing:
 
 
 def _link(name: str) -> str:
-    return f'<a href="./{quote(os.fsencode(name))}">{html.escape(name)}</a>'
+    return f'<a href="{quote(os.fsencode(name))}">{html.escape(name)}</a>'
 
 
 def list_place(place: Place, *, recursive: bool) -> Listing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +18,13 @@ from ..errors import (
 )
 from .models import Problem
 
+
+class ConflictError(UsageError):
+    """What was asked for does not fit how things are now; asked again later, it may."""
+
+
 _STATUS = (
+    (ConflictError, 409),
     (CheckpointNotFoundError, 404),
     (FileNotFoundError, 404),
     (NotADirectoryError, 404),
@@ -50,6 +57,13 @@ def status_of(error: Exception) -> int:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer what a route raised: an error of ours with its text."""
     return problem(status_of(error), str(error))
+
+
+async def answer_refusal(request: Request, error: Exception) -> Response:
+    """Answer a status that a route, or the router, raised as HTTPException."""
+    if not isinstance(error, HTTPException):
+        raise error
+    return problem(error.status_code, error.detail, dict(error.headers or {}))
 
 
 HANDLED = (ZstoreError, FileNotFoundError, NotADirectoryError)

@@ -64,6 +64,10 @@ class Settings:
             raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise UsageError("TLS takes two files: give --tls-certificate and --tls-key, or neither")
+        if self.token is not None and not (
+            self.token.isascii() and self.token.isprintable() and self.token.split() == [self.token]
+        ):
+            raise UsageError("a token is one word of printable ASCII characters: it is sent in a header")
         if self.token is None and not self.is_loopback:
             raise UsageError(
                 f"{self.host} can be reached from other machines: give a token (--token-file, or the variable ZSTORE_TOKEN), "

@@ -84,7 +84,7 @@ async def _state(request: Request) -> Response:
 async def _plan(request: Request) -> Response:
     require_action(request)
     upload = await _upload_of(request)
-    async with service_of(request).limits.large:
+    async with service_of(request).upload_limits.large:
         return reply(await run_in_threadpool(service_of(request).inbox.plan, upload))
 
 
@@ -123,7 +123,7 @@ async def _put(request: Request) -> Response:
     """Take a file, or the rest of one. What came of a connection that breaks stays."""
     require_action(request)
     service = service_of(request)
-    async with service.limits.files:
+    async with service.upload_limits.files:
         upload = await _upload_of(request)
         file = request.path_params["path"]
         content = await run_in_threadpool(upload.content_of, file)
@@ -196,7 +196,7 @@ async def _body(request: Request, kind: type[M], most_bytes: int) -> AsyncIterat
     length = request.headers.get("content-length", "")
     if not re.fullmatch(r"\d{1,12}", length) or int(length) > most_bytes:
         raise UsageError(f"expected JSON of up to {most_bytes} bytes with its Content-Length, got {length[:20]!r}")
-    large = service_of(request).limits.large if int(length) > _LARGE_BYTES else contextlib.nullcontext()
+    large = service_of(request).upload_limits.large if int(length) > _LARGE_BYTES else contextlib.nullcontext()
     async with large:
         data = bytearray()
         async for piece in request.stream():

@@ -4,7 +4,8 @@
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
 a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. What a save has under way or
 left behind is not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
-checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, wherever they lead.
+checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, but for one to another
+checkpoint in the same folder, which readers follow too.
 """
 
 from __future__ import annotations

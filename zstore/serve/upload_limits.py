@@ -8,7 +8,7 @@ _MOST_FILES = 32
 """Files of uploads that are read at a time, with about 2 MiB each; others wait with their connections."""
 
 
-class Limits:
+class UploadLimits:
     """Taken by requests with `async with`."""
 
     def __init__(self) -> None:
