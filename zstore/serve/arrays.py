@@ -8,14 +8,14 @@ from urllib.parse import quote
 from ..errors import CheckpointNotFoundError, CorruptionError
 from ..open.stats import ArrayStats, collect_stats
 from ..weights.layout import natural_key
+from .library import Library
 from .models import ArrayEntry, ArrayList, ArrayStatistics, HistogramData
 from .runs import Run
-from .service import Service
 
 _NUM_COLUMNS = 64
 
 
-def list_arrays(service: Service, run: Run, checkpoint: str) -> ArrayList:
+def list_arrays(service: Library, run: Run, checkpoint: str) -> ArrayList:
     """Return the arrays of a checkpoint in natural order; raises like `checkpoint_detail`."""
     listed = service.timeline(run).find(checkpoint)
     arrays = service.readers.open(listed.info).arrays
@@ -36,7 +36,7 @@ def list_arrays(service: Service, run: Run, checkpoint: str) -> ArrayList:
 
 
 def array_statistics(
-    service: Service, run: Run, checkpoint: str, array: str, advance: Callable[[int], None] = lambda nbytes: None
+    service: Library, run: Run, checkpoint: str, array: str, advance: Callable[[int], None] = lambda nbytes: None
 ) -> ArrayStatistics:
     """Return statistics of an array's values, read and verified once, then from what is kept.
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from ..errors import CheckpointNotFoundError, CorruptionError
 from ..open.compare import Comparison, ComparisonPlan, compare_values, plan_comparison
+from .library import Library
 from .models import ArrayDifference, Difference
 from .runs import Run
-from .service import Service
 
 
 def compare(
-    service: Service,
+    service: Library,
     run: Run,
     pair: tuple[str, str],
     array: str | None = None,

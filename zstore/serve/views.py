@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.format import encode_state
 from ..errors import ZstoreError
 from .history import MOST_SAVES, MOST_WARNINGS, History, count_of, text_of
+from .library import Library
 from .models import (
     CheckpointDetail,
     CheckpointList,
@@ -22,19 +23,18 @@ from .models import (
     Steps,
 )
 from .runs import Run
-from .service import Service
 from .timeline import newest_of
 
 _MOST_STATE_BYTES = 64 * 1024
 _TIERS = ("device", "host", "disk")
 
 
-def list_runs(service: Service) -> RunList:
+def list_runs(service: Library) -> RunList:
     """Return all runs in short."""
     return RunList(runs=[run_summary(service, run) for run in service.runs.all().values()])
 
 
-def run_summary(service: Service, run: Run) -> RunSummary:
+def run_summary(service: Library, run: Run) -> RunSummary:
     """Return a run in short: the ends of its journal, and its checkpoints."""
     newest, num_checkpoints, problem = None, 0, None
     try:
@@ -64,14 +64,14 @@ def run_summary(service: Service, run: Run) -> RunSummary:
     )
 
 
-def fresh_history(service: Service, run: Run) -> History:
+def fresh_history(service: Library, run: Run) -> History:
     """Return the history of a run, read as far as its journals go now."""
     history = service.history(run)
     history.refresh()
     return history
 
 
-def run_detail(service: Service, run: Run) -> RunDetail:
+def run_detail(service: Library, run: Run) -> RunDetail:
     """Return a run with its sessions, saves and warnings."""
     history = fresh_history(service, run)
     with history.lock:
@@ -87,7 +87,7 @@ def run_detail(service: Service, run: Run) -> RunDetail:
     )
 
 
-def run_steps(service: Service, run: Run, *, after: int | None = None, points: int = 1000) -> Steps:
+def run_steps(service: Library, run: Run, *, after: int | None = None, points: int = 1000) -> Steps:
     """Return the steps of a run's newest journal after a step, as at most `points` rows."""
     history = fresh_history(service, run)
     with history.lock:
@@ -99,7 +99,7 @@ def run_steps(service: Service, run: Run, *, after: int | None = None, points: i
     return Steps.model_construct(columns=columns, last_step=None if last is None else int(last))
 
 
-def run_placement(service: Service, run: Run) -> Placement:
+def run_placement(service: Library, run: Run) -> Placement:
     """Return where the bytes of a run rest: by the plan of its newest journal, and the memory of its last step."""
     history = fresh_history(service, run)
     with history.lock:
@@ -144,12 +144,12 @@ def _is_array(entry: Any) -> bool:
     return isinstance(entry[0], str) and isinstance(entry[2], str) and type(entry[3]) is int
 
 
-def list_checkpoints(service: Service, run: Run) -> CheckpointList:
+def list_checkpoints(service: Library, run: Run) -> CheckpointList:
     """Return the checkpoints of a run, what they share, and what is not committed."""
     return service.timeline(run).answer()
 
 
-def checkpoint_detail(service: Service, run: Run, checkpoint: str) -> CheckpointDetail:
+def checkpoint_detail(service: Library, run: Run, checkpoint: str) -> CheckpointDetail:
     """Return one checkpoint. Raises CheckpointNotFoundError, or CorruptionError where its metadata is damaged."""
     listed = service.timeline(run).find(checkpoint)
     reader = service.readers.open(listed.info)
