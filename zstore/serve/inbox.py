@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint.build import READ_ONLY
-from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, scan
+from ..checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
 from ..checkpoint.commit import Committer, discard, sweep
 from ..checkpoint.format import Record, dump_metadata
 from ..checkpoint.names import METADATA_FILE, tag_folder
@@ -39,6 +39,7 @@ from ..errors import (
 )
 from ..io.files import Files
 from ..io.pool import Workers
+from .jobs import Jobs, RunningJob
 from .runs import Runs
 from .upload import OFFER_FILE, UPLOADS_FOLDER, Upload
 from .upload_models import Committed, KeepRules, UploadOffer, UploadState
@@ -63,8 +64,11 @@ class UnfinishedUpload:
 class Inbox:
     """The uploads of a service. Usable from any thread."""
 
-    def __init__(self, runs: Runs, *, keep_last: int | None = None, files: Files | None = None) -> None:
+    def __init__(self, runs: Runs, jobs: Jobs, *, keep_last: int | None = None, files: Files | None = None) -> None:
         self._runs = runs
+        self._jobs = jobs
+        self._reported: dict[str, RunningJob] = {}
+        """By the upload's id, where the page sees it."""
         self._keep_last = keep_last
         self._files = files or Files()
         self._lock = threading.Lock()
@@ -108,7 +112,10 @@ class Inbox:
         with self._lock:
             if self._uploads is not None:
                 self._uploads.pop(upload.id, None)
+            job = self._reported.pop(upload.id, None)
         upload.remove()
+        if job is not None and job.now.state == "running":
+            job.end("it was given up")
         with contextlib.suppress(OSError):  # a run that nothing was committed to
             os.rmdir(upload.folder)
 
@@ -173,8 +180,22 @@ class Inbox:
         with self._deciding:
             upload.plan()
             self._require_room(upload)
+            self._report(upload)
         upload.touch()
         return upload.state()
+
+    def _report(self, upload: Upload) -> None:
+        """Let the upload be seen as a job."""
+        state = upload.state(files=False)
+        with self._lock:
+            if upload.id in self._reported:
+                return
+            job = self._jobs.add(
+                "upload", upload.offer.run, tag_folder(upload.record.tag), total_bytes=state.total_bytes
+            )
+            self._reported[upload.id] = job
+        job.advance(state.done_bytes)
+        upload.progress = job.advance
 
     def _require_room(self, upload: Upload) -> None:
         device = os.stat(upload.folder).st_dev
@@ -202,14 +223,20 @@ class Inbox:
         with self._deciding, upload.lock:
             if (committed := _committed(upload.folder, upload.record)) is None:
                 upload.require_whole()
-                _check_free(upload)
+                replaced = _check_free(upload)
                 linked_bytes = upload.linked_bytes()
                 self._complete(upload, upload.plan())
                 messages = self._publish(upload)
+                if replaced is not None and not upload.offer.overwrite:
+                    messages.append(replaced_text(replaced))
                 committed = read_record(upload.folder / tag_folder(upload.record.tag))
             else:
                 linked_bytes, messages = 0, []
             messages += self._retire(upload)
+            if (job := self._reported.get(upload.id)) is not None:
+                for message in messages:
+                    job.say(message)
+                job.end()
             self.remove(upload)
             self._runs.forget()
         return Committed(
@@ -299,11 +326,14 @@ def _committed_state(upload: Upload, record: Record) -> UploadState:
     )  # fmt: skip
 
 
-def _check_free(upload: Upload) -> None:
-    """Raise CheckpointExistsError where tag or name belong to another training run. See [Note: whose name it is]."""
+def _check_free(upload: Upload) -> TagInfo | None:
+    """Return the checkpoint that it replaces, None where there is none.
+
+    Raises CheckpointExistsError where tag or name belong to another training run. See [Note: whose name it is].
+    """
     record, offer = upload.record, upload.offer
     if not upload.folder.is_dir():
-        return
+        return None
     runs = {info.record.run for info in scan(upload.folder).tags}
     if runs and record.run not in runs:
         raise CheckpointExistsError(
@@ -311,7 +341,7 @@ def _check_free(upload: Upload) -> None:
             "save under another name, or load its checkpoint first to go on with that run"
         )
     try:
-        check_tag_is_free(
+        return check_tag_is_free(
             upload.folder, record.tag, overwrite=offer.overwrite, run=record.run if offer.replaces_own else ""
         )
     except CheckpointExistsError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..io.files import Files
 
 DEFAULT_PORT = 8700
 
@@ -55,6 +56,8 @@ class Settings:
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
     memory_bytes: int = 512 * 1024 * 1024
     """Most that buffers of all requests take together."""
+    files: Files = field(default_factory=Files, repr=False)
+    """Through which uploads are written."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

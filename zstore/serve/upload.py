@@ -22,7 +22,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class Upload:
         self.lock = threading.RLock()
         """Held for what looks at all files."""
         self.total_bytes = 0
+        self.progress: Callable[[int], None] = lambda num_bytes: None
+        """Told of bytes of files that came, less than none where they were dropped."""
         self._files = files
         self._documents = documents_of(self.record, offer.documents)
         self._extras = {
@@ -172,11 +174,6 @@ class Upload:
                             del left[file]
         return found
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether `plan` was called since the service started."""
-        return self._plan is not None
-
     def _contents(self) -> dict[str, Content]:
         """Return all files that come over the network, by path."""
         shards = {} if self._plan is None else self._plan.shards
@@ -234,6 +231,8 @@ class Upload:
     def state(self, *, rank: int | None = None, files: bool = True) -> UploadState:
         """Return what clients are told."""
         with self.lock:
+            if files and all(self.is_whole(file) for file in self._documents):
+                self.plan()
             left = sum(content.num_bytes - self.received(file) for file, content in self._to_come().items())
             return UploadState(
                 id=self.id,
@@ -309,9 +308,19 @@ class Upload:
             with former.lock:
                 former.ended = True
 
-    def take(self, file: str, content: Content) -> None:
-        """Check a file that came whole, and give it its name. Raises CorruptionError, and drops it, where it is wrong."""
+    def note(self, opened: OpenFile, data: bytes | bytearray, offset: int) -> None:
+        """Write bytes of a file that came."""
+        self._files.write_from(opened, np.frombuffer(data, np.uint8), offset)
+        self.active_at = time.time()
+        self.progress(len(data))
+
+    def take(self, file: str, content: Content, opened: OpenFile) -> None:
+        """Make a file that came whole durable, check it, and give it its name.
+
+        Raises CorruptionError, and drops it, where it is wrong.
+        """
         part, target = self._part(file), self.checkpoint / file
+        self._files.sync_data(opened)
         try:
             if isinstance(content, ShardContent):
                 check_shard(part, content.array, content.shard, content.crcs)
@@ -319,6 +328,7 @@ class Upload:
                 raise CorruptionError(f"{file} fails its SHA-256")
         except CorruptionError as error:
             self._files.unlink(part)
+            self.progress(-content.num_bytes)
             raise CorruptionError(f"{file} did not arrive as it was sent, and was dropped: {error}") from error
         os.chmod(part, READ_ONLY)
         self._files.make_folder(target.parent)
@@ -359,9 +369,8 @@ class Arrival:
         with self._writer.lock:
             if self._writer.ended:
                 raise CheckpointError(f"another connection sends {self._file}, or the upload was given up")
-            self._upload._files.write_from(self._opened, np.frombuffer(data, np.uint8), self.offset)
+            self._upload.note(self._opened, data, self.offset)
             self.offset += len(data)
-        self._upload.active_at = time.time()
 
     def finish(self) -> bool:
         """Return whether the file is whole now: then it is durable, and was checked. See `Upload.take`."""
@@ -370,6 +379,5 @@ class Arrival:
         with self._writer.lock:
             if self._writer.ended:
                 raise CheckpointError(f"another connection sends {self._file}, or the upload was given up")
-            self._upload._files.sync_data(self._opened)
-            self._upload.take(self._file, self._content)
+            self._upload.take(self._file, self._content, self._opened)
         return True
