@@ -26,7 +26,7 @@ export class TreeView {
     this.list = new VirtualList(this.element, this.body, (index) => this.row(index));
     this.element.addEventListener("keydown", (event) => this.press(event));
     this.element.addEventListener("click", (event) => this.click(event));
-    this.typed = { text: "", at: 0 };
+    this.typed = { text: "", at: -Infinity };
     this.setRoot({ children: [] });
   }
 
@@ -173,8 +173,10 @@ export class TreeView {
       " ": () => this.choose(),
       "*": () => this.openSiblings(row),
     };
-    if (Object.hasOwn(moves, event.key)) moves[event.key]();
-    else if (event.key.length === 1) this.type(event.key);
+    if (Object.hasOwn(moves, event.key)) {
+      this.typed.at = -Infinity;
+      moves[event.key]();
+    } else if (event.key.length === 1) this.type(event.key);
     else return;
     event.preventDefault();
   }
