@@ -212,5 +212,3 @@ def _reason(view: JournalView | None) -> str | None:
 def first_cursor(now: Cursor) -> Cursor:
     """Return where a new listener begins: a few steps before `now`, for it asked for the others a moment ago."""
     return replace(now, lines=max(0, now.lines - _FIRST_ROWS))
-
-

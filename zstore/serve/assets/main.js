@@ -105,7 +105,7 @@ function context() {
     },
     /** Learn anew what the service allows, after signing in; the view stays as it is. */
     learn,
-    /** Learn it, and show the view again. */
+    /** Learn anew what the service allows, and show the view again. */
     reload: again,
   };
 }
