@@ -86,7 +86,7 @@ export class Grid {
   /** Bring an entry in sight and make it the one that keys act on. */
   reveal(key) {
     const index = this.shown.findIndex((entry) => this.keyOf(entry) === key);
-    if (index >= 0) this.moveTo(index);
+    if (index >= 0) this.moveTo(index, true);
   }
 
   close() {
@@ -172,11 +172,11 @@ export class Grid {
     this.onSelect(this.selected);
   }
 
-  moveTo(index) {
+  moveTo(index, middle = false) {
     if (this.shown.length === 0) return;
     this.list.element(this.active)?.classList.remove("active");
     this.active = Math.min(Math.max(index, 0), this.shown.length - 1);
-    this.list.reveal(this.active);
+    this.list.reveal(this.active, middle);
     this.markActive();
     this.onActive(this.shown[this.active]);
   }

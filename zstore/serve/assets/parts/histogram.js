@@ -48,7 +48,7 @@ export class HistogramView {
     this.xOf = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
     const share = this.log ? (size) => (size === 0 ? 0 : Math.log10(size + 1) / Math.log10(highest + 1)) : (size) => size / highest;
     const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - share(size));
-    const sizes = this.log ? powers(highest) : ticks(0, highest, 4).filter(Number.isInteger);
+    const sizes = this.log ? powers(highest) : ticks(0, highest, 5).filter(Number.isInteger);
     this.chart.setAttribute("width", width);
     this.chart.setAttribute("aria-label", `${this.label}: ${this.summary()}`);
     replace(

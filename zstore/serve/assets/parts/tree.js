@@ -64,7 +64,7 @@ export class TreeView {
       }
       this.layOut();
       const index = this.rows.findIndex((row) => row.node === node);
-      if (index >= 0) this.moveTo(index);
+      if (index >= 0) this.moveTo(index, true);
     }
     this.list.redraw();
     return node !== null;
@@ -140,12 +140,12 @@ export class TreeView {
     this.list.update();
   }
 
-  moveTo(index) {
+  moveTo(index, middle = false) {
     if (this.rows.length === 0) return;
     const before = this.active;
     this.active = Math.min(Math.max(index, 0), this.rows.length - 1);
     this.list.element(before)?.classList.remove("active");
-    this.list.reveal(this.active);
+    this.list.reveal(this.active, middle);
     this.markActive();
   }
 
