@@ -24,7 +24,7 @@ from .settings import Root, Settings
 
 _JOURNAL = re.compile(r"journal-.*\.jsonl")
 _LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
-_TAKEN = frozenset({"api", "assets", "run", "weights", "zarr"})
+_TAKEN = frozenset({"api", "assets"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
 """How long a list of runs counts: people look again and again, folders change seldom."""

@@ -203,6 +203,17 @@ class Upload:
         except FileNotFoundError:
             return 0
 
+    def _settle(self, file: str) -> None:
+        """Check a file of which all bytes came, and then the service ended, or the connection."""
+        content, part = self.content_of(file), self._part(file)
+        if self.is_whole(file) or not part.exists() or part.stat().st_size < content.num_bytes:
+            return
+        with self.lock:
+            self._end_writer(file)  # which may be checking it: it has ended when this returns
+            if not self.is_whole(file) and part.exists():
+                with contextlib.suppress(CorruptionError), self._files.opened(part, direct=False) as opened:
+                    self.take(file, content, opened)
+
     def _to_come(self) -> dict[str, Content]:
         """Return the files that are not whole, and are no candidates."""
         return {
@@ -221,11 +232,13 @@ class Upload:
         """Return the files that are not whole: of one rank its shard files, of None all."""
         with self.lock:
             files = list(self._contents()) if rank is None else list(self.plan().of_rank.get(rank, ()))
-            return [self.file_state(file) for file in files if not self.is_whole(file)]
+            found = [self.file_state(file) for file in files if not self.is_whole(file)]
+            return [each for each in found if not self.is_whole(each.path)]
 
     def file_state(self, file: str) -> UploadFile:
         """Return how much of a file is there."""
         size = self.content_of(file).num_bytes
+        self._settle(file)
         return UploadFile(path=file, bytes=size, received=self.received(file), candidate=file in self._candidates)
 
     def state(self, *, rank: int | None = None, files: bool = True) -> UploadState:

@@ -129,6 +129,8 @@ async def _put(request: Request) -> Response:
         content = await run_in_threadpool(upload.content_of, file)
         offset, length = _place_of(request, file, content.num_bytes)
         await run_in_threadpool(upload.touch)
+        if await run_in_threadpool(upload.is_whole, file):
+            return reply(await run_in_threadpool(lambda: upload.state(files=False)))
         try:
             async with _opened(upload, file, offset) as arrival:
                 await _receive(request, arrival, length)
