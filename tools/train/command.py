@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.errors import storage_error
-from zstore.remote.folder import open_folder
+from zstore.remote.folder import open_fsspec_folder
 from zstore.remote.url import is_url
 
 from .config import TrainOptions, answers, load_train_config, offloads
@@ -80,7 +80,7 @@ def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
     """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training. A
     folder that is not there yet is not made."""
     if is_url(location):
-        place, probe = open_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
+        place, probe = open_fsspec_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
         place.write_small(probe, b"")
         place.remove(probe)
         return

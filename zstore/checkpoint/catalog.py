@@ -159,6 +159,8 @@ def _open_tag(folder: Folder, name: str) -> TagInfo:
 def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
+    except CheckpointNotFoundError:
+        raise  # it says what is there
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
 

@@ -15,7 +15,7 @@ from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..errors import BudgetError
 from ..io.pool import Workers
 from .commit import RemoteCommitter
-from .folder import RemoteFolder, open_folder
+from .folder import RemoteFolder, open_fsspec_folder
 from .retries import PATIENT
 from .send import held_bytes, part_bytes
 
@@ -87,7 +87,7 @@ def upload_checkpoint(
     `overwrite`), BudgetError where one file's parts are too much, StorageError where the upload fails; nothing of it is seen
     then.
     """
-    folder = open_folder(url, storage_options, retries=PATIENT)
+    folder = open_fsspec_folder(url, storage_options, retries=PATIENT)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         record = reader.record
         committer = RemoteCommitter(folder, record.tag, record.id, record.run)

@@ -13,7 +13,7 @@ from typing import BinaryIO, cast
 
 from ..checkpoint.folder import Folder
 from ..errors import CheckpointNotFoundError
-from ..remote.folder import RemoteFolder
+from ..remote.url_folder import UrlFolder
 from .visible import Place
 
 _TYPES = {
@@ -53,7 +53,7 @@ class Opened:
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes of a file behind a URL."""
-        return cast(RemoteFolder, self.folder).read_range(self.path, start, stop)
+        return cast(UrlFolder, self.folder).read_range(self.path, start, stop)
 
     def close(self) -> None:
         """Close the file."""
@@ -70,7 +70,7 @@ class RemoteSizes:
 
     def open(self, place: Place) -> Opened:
         """Return the file at a place behind a URL; raises FileNotFoundError, or IsFolderError."""
-        folder = cast(RemoteFolder, place.folder)
+        folder = cast(UrlFolder, place.folder)
         if place.info is None:  # beside checkpoints files change, and nothing says when
             return Opened(folder=folder, path=place.path, size=_size(folder, place.path), etag=None, file=None)
         key = (folder.location, place.info.record.id, place.path)
@@ -86,7 +86,7 @@ class RemoteSizes:
         return Opened(folder=folder, path=place.path, size=size, etag=f'"{tag}"', file=None)
 
 
-def _size(folder: RemoteFolder, path: str) -> int:
+def _size(folder: UrlFolder, path: str) -> int:
     try:
         return folder.size(path)
     except IsADirectoryError as error:
