@@ -48,7 +48,7 @@ class UrlFolder(Folder):
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing, IsADirectoryError for a folder that is known as one."""
+        """Return the file's bytes; FileNotFoundError where it is missing, IsADirectoryError where it is a folder."""
 
     def location_of(self, file: str) -> str:
         """See `Folder.location_of`."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .._version import __version__
-from . import files, page, sessions
+from . import files, page, sessions, weights
 from .auth import is_authorized
 from .guard import Guard
 from .models import RunList, RunSummary, ServiceInfo
@@ -34,7 +34,14 @@ def make_app(settings: Settings) -> Starlette:
 
 
 def _routes() -> list[BaseRoute]:
-    return [Route("/api", _info), Route("/api/runs", _runs), *sessions.routes(), *files.routes(), *page.routes()]
+    return [
+        Route("/api", _info),
+        Route("/api/runs", _runs),
+        *sessions.routes(),
+        *files.routes(),
+        *weights.routes(),
+        *page.routes(),
+    ]
 
 
 async def _info(request: Request) -> Response:

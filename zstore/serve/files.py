@@ -30,7 +30,7 @@ from .visible import Place
 _T = TypeVar("_T")
 
 
-class _FileResponse(Response):
+class FileResponse(Response):
     """Part of a file. Reading ends where the client has gone."""
 
     def __init__(self, opened: Opened, part: Part, transfers: Transfers) -> None:
@@ -45,6 +45,7 @@ class _FileResponse(Response):
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, and close the file."""
         try:
             await self._answer(scope, receive, send)
         finally:
@@ -91,7 +92,7 @@ async def _file(request: Request) -> Response:
         opened, part = await run_in_threadpool(_open, request, parts)
     except IsFolderError:
         return _with_slash(request)
-    return _FileResponse(opened, part, service.transfers)
+    return FileResponse(opened, part, service.transfers)
 
 
 def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -344,3 +344,27 @@ class Problem(_Model):
 
     error: str
     """What was expected, what was got, what to do."""
+
+
+class WeightsFile(_Model):
+    """A file of a model."""
+
+    name: str
+    size: int
+    etag: str | None
+    """Changes with the file's bytes: for `If-Range` of downloads that go on."""
+
+
+class WeightsFolder(_Model):
+    """`GET /weights/{run}/{checkpoint}/?dtype=bf16&max_shard_size=5GB&overflow=error`: files to download, with that query."""
+
+    run: str
+    checkpoint: str
+    """By its own name where `latest` was asked for."""
+    id: str
+    """Of the checkpoint's record."""
+    tag: str
+    step: int
+    dtype: Literal["bf16", "fp16", "fp32"]
+    overflow: Literal["error", "inf", "clamp"]
+    files: list[WeightsFile]

@@ -22,6 +22,7 @@ from .tls import make_context
 _GRACE_S = 3
 """How long requests may take to end once the service is to."""
 _BACKLOG = 2048
+_LIMITS = Limits()
 
 
 def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
@@ -56,14 +57,14 @@ class Server(uvicorn.Server):
             log.setLevel(level)
 
 
-def make_server(settings: Settings, limits: Limits = Limits()) -> Server:
+def make_server(settings: Settings, limits: Limits = _LIMITS) -> Server:
     """Return the server, which serves once it runs."""
     app: Starlette = make_app(settings)
     config = uvicorn.Config(
         app,
         http=limits.protocol(),
         ws="none",
-        lifespan="off",
+        lifespan="auto",
         log_level="error",
         access_log=False,
         server_header=False,
@@ -107,7 +108,7 @@ def _allow_many_files() -> None:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, limits: Limits = Limits()) -> Iterator[str]:
+def serving(settings: Settings, limits: Limits = _LIMITS) -> Iterator[str]:
     """Serve from a thread for the length of a `with` block; yields the base URL, without a `/` at its end."""
     server = make_server(settings, limits)
     with listen(settings) as listening:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from .auth import Access
+from .downloads import Downloads
 from .endless import Endless
 from .opened import RemoteSizes
 from .runs import Run, Runs
 from .settings import Settings
+from .sources import Sources
 from .transfers import Transfers
 from .visible import Checkpoints
 
@@ -24,6 +26,8 @@ class Service:
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(settings.memory_bytes // 4)
+        self.downloads = Downloads(settings.memory_bytes // 4)
+        self.sources = Sources(settings.memory_bytes // 8)
 
 
 def service_of(request: Request) -> Service:

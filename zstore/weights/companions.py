@@ -43,6 +43,9 @@ def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
 
 def companions(folder: Folder) -> list[str]:
     """Return the names of config and tokenizer files in a folder."""
-    return sorted(
-        name for name in folder.entries().files if any(fnmatch.fnmatchcase(name, pattern) for pattern in COMPANIONS)
-    )
+    return sorted(filter(is_companion, folder.entries().files))
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a file of that name is the config or tokenizer of a model."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in COMPANIONS)
