@@ -38,6 +38,7 @@ from .loader import TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
 from .params.tensors import cast_floating
+from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.statistics import EngineStatistics, engine_statistics
@@ -87,23 +88,24 @@ class Engine(nn.Module):
         settings = training.config.settings
         self.module = training.model
         self.training_state = training
-        self.checkpoints = Checkpoints(training)
+        self.times = PhaseTimes()
+        self.report = RunReport(training, self.times, monitors)
+        self.checkpoints = Checkpoints(training, self.report.journal)
         self._unchecked: list[ClientState] = []
         """Client state that saves to come will have, and that was not looked at yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """What `save_on_signal` asked for."""
         self._batches: Iterator[Any] | None = None
         """Of the engine's own loader, over and over."""
-        self.times = PhaseTimes()
         self._wait_for_device: Callable[[], object] | None = None
         """At both ends of each phase, at the price of what goes on beside the device."""
         if settings.wall_clock_breakdown and training.world.device.type == "cuda":
             self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
-        self.report = RunReport(training, self.times, monitors)
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
+        self.report.journal.saves_s = functools.partial(_saves_s, self.checkpoints, self.steps)
         # Not a method of this object, which would then never be collected.
         self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
         units = None if training.hooks is None else training.hooks.units
@@ -159,7 +161,7 @@ class Engine(nn.Module):
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
         self._loss_backward.require_no_block("engine.backward()")
-        self.report.add_loss(loss)
+        self.report.add_loss(loss, is_part=not scale_wrt_gas)
         self._loss_backward.is_engines = True
         try:
             with self._timed("backward_s"), self.access.during("backward"):
@@ -525,6 +527,12 @@ class Engine(nn.Module):
         self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
 
+    def note_save_folder(self, save_dir: str) -> None:
+        """Say before the first save where checkpoints will be (all ranks): the run's journal is there from the first step
+        on. Raises UsageError for a URL that nothing opens."""
+        self.steps.note_folder(save_dir)
+        self.checkpoints.note_folder(save_dir)
+
     def load_checkpoint(
         self, load_dir: str, tag: str | float | None = None, *, names: Names | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
@@ -544,6 +552,11 @@ class Engine(nn.Module):
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load"):
             return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
+
+    @property
+    def journal(self) -> RunJournal:
+        """The run's journal, which a loop tells what the engine cannot know, with `note(tokens=..., total_steps=...)`."""
+        return self.report.journal
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -630,6 +643,7 @@ class Engine(nn.Module):
                 self.steps.settle()
             self.wait_for_checkpoint()
             self.world.leave_together()
+            self.journal.stops("stopped")
             raise SystemExit(STOPPED_EXIT_CODE)
 
     # -- what is asked of it ----------------------------------------------------------------------------------------
@@ -734,7 +748,7 @@ class Engine(nn.Module):
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
         training = self.training_state
-        saves_s = {"save called": self.checkpoints.stall_s, "step snapshot": self.steps.stall_s}
+        saves_s = _saves_s(self.checkpoints, self.steps)
         return engine_statistics(
             training.world, training.state, training.gradients, self.access.units, self.times, saves_s
         )
@@ -820,6 +834,8 @@ class Engine(nn.Module):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if value is not None:
             self.world.escaped(value)
+            if not isinstance(value, SystemExit):
+                self.journal.stops("stopped" if isinstance(value, KeyboardInterrupt) else "failed")
         self.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -838,6 +854,11 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
+
+
+def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:
+    """Return the seconds for which saves held training up, by their kind."""
+    return {"save called": checkpoints.stall_s, "step snapshot": steps.stall_s}
 
 
 def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:

@@ -17,6 +17,7 @@ from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.url import is_url
 
 from ..config.config import Config
+from ..report.journal import JournalPlace
 
 _FOLDER = "zstore-uploads"
 
@@ -27,6 +28,15 @@ class Destination:
 
     folder: Path
     upload: UploadOptions | None = None
+
+    @property
+    def journal_place(self) -> JournalPlace:
+        """Where the journal of a run that saves here goes."""
+        return JournalPlace(self.folder, None if self.upload is None else self.upload.folder)
+
+    def location_of(self, name: str) -> str:
+        """Return path or URL of a folder in it."""
+        return str(self.folder / name) if self.upload is None else self.upload.folder.location_of(name)
 
     def begin(self, request: SaveRequest) -> SaveHandle:
         """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""

@@ -63,6 +63,10 @@ class Restore:
         self._linked_bytes = 0
         self.report: LoadReport | None = None
         """What was done; None until then, and where there was no checkpoint."""
+        self.tag = ""
+        """Of the checkpoint that was loaded."""
+        self.resumes = False
+        """Whether the run goes on as that of the checkpoint."""
         self.known: dict[str, KnownFile] = {}
         """Files of the checkpoint that hold what frozen parameters hold now."""
 
@@ -155,8 +159,10 @@ class Restore:
         training.state.refresh_parameters()
         self._know_frozen(reader, plan)
         apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
-        if plan.options.everything:
-            training.run_id = reader.record.run or training.run_id
+        self.tag = reader.record.tag
+        self.resumes = plan.options.everything and bool(reader.record.run)
+        if self.resumes:
+            training.run_id = reader.record.run
         if plan.options.progress:
             self._load_rng(reader)
         state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)

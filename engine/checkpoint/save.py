@@ -8,6 +8,7 @@ here are raised on every rank, and nothing was written. The rest runs in zstore.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +19,14 @@ import numpy as np
 
 from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.names import new_save_id, step_tag, tag_text
+from zstore.checkpoint.names import new_save_id, step_tag, tag_folder, tag_text
 from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.request import SaveRequest, SaveSummary
 from zstore.checkpoint.reuse import KnownFile
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec, buffer_array, numpy_dtype
 from zstore.format.partition import Grid
+from zstore.remote.url import is_url
 from zstore.store.store import Snapshot
 from zstore.store.tiers import PinnedShard
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
@@ -32,6 +34,7 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
+from ..report.journal import JournalPlace, RunJournal, SaveNotes
 from . import client_state as client
 from .base import BaseWeights
 from .destinations import Destination, destination_of
@@ -71,8 +74,9 @@ class SaveOptions:
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, journal: RunJournal) -> None:
         self._training = training
+        self._journal = journal
         self._pending = PendingSave(training.world)
         self._base = BaseWeights(training)
         self._known: dict[str, KnownFile] = {}
@@ -109,12 +113,27 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small))
+        self._journal.place(destination.journal_place)
+        notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
+        try:
+            handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small, notes))
+        except BaseException as error:
+            if notes is not None:
+                notes(error)
+            raise
         if options.wait:
             self.wait()
         handle.stall_s = time.perf_counter() - started
+        if notes is not None:
+            notes.stall_s = handle.stall_s
         self.stall_s += handle.stall_s
         return handle
+
+    def note_folder(self, folder: str) -> None:
+        """Note where checkpoints will be: the journal is there. Raises UsageError for a URL that nothing opens."""
+        if self._journal.enabled:
+            drives = self._training.state.store.options.all_paths
+            self._journal.place(destination_of(folder, self._training.config, drives).journal_place)
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
@@ -151,7 +170,13 @@ class Checkpoints:
         return Small(record, specs, arrays)
 
     def _begin(
-        self, options: SaveOptions, destination: Destination, tag: str, save_id: str, small: Small
+        self,
+        options: SaveOptions,
+        destination: Destination,
+        tag: str,
+        save_id: str,
+        small: Small,
+        notes: SaveNotes | None,
     ) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
         training = self._training
@@ -171,6 +196,7 @@ class Checkpoints:
                 if training.config.zero.stage3_gather_16bit_weights_on_model_save
                 else None,
                 reserve_bytes=reserve_bytes,
+                told=notes,
             )
         )
 
@@ -287,14 +313,26 @@ class Checkpoints:
             self.settle()
         else:
             self.wait()
+        started = time.perf_counter()
         restore = Restore(self._training, self._base)
         path, state = restore.load(folder, tag, options)
-        if restore.report is not None:
+        if path is not None and restore.report is not None:
             self.report, self._known = restore.report, restore.known
+            self._tell_of_load(path, restore, time.perf_counter() - started)
         kept = state.pop(STATE_KEY, None)
         if self._training.client_step is not None and kept is not None and options.optimizer:
             self._training.client_step.load(kept)
         return path, state
+
+    def _tell_of_load(self, path: str, restore: Restore, elapsed_s: float) -> None:
+        journal, report = self._journal, restore.report
+        if not journal.enabled or report is None:
+            return
+        journal.loaded(path, restore.tag, elapsed_s, report.read_bytes)
+        above = os.path.dirname(path)
+        # Another run's checkpoint, as one to begin from, is no place for this run's journal.
+        if restore.resumes and not is_url(path) and os.access(above, os.W_OK):
+            journal.place(JournalPlace(Path(above)), certain=False)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,9 @@ class ZstoreSection(Section):
     the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
     keep_local: Bool = built(False)
     """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
+    journal: Folder | Annotated[Literal["auto", False], Words('"auto" or false')] = built("auto")
+    """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
+    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/journal.md."""
     io_threads: Positive | None = built(None)
     """The same as aio.thread_count; unset: that key's value."""
     silent_rank_s: Real = built(45.0)

@@ -13,6 +13,7 @@ from zstore.sizes import format_bytes
 
 if TYPE_CHECKING:
     from zstore.store import TensorStore
+    from zstore.store.statistics import StoreStatistics
 
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
@@ -62,6 +63,28 @@ def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStati
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES,
         cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
+
+
+def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
+    """Return bytes in use by what has them: state on the tiers `device`, `host` and `disk`, `buffers`, the whole `process`
+    now, and on `cuda` the most that tensors had so far."""
+    return {
+        "device": store.device_bytes,
+        "host": store.host_bytes,
+        "disk": store.disk_bytes,
+        "buffers": store.pool_bytes,
+        "process": _resident_bytes(),
+        "cuda": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    }
+
+
+def _resident_bytes() -> int:
+    """Return the bytes that the process has resident; where the system does not say, the most that it had."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 
 
 @dataclass(frozen=True)

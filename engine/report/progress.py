@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.keys import acting
+from .journal import RunJournal
+from .losses import Loss, StepLosses, value_of
 from .memory import memory_statistics
 from .monitors import Monitors
 from .timers import PhaseTimes
@@ -37,36 +39,38 @@ class RunReport:
         self._training = training
         self._times = times
         self.monitors = monitors
+        self.journal = RunJournal(training, times)
         self._every = training.config.settings.steps_per_print
-        self.enabled = training.world.rank == 0 and (self._every > 0 or bool(monitors))
+        self.enabled = training.world.rank == 0 and (self._every > 0 or bool(monitors) or self.journal.enabled)
         """Whether there is ever something to say of a step."""
-        self._losses: list[torch.Tensor] = []
-        """Of the step under way."""
+        self._losses = StepLosses()
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
         if training.config.settings.dump_state and training.world.rank == 0:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of a micro-batch, before its backward."""
-        if self._training.accumulation.is_new:
-            self._losses.clear()
-        self._losses.append(loss.detach())
+    def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
+        """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
+        self._losses.add(loss, is_new=self._training.accumulation.is_new, is_part=is_part)
 
     def step_ended(self) -> None:
         """Say what is to be said after an optimizer step, taken or skipped."""
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        if not self.enabled or not (prints or self.monitors):
+        if not self.enabled:
             return
-        loss = None
-        if self._losses:
-            loss = float(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
-            self._losses.clear()  # the next step's may not be known
-        if self.monitors:
-            self._write(loss)
-        if prints:
-            self._print(loss)
+        taken = self._losses.take()  # the next step's may not be known
+        loss: Loss = None
+        if self.monitors or prints:
+            loss = number = None if taken is None else float(taken)
+            if self.monitors:
+                self._write(number)
+            if prints:
+                self._print(number)
+        elif self.journal.enabled:
+            loss = value_of(taken)
+        if self.journal.enabled:
+            self.journal.step_ended(loss)
 
     def _write(self, loss: float | None) -> None:
         training, times = self._training, replace(self._times)
@@ -108,8 +112,9 @@ class RunReport:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
-        """Close the monitors."""
+        """Close monitors and journal."""
         self.monitors.close()
+        self.journal.close()
 
 
 def state_text(settings: Settings, state: OptimizerState, world: World) -> str:

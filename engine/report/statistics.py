@@ -30,6 +30,7 @@ from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
+    from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
@@ -81,13 +82,11 @@ def engine_statistics(
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
-    both = world.links.statistics(), state.store.links.statistics()
-    counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         optimizer_s=times.optimizer_s,
-        links=counted | _store_links(store, saves_s),
+        links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
         held=held_bytes(state, gradients),
@@ -95,6 +94,15 @@ def engine_statistics(
         overlapped=gradients.overlapped,
         store=store,
     )
+
+
+def link_statistics(
+    world: World, tensors: TensorStore, store: StoreStatistics, saves_s: Mapping[str, float]
+) -> dict[str, LinkStatistics]:
+    """Return what moved over each link; `store` is what `tensors` says now. See [Note: links]."""
+    both = world.links.statistics(), tensors.links.statistics()
+    counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
+    return counted | _store_links(store, saves_s)
 
 
 def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[str, LinkStatistics]:

@@ -112,7 +112,7 @@ def _train(options: TrainOptions) -> None:
     engine, *_ = zstore.initialize(model=model, config=start.config, auto=auto)
     with engine:
         if options.save is not None:
-            engine.steps.note_folder(str(options.save))
+            engine.note_save_folder(str(options.save))
         if start.source is not None:
             engine.load_checkpoint(*start.source)
         TrainLoop(options, engine, start.corpus, start.position).run()

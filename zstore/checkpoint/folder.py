@@ -83,6 +83,17 @@ class Folder(ABC):
         """
 
     @abstractmethod
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        """Return bytes `[start, stop)` of a file, fewer where it ends before.
+
+        Raises FileNotFoundError where it is missing, CorruptionError where it is a link or no file.
+        """
+
+    @abstractmethod
+    def size(self, file: str) -> int:
+        """Return a file's bytes. Raises as `read_range` does."""
+
+    @abstractmethod
     def check_file(self, file: str) -> None:
         """Raise FileNotFoundError where a local file is missing, CorruptionError where it, or a folder on the way, is a link or
         of another kind. Behind a URL there are none, and nothing is asked."""
@@ -176,6 +187,18 @@ class LocalFolder(Folder):
         """See `Folder.read_small`."""
         self.check_file(file)
         return read_json(self._path / file, most_bytes)
+
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        """See `Folder.read_range`."""
+        self.check_file(file)
+        with open(self._path / file, "rb") as opened:
+            opened.seek(start)
+            return opened.read(max(0, stop - start))
+
+    def size(self, file: str) -> int:
+        """See `Folder.size`."""
+        self.check_file(file)
+        return (self._path / file).stat().st_size
 
     def check_file(self, file: str) -> None:
         """See `Folder.check_file`."""

@@ -54,6 +54,9 @@ class SaveRequest(CheckpointPlan):
     of the folder, durably, is committed too; it returns what the user should know."""
     reserve_bytes: int = 0
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
+    told: Callable[[SaveSummary | BaseException], None] | None = None
+    """Called in the save's thread with what this rank did, or what went wrong, before `wait()` returns; of a save to a URL
+    with the summary of the local commit first. Must not raise."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     most_pause_s: float = 0.1

@@ -116,6 +116,18 @@ class _Save:
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
+        told = self._request.told
+        try:
+            summary = self._run()
+        except BaseException as error:
+            if told is not None:
+                told(error)
+            raise
+        if told is not None:
+            told(summary)
+        return summary
+
+    def _run(self) -> SaveSummary:
         request = self._request
         try:
             with Workers(request.num_threads, f"zstore-save-{request.rank}") as workers:

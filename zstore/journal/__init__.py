@@ -4,19 +4,30 @@
 `journal-<run_id>.jsonl` in the folder of checkpoints, written by rank 0 alone and only at its end. A last line without its
 newline was cut off when the process was killed: readers drop it, a writer that goes on cuts it away. Each line has
 `kind` and `at` (seconds since 1970). Readers pass over kinds and keys that they do not know. Bytes are bytes, names that end
-in `_s` are seconds.
+in `_s` are seconds. What is not known, or is no finite number, is null or missing.
 
 start    one process begins or resumes: `version` (1), `run`, `step`, `total_steps`, `loop` (engine, train, trainer,
-         lightning, offloaded), `world_size`, `host`, `pid`, `versions` (by package), `device`, `parameters`, `config`
+         lightning, accelerate, offloaded), `world_size`, `host`, `pid`, `versions` (by package), `device`, `parameters`,
+         `config`
 plan     once after a start: `host_budget_bytes`, `device_bytes`, `parts` (list of `tier`, `kind`, `planned_bytes`,
          `measured_bytes`), `arrays` (list of [name, tier, kind, bytes], on rank 0)
-step     `step`, `loss`, `lr`, `grad_norm`, `samples`, `tokens`, `skipped`, `step_s`, `forward_s`, `backward_s`, `optimizer_s`,
-         `links` (by name: `bytes`, `busy_s`, `stall_s` by cause), `memory` (bytes of `device`, `host`, `disk`, `buffers`,
+step     `step`, `loss`, `lr`, `grad_norm`, `samples` and `tokens` (of this step, over all ranks), `skipped`, `step_s` (from the
+         end of the step before), `forward_s`, `backward_s`, `optimizer_s`; and at most every half second, counted from the
+         step that had them before: `links` (by name: `bytes`, `operations`, `busy_s`, `stall_s` by cause), `links_s`,
+         `links_steps` (the seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`, `buffers`,
          `process`, `cuda`)
 save     `step`, `tag`, `location`, `state` (begun, committed, uploaded, failed), `stall_s`, `elapsed_s`, `linked_bytes`,
-         `written_bytes`, `problem`
+         `written_bytes`, `uploaded_bytes`, `problem`
 load     `step`, `tag`, `location`, `elapsed_s`, `read_bytes`
-action   `action` (save, stop), `id`: a request was carried out
+action   `action` (save, stop), `id`: a request was carried out; with `problem` it was refused
 warning  `text`
 end      `step`, `reason` (done, stopped, failed)
+
+A resumed run goes on in the same file, and repeats the steps since the checkpoint: the later ones count, see
+[Note: repeated steps] in `columns`.
 """
+
+from .columns import last_steps, steps
+from .reader import journals, read, read_file, read_from
+
+__all__ = ["journals", "last_steps", "read", "read_file", "read_from", "steps"]

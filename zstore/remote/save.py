@@ -126,12 +126,19 @@ class _Upload:
 
     def run(self) -> SaveSummary:
         """Carry the save and the upload out. Called once, by the upload's thread."""
+        told = self._request.told
         try:
             with Workers(self._options.num_threads, f"zstore-upload-{self._request.rank}") as workers:
-                return self._lead(workers) if self._request.rank == 0 else self._follow(workers)
+                summary = self._lead(workers) if self._request.rank == 0 else self._follow(workers)
         except BaseException as error:
             self._local.cancel()
-            raise self._failure(error) from error
+            failure = self._failure(error)
+            if told is not None and failure is not error:  # else the local save told of it
+                told(failure)
+            raise failure from error
+        if told is not None:
+            told(summary)
+        return summary
 
     def _failure(self, error: BaseException) -> BaseException:
         """Return `error`, or one that says besides where the local checkpoint is, where there is one."""

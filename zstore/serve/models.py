@@ -139,14 +139,14 @@ class RunDetail(_Model):
     summary: RunSummary
     sessions: list[Session]
     saves: list[SaveEvent]
-    """The newest 200, the oldest first."""
+    """What was said last of each of the newest 200, the oldest first."""
     warnings: list[Warned]
     """The newest 100, the oldest first."""
 
 
 class Steps(_Model):
     """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; where there are more than `points`, each is the mean
-    of some that follow each other."""
+    of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
@@ -166,7 +166,7 @@ class CheckpointEntry(_Model):
     size_bytes: int
     """All its files."""
     shared_bytes: int
-    """Of those, what other names share."""
+    """Of those, what other checkpoints of the run have too."""
     freed_bytes: int
     """What removing it alone would free."""
     num_files: int
@@ -253,7 +253,8 @@ class ArrayDifference(_Model):
     """How one array differs; None: not compared."""
 
     name: str
-    status: Literal["same", "values", "added", "removed", "shape", "dtype"]
+    status: Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]
+    """unknown: checksums cannot tell, as the two are cut differently or compressed; ask for the array by name."""
     before: str | None = None
     after: str | None = None
     chunks: int | None = None

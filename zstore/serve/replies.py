@@ -18,7 +18,13 @@ from ..errors import (
 )
 from .models import Problem
 
+
+class ConflictError(UsageError):
+    """What was asked for does not fit how things are now; asked again later, it may."""
+
+
 _STATUS = (
+    (ConflictError, 409),
     (CheckpointNotFoundError, 404),
     (FileNotFoundError, 404),
     (NotADirectoryError, 404),

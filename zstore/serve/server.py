@@ -46,6 +46,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End live pages at once, others in a few seconds."""
+        self._service.ending.set()
         self._service.endless.end()
         log = logging.getLogger("uvicorn.error")
         level = log.level

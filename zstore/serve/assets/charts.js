@@ -79,7 +79,19 @@ export class LineChart {
     const same = this.data.series.map((one) => one.label).join("\n") === data.series.map((one) => one.label).join("\n");
     this.data = { levels: [], marks: [], ...data };
     if (!same || this.legend.childElementCount === 0) this.makeLegend();
+    this.plot.setAttribute("aria-label", this.summary());
     this.draw();
+  }
+
+  /** Say in words what the curves do, for those who do not see them. */
+  summary() {
+    const { x, series } = this.data;
+    if (x.length === 0) return this.title;
+    const parts = series.map((one) => {
+      const range = extent([one.values], 0, x.length);
+      return range === null ? `${one.label} not known` : `${one.label} from ${this.format(range[0])} to ${this.format(range[1])}`;
+    });
+    return `${this.title} by step, steps ${count(x[0])} to ${count(x[x.length - 1])}: ${parts.join(", ")}`;
   }
 
   setLog(log) {
@@ -167,11 +179,16 @@ export class LineChart {
     const inside = marks.filter((mark) => mark.x >= this.x.low && mark.x <= this.x.high);
     replace(
       this.layers.marks,
-      levels.map((level) => {
+      levels.map((level, index) => {
         const y = this.y.to(level.value);
+        const left = index % 2 === 1; // Two that are close do not write over each other.
         return [
           svg("line", { class: "level", x1: MARGIN.left, x2: right, y1: y, y2: y }),
-          svg("text", { class: "level", x: right, y: y + (y < MARGIN.top + 16 ? 14 : -5), "text-anchor": "end" }, level.label),
+          svg(
+            "text",
+            { class: "level", x: left ? MARGIN.left + 4 : right, y: y + (y < MARGIN.top + 16 ? 14 : -5), "text-anchor": left ? "start" : "end" },
+            level.label,
+          ),
         ];
       }),
       inside.map((mark) => {

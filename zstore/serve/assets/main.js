@@ -93,17 +93,18 @@ async function again() {
 /** What a view gets beside its parameters. */
 function context() {
   return {
-    service,
-    /** Whether buttons that act make sense here. */
-    canAct: !isReport && service.allows_actions && service.authorized,
+    /** The answer of `GET /api`, as it was learned last. */
+    get service() {
+      return service;
+    },
     go: (href, options) => go(href, options),
     link,
     /** Say something to people who do not see the page. */
     announce: (text) => {
       announcer.textContent = text;
     },
-    /** Learn anew what the service allows, and show the view again. */
-    reload: again,
+    /** Learn anew what the service allows, after signing in; the view stays as it is. */
+    learn,
   };
 }
 

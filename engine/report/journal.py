@@ -1,0 +1,385 @@
+"""The journal of a run, as an engine writes it: steps, saves, loads, warnings. See [Note: the journal] in `zstore.journal`.
+
+[Note: where the journal goes]
+It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
+load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
+along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
+none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
+that its saves go through, and is sent along with each of them, and at the end.
+
+[Note: what a step's record costs]
+The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at twice a second at
+most, and so seldom that it takes a thousandth of the time. On CUDA the loss goes to host memory behind the computation, and
+the journal's thread waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zstore._version import __version__
+from zstore.checkpoint.request import SaveSummary
+from zstore.io.links import LinkStatistics
+from zstore.journal.names import journal_file
+from zstore.journal.writer import FileSink, JournalWriter
+
+from ..config.keys import acting
+from .memory import memory_now
+from .placement import plan_record
+from .statistics import link_statistics
+from .timers import PhaseTimes
+
+if TYPE_CHECKING:
+    from zstore.remote.folder import RemoteFolder
+
+    from ..training import Training
+    from .losses import Loss
+
+_log = logging.getLogger("zstore")
+
+_SAMPLE_S = 0.5
+_SHARE = 1000
+"""Links and memory are looked at for less than one part in so many of the time."""
+_PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
+"""Whose versions are written down where they are in use."""
+
+
+@dataclass(frozen=True)
+class JournalPlace:
+    """A local folder that journals are in, and the URL that they are sent to besides."""
+
+    folder: Path
+    remote: RemoteFolder | None = None
+
+
+@dataclass
+class _Clock:
+    """When a step last ended, and when links and memory were last looked at."""
+
+    step_s: float | None = None
+    sample_s: float = 0.0
+    next_sample_s: float = 0.0
+    step: int = 0
+
+
+class RunJournal:
+    """What an engine tells its journal, on rank 0; elsewhere, and where the config wants none, every call does nothing.
+
+    It fails as monitors do: the first failure is a warning, and training goes on.
+    """
+
+    def __init__(self, training: Training, times: PhaseTimes) -> None:
+        self._training = training
+        self._times = times
+        chosen = training.config.own.journal
+        self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
+        """Whether anything is written."""
+        self._writer = JournalWriter(self._say_failure)
+        self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
+        self._is_certain = self._place is not None
+        self._sink: FileSink | None = None
+        self._run_id = training.run_id
+        self._started_at = time.time()
+        self._first_step = training.counters.global_steps
+        self._last_times = PhaseTimes()
+        self._last_links: Mapping[str, LinkStatistics] = {}
+        self._clock = _Clock(step=self._first_step)
+        self._loop = "engine"
+        self._tokens: int | None = None
+        self._total_steps: int | None = None
+        self._reason = "done"
+        self._problem_said = False
+        self.saves_s: Callable[[], Mapping[str, float]] = dict
+        """Returns the seconds for which saves held training up, by their kind."""
+        self._warnings = _Warnings(self._writer)
+        if self.enabled:
+            _log.addFilter(self._warnings)
+            for line in training.config.report():  # they were said before there was a journal
+                self._warnings.note(f"{training.config.source}: {line}", self._started_at)
+
+    # -- what loops say ---------------------------------------------------------------------------------------------
+
+    def note(self, *, tokens: int | None = None, total_steps: int | None = None, loop: str | None = None) -> None:
+        """Say what the engine cannot know: the tokens of a step over all ranks, of the one under way and those to come until
+        this is called again; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
+        self._tokens = self._tokens if tokens is None else tokens
+        self._total_steps = self._total_steps if total_steps is None else total_steps
+        self._loop = loop or self._loop
+
+    def place(self, place: JournalPlace, *, certain: bool = True) -> None:
+        """Say where checkpoints are; the first certain one counts, unless the config names a folder. See [Note: where the
+        journal goes]."""
+        if not self.enabled or self._is_certain or (self._place is not None and not certain):
+            return
+        before, self._place, self._is_certain = self._place, place, certain
+        if before is not None and before != place and self._sink is not None:
+            self._move(self._sink)
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that the journal is in; None as long as that is not known."""
+        return None if self._place is None else self._place.folder
+
+    # -- what the engine says ---------------------------------------------------------------------------------------
+
+    def step_ended(self, loss: Loss) -> None:
+        """Write down the step that has just ended."""
+        training, clock = self._training, self._clock
+        now_s = time.perf_counter()
+        times = replace(self._times)
+        spent, self._last_times = times - self._last_times, times
+        phases_s = spent.forward_s + spent.backward_s + spent.optimizer_s
+        step = training.counters.global_steps
+        record: dict[str, Any] = {
+            "kind": "step",
+            "at": time.time(),
+            "step": step,
+            "loss": loss,
+            "lr": float(training.optimizer.param_groups[0]["lr"]),
+            "grad_norm": training.norm,
+            "samples": training.accumulation.batch.train_batch_size,
+            "tokens": self._tokens,
+            "skipped": not training.was_applied,
+            "step_s": phases_s if clock.step_s is None else now_s - clock.step_s,
+            "forward_s": spent.forward_s,
+            "backward_s": spent.backward_s,
+            "optimizer_s": spent.optimizer_s,
+        }
+        if now_s >= clock.next_sample_s:
+            record |= self._sample(now_s, step)
+        clock.step_s = now_s
+        self._writer.append(record)
+        if self._sink is None or self._run_id != training.run_id:
+            self._open()
+
+    def _sample(self, now_s: float, step: int) -> dict[str, Any]:
+        training, clock = self._training, self._clock
+        store = training.state.store
+        statistics = store.statistics()
+        links = link_statistics(training.world, store, statistics, self.saves_s())
+        none = LinkStatistics()
+        moved = {name: link.since(self._last_links.get(name, none)) for name, link in links.items()}
+        found = {
+            "links": {n: asdict(link) for n, link in moved.items() if link.operations or any(link.stall_s.values())},
+            "links_s": now_s - clock.sample_s if clock.sample_s else None,
+            "links_steps": max(1, step - clock.step),
+            "memory": memory_now(statistics, training.world.device),
+        }
+        self._last_links = links
+        took_s = time.perf_counter() - now_s
+        clock.sample_s, clock.step = now_s, step
+        clock.next_sample_s = now_s + max(_SAMPLE_S, _SHARE * took_s)
+        return found
+
+    def save_begins(self, tag: str, location: str) -> SaveNotes | None:
+        """Write down that a save begins; return what is to be told how it goes on; None where nothing is written."""
+        if not self.enabled:
+            return None
+        step = self._training.counters.global_steps
+        notes = SaveNotes(self._writer, {"kind": "save", "step": step, "tag": tag, "location": location}, self._send)
+        notes.add(state="begun")
+        self._open()
+        return notes
+
+    def loaded(self, location: str, tag: str, elapsed_s: float, read_bytes: int) -> None:
+        """Write down a load."""
+        if not self.enabled:
+            return
+        step = self._training.counters.global_steps
+        if self._sink is None and self._clock.step_s is None:
+            self._first_step = step
+        self._clock = _Clock(step=step)
+        self._last_times = replace(self._times)
+        self._sample(time.perf_counter(), step)  # what the load moved is no step's
+        self._clock = _Clock(step=step)
+        record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
+        self._writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
+
+    def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
+        """Write down that a request was carried out, or why it was not."""
+        if self.enabled:
+            record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
+            self._writer.append(record | ({} if problem is None else {"problem": problem}))
+
+    def stops(self, reason: str) -> None:
+        """Say why the run will have ended: "done" (by default), "stopped" or "failed"."""
+        self._reason = reason
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Have the file of the run open, where it is known by now."""
+        run_id = self._training.run_id
+        if self._place is None or not self.enabled or (self._sink is not None and run_id == self._run_id):
+            return
+        if self._sink is not None:  # another run's checkpoint was loaded
+            self._writer.append(self._end_record("stopped"))
+            self._close_file()
+            self._first_step = self._training.counters.global_steps
+        self._run_id = run_id
+        sink = self._opened(self._place)
+        if sink is not None:
+            self._sink = sink
+            self._writer.open(sink, [self._start_record(), plan_record(self._training)])
+
+    def _opened(self, place: JournalPlace) -> FileSink | None:
+        try:
+            return FileSink(place.folder / journal_file(self._run_id))
+        except OSError as error:
+            self._say_failure(f"{type(error).__name__}: {error}")
+            return None
+
+    def _move(self, former: FileSink) -> None:
+        """Go on in another folder, with what this process has written. See [Note: where the journal goes]."""
+        self._writer.flush()
+        try:
+            with open(former.path, "rb") as file:
+                file.seek(former.begin_bytes)
+                lines = file.read()
+        except OSError:
+            lines = b""
+        self._writer.append(self._end_record("done"))
+        self._close_file()
+        self._sink = None if self._place is None else self._opened(self._place)
+        if self._sink is None:
+            return
+        try:
+            self._sink.append(lines)
+        except OSError as error:
+            self._say_failure(f"{type(error).__name__}: {error}")
+        self._writer.open(self._sink)
+
+    def _close_file(self) -> None:
+        self._writer.close_sink()
+        self._sink = None
+
+    def _send(self) -> None:
+        """Send the journal as it is to the URL that the run saves to."""
+        place, sink = self._place, self._sink
+        if place is None or place.remote is None or sink is None:
+            return
+        self._writer.flush()
+        try:
+            place.remote.send(sink.path, sink.path.name, lambda _: None)
+        except Exception as error:
+            self._say_failure(f"it was not sent to {place.remote}: {type(error).__name__}: {error}")
+
+    def _say_failure(self, text: str) -> None:
+        if not self._problem_said:
+            self._problem_said = True
+            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
+
+    def _start_record(self) -> dict[str, Any]:
+        training = self._training
+        return {
+            "kind": "start",
+            "at": self._started_at,
+            "version": 1,
+            "run": self._run_id,
+            "step": self._first_step,
+            "total_steps": self._total_steps,
+            "loop": self._loop,
+            "world_size": training.world.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "versions": _versions(),
+            "device": _device_name(training.world.device),
+            "parameters": sum(record.numel for record in training.state.records),
+            "config": acting(training.config.settings),
+        }
+
+    def _end_record(self, reason: str) -> dict[str, Any]:
+        return {"kind": "end", "at": time.time(), "step": self._training.counters.global_steps, "reason": reason}
+
+    def close(self) -> None:
+        """Write the end; a second call does nothing."""
+        if not self.enabled:
+            return
+        self.enabled = False
+        _log.removeFilter(self._warnings)
+        if self._sink is not None:
+            uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            failed = self._reason == "done" and uncaught is not None and not hasattr(sys, "ps1")
+            self._writer.append(self._end_record("failed" if failed else self._reason))
+            self._send()
+        self._writer.close()
+        self._sink = None
+
+
+class SaveNotes:
+    """How one save goes on, told from any thread."""
+
+    def __init__(self, writer: JournalWriter, base: Mapping[str, Any], when_uploaded: Callable[[], None]) -> None:
+        self._writer = writer
+        self._base = base
+        self._when_uploaded = when_uploaded
+        self._has_failed = False
+        self.stall_s: float | None = None
+        """Seconds for which the save held training up; set when they are known."""
+
+    def add(self, **values: Any) -> None:
+        """Write down a state of the save."""
+        self._writer.append({**self._base, "at": time.time(), **values})
+
+    def __call__(self, outcome: SaveSummary | BaseException) -> None:
+        """Write down what was done, or what went wrong; see `SaveRequest.told`."""
+        if isinstance(outcome, BaseException):
+            if not self._has_failed:
+                self._has_failed = True
+                self.add(state="failed", problem=f"{type(outcome).__name__}: {outcome}")
+            return
+        done = {
+            # Often known only once the save was committed.
+            "stall_s": lambda: self.stall_s,
+            "elapsed_s": outcome.elapsed_s,
+            "linked_bytes": outcome.linked_bytes,
+            "written_bytes": outcome.written_bytes,
+        }
+        if outcome.url is None:
+            self.add(state="committed", **done)
+            return
+        self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.uploaded_bytes})
+        self._when_uploaded()
+
+
+class _Warnings(logging.Filter):
+    """Sees the warnings of the logger on their way. Not a handler, beside which nothing would be shown any more where nobody
+    configured logging."""
+
+    def __init__(self, writer: JournalWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        if record.levelno >= logging.WARNING:
+            self.note(record.getMessage(), record.created)
+        return True
+
+    def note(self, text: str, at: float) -> None:
+        """Write a warning down."""
+        self._writer.append({"kind": "warning", "at": at, "text": text})
+
+
+def _versions() -> dict[str, str]:
+    found = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

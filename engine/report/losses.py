@@ -1,0 +1,55 @@
+"""The loss of a step, out of those of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Loss = float | None | Callable[[], float]
+"""A loss, None where it is not known, or a function that waits for it."""
+
+
+class StepLosses:
+    """Collects the losses of a step's micro-batches on this rank."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._are_parts = False
+
+    def add(self, loss: torch.Tensor, *, is_new: bool, is_part: bool) -> None:
+        """Note the loss of a micro-batch, with which `is_new` begins a step; one that `is_part` of the step's was divided by
+        the number of micro-batches."""
+        if is_new:
+            self._losses.clear()
+        self._losses.append(loss.detach())
+        self._are_parts = is_part
+
+    def take(self) -> torch.Tensor | None:
+        """Return the step's loss, 0-d, in fp32, where it was computed, and forget it; None where it is not known."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        if len(losses) == 1:
+            return losses[0].float().reshape(())
+        stacked = torch.stack([loss.float().reshape(()) for loss in losses])
+        return stacked.sum() if self._are_parts else stacked.mean()
+
+
+def value_of(loss: torch.Tensor | None) -> Loss:
+    """Return a loss as a number: at once where it is in host memory, else a function that waits for its way there, which any
+    thread may call. The calling thread does not wait."""
+    if loss is None:
+        return None
+    if loss.device.type != "cuda":
+        return float(loss)
+    here = torch.empty((), dtype=torch.float32, pin_memory=True)
+    here.copy_(loss, non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(loss.device))
+
+    def wait() -> float:
+        arrived.synchronize()
+        return float(here)
+
+    return wait

@@ -1,0 +1,80 @@
+"""Where a run's bytes rest, for its journal: what was planned, and what there is."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..params.record import Residency
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_STATE = "optimizer state"
+_KINDS = {"parameters": "parameters", "gradients": "gradients", "buffers": "buffers"}
+"""Of the plan's kinds, those that keep their name: masters and slots are optimizer state."""
+
+Placed = tuple[str, str, str, int]
+"""Name, tier, kind, bytes."""
+
+
+def plan_record(training: Training) -> dict[str, Any]:
+    """Return the journal's record of the plan beside what rank 0 holds."""
+    arrays = list(placed_arrays(training))
+    device = training.world.device
+    return {
+        "kind": "plan",
+        "at": time.time(),
+        "host_budget_bytes": training.plan.settings.budget_bytes,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "parts": _parts(training, arrays),
+        "arrays": arrays,
+    }
+
+
+def _parts(training: Training, arrays: list[Placed]) -> list[dict[str, Any]]:
+    planned: Counter[tuple[str, str]] = Counter()
+    for kind, held in training.plan.held.items():
+        for tier, nbytes in (("device", held.device), ("host", held.host + held.pinned), ("disk", held.disk)):
+            planned[tier, _KINDS.get(kind, _STATE)] += nbytes
+    measured: Counter[tuple[str, str]] = Counter()
+    for _, tier, kind, nbytes in arrays:
+        measured[tier, kind] += nbytes
+    measured["host", "buffers"] += training.state.store.statistics().pool_bytes
+    return [
+        {
+            "tier": tier,
+            "kind": kind,
+            "planned_bytes": planned[tier, kind],
+            # They come and go within a step.
+            "measured_bytes": None if kind == "gradients" else measured[tier, kind],
+        }
+        for tier in ("device", "host", "disk")
+        for kind in ("parameters", "gradients", _STATE, "buffers")
+        if planned[tier, kind] or measured[tier, kind]
+    ]
+
+
+def placed_arrays(training: Training) -> Iterator[Placed]:
+    """Yield what this rank holds of every parameter between two steps: its values, master and slots."""
+    state = training.state
+    store = state.store
+    for record in state.records:
+        resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
+        resident += 0 if record.shard is None else record.shard.nbytes
+        own = record.group is None or state.is_master(record) or state.is_split(record)
+        master, *others = state.arrays_of(record)
+        kinds = {master: "parameters" if own else _STATE} | dict.fromkeys(others, _STATE)
+        if record.rest is not None:
+            kinds[record.rest] = "parameters"
+        if own and store.tier_of(master) == "device":
+            resident -= store.local(master).nbytes  # the array is these rows of it
+        if resident > 0:
+            yield f"parameter/{record.name}", "device", "parameters", resident
+        for name, kind in kinds.items():
+            if nbytes := store.local(name).nbytes:
+                yield name, store.tier_of(name), kind, nbytes

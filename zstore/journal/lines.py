@@ -1,0 +1,46 @@
+"""Lines of a journal: an object of JSON each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Record = dict[str, Any]
+
+_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=str)
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line of JSON, its newline included.
+
+    Values that are functions are called for theirs. Numbers that are not finite become null, and what JSON has no type for its
+    text.
+    """
+    late = {name: value() for name, value in record.items() if callable(value)}
+    whole = {**record, **late} if late else record
+    try:
+        text = _STRICT.encode(whole)
+    except ValueError:
+        text = _STRICT.encode(_finite(whole))
+    return text.encode() + b"\n"
+
+
+def decode(line: bytes) -> Record | None:
+    """Return the record in a line; None for what is none, as where something else wrote into the file."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

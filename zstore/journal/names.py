@@ -1,0 +1,32 @@
+"""Names of the files that a run has beside its checkpoints."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import UsageError
+
+_JOURNAL = re.compile(r"journal-([A-Za-z0-9_.-]+)\.jsonl")
+_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+
+
+def journal_file(run_id: str) -> str:
+    """Return the name of a run's journal. Raises UsageError for an id that cannot be part of a file's name."""
+    return f"journal-{_checked(run_id)}.jsonl"
+
+
+def request_file(run_id: str) -> str:
+    """Return the name of the file by which a run is asked for something. Raises UsageError as `journal_file` does."""
+    return f"request-{_checked(run_id)}.json"
+
+
+def run_of(file: str) -> str | None:
+    """Return the id of the run whose journal a file is, by its name; None for any other file."""
+    found = _JOURNAL.fullmatch(file)
+    return None if found is None else found.group(1)
+
+
+def _checked(run_id: str) -> str:
+    if _RUN_ID.fullmatch(run_id) is None:
+        raise UsageError(f"expected a run's id (letters, digits and `-_.`), got {run_id!r:.120}")
+    return run_id

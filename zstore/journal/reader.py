@@ -1,0 +1,65 @@
+"""Reading journals: whole, or on from where the last look ended. Local folders and those behind URLs alike."""
+
+from __future__ import annotations
+
+from ..checkpoint.folder import Folder, FolderLike, folder_at
+from .lines import Record, decode
+from .names import journal_file, run_of
+
+KINDS = frozenset({"start", "plan", "step", "save", "load", "action", "warning", "end"})
+"""Records of other kinds are passed over."""
+
+_MOST_BYTES = 64 * 1024 * 1024
+"""That are read at a time."""
+
+
+def journals(folder: FolderLike) -> list[str]:
+    """Return the names of the journals in a folder, in alphabetical order. Raises FileNotFoundError where there is none."""
+    return sorted(name for name in folder_at(folder).entries().files if run_of(name) is not None)
+
+
+def read_from(folder: FolderLike, file: str, offset: int = 0) -> tuple[list[Record], int]:
+    """Return the records of a journal from byte `offset` on, and the offset to go on from at the next call.
+
+    What is behind the last newline is still being written, and is not read. At most 64 MiB are read: call again as long as
+    the offset grows. A file that is shorter than `offset` was replaced, and is read from its beginning: the offset that is
+    returned is then smaller than the one given. Raises FileNotFoundError where the file is missing.
+    """
+    place = folder_at(folder)
+    size = place.size(file)
+    if size < offset:
+        offset = 0
+    if size == offset:
+        return [], offset
+    data = place.read_range(file, offset, min(size, offset + _MOST_BYTES))
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) == _MOST_BYTES:
+        end = len(data)  # no journal's line
+    found = [record for line in data[:end].splitlines() if (record := decode(line)) is not None]
+    return [record for record in found if record["kind"] in KINDS], offset + end
+
+
+def read_file(folder: FolderLike, file: str) -> list[Record]:
+    """Return all records of a journal."""
+    place: Folder = folder_at(folder)
+    records: list[Record] = []
+    offset, before = 0, -1
+    while offset > before:
+        before = offset
+        more, offset = read_from(place, file, offset)
+        records += more
+    return records
+
+
+def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
+    """Return the records of the journal of a run in a folder, by default the one whose last record is the newest.
+
+    Raises FileNotFoundError where there is none.
+    """
+    place = folder_at(folder)
+    if run_id is not None:
+        return read_file(place, journal_file(run_id))
+    found = [read_file(place, name) for name in journals(place)]
+    if not found:
+        raise FileNotFoundError(f"{place} has no journal: expected a file journal-RUN_ID.jsonl")
+    return max(found, key=lambda records: records[-1]["at"] if records else 0.0)

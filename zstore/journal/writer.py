@@ -1,0 +1,187 @@
+"""Writing a journal: lines are collected, and a thread appends them.
+
+[Note: what writing costs]
+`append` puts a dict into a queue. A thread makes JSON of what has come every quarter of a second, and appends it in one
+write; it sleeps while nothing comes. So a killed process loses less than a second, a slow file system holds nobody up, and
+the file is not forced to the drive. Where a write fails, as on a full disk, what it wrote of the last line is cut away, the
+first failure is told, and the same lines are tried again with the next ones; of those the newest few MiB are kept.
+
+As long as it is not known where the lines go they wait, and of many every other one of the older half goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..closing import Closing
+from .lines import encode
+
+_PAUSE_S = 0.25
+_MOST_WAITING = 4096
+"""Records that wait for a place."""
+_MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
+_BLOCK_BYTES = 64 * 1024
+
+
+class Sink(Protocol):
+    """Where lines go. Called by one thread at a time."""
+
+    def append(self, lines: bytes) -> None:
+        """Keep some whole lines, all or none of them; raises anything where it cannot."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class FileSink:
+    """Appends to a local file, whose folder is made where it is missing. A last line that was cut off is removed first."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self.path = path
+        self._fd = os.open(path, flags, 0o644)
+        try:
+            self.begin_bytes = _cut_torn_line(self._fd)
+            """Size of the file before anything is appended."""
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def append(self, lines: bytes) -> None:
+        """See Sink."""
+        before = os.fstat(self._fd).st_size
+        try:
+            written = 0
+            while written < len(lines):
+                written += os.write(self._fd, lines[written:])
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, before)
+            raise
+
+    def close(self) -> None:
+        """See Sink."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _cut_torn_line(fd: int) -> int:
+    """Cut a file behind its last newline; return its size."""
+    size = end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)
+    return end
+
+
+class JournalWriter(Closing):
+    """Takes records from any thread, in microseconds; they are written once there is a sink. See [Note: what writing costs].
+
+    `failed` is told of the first failure, in the thread that writes. A record must not change once it is given. Close it:
+    what has come is written by then.
+    """
+
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        self._failed = failed
+        self._has_failed = False
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._adding = threading.Lock()
+        self._writing = threading.Lock()
+        self._unwritten: deque[bytes] = deque()
+        self._sink: Sink | None = None
+        self._come = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a sink."""
+        return self._sink is not None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record at the end."""
+        with self._adding:
+            self._records.append(record)
+            if self._sink is None and len(self._records) > _MOST_WAITING:
+                self._thin()
+        if self._sink is not None and not self._come.is_set():
+            self._come.set()
+
+    def _thin(self) -> None:
+        half = len(self._records) // 2
+        self._records = deque(r for i, r in enumerate(self._records) if i >= half or i % 2)
+
+    def open(self, sink: Sink, first: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then what comes."""
+        with self._adding:
+            self._records.extendleft(reversed(list(first)))
+            self._sink = sink
+        self._ending.clear()
+        self._come.set()
+        self._thread = threading.Thread(target=self._serve, name="zstore-journal", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ending.is_set():
+            self._come.wait()
+            self._ending.wait(_PAUSE_S)  # lines of quick steps are written together
+            self._come.clear()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has come, in the caller's thread; where that fails it is tried again later."""
+        with self._writing:
+            if self._sink is None or os.getpid() != self._pid:
+                return
+            with self._adding:
+                records, self._records = self._records, deque()
+            if records:
+                self._unwritten.append(b"".join(map(encode, records)))
+            try:
+                while self._unwritten:
+                    self._sink.append(self._unwritten[0])
+                    self._unwritten.popleft()
+            except Exception as error:
+                self._drop_oldest()
+                self._tell(error)
+
+    def _drop_oldest(self) -> None:
+        while len(self._unwritten) > 1 and sum(map(len, self._unwritten)) > _MOST_UNWRITTEN_BYTES:
+            self._unwritten.popleft()
+
+    def _tell(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def close_sink(self) -> None:
+        """Write what has come and give the sink back; records wait from here on."""
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:
+            self._ending.set()
+            self._come.set()
+            thread.join()
+        self.flush()
+        with self._writing:
+            sink, self._sink = self._sink, None
+            if sink is not None:
+                sink.close()
+
+    def close(self) -> None:
+        """See Closing."""
+        self.close_sink()

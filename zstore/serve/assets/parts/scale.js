@@ -1,0 +1,45 @@
+// Round numbers for axes.
+
+const TIME_STEPS_S = [1, 5, 15, 60, 300, 900, 3600, 10800, 21600, 43200, 86400, 604800, 2592000, 31536000];
+
+/**
+ * @param {number} low
+ * @param {number} high
+ * @param {number} most
+ * @returns {number[]} At most about `most` round numbers from `low` to `high`.
+ */
+export function roundNumbers(low, high, most) {
+  const spread = high - low;
+  if (!(spread > 0) || !Number.isFinite(spread)) return [low];
+  const raw = spread / Math.max(1, most);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? raw;
+  const found = [];
+  for (let number = Math.ceil(low / step); number * step <= high + step * 1e-9; number++) found.push(number * step);
+  return found;
+}
+
+/**
+ * @param {number} low Seconds since 1970.
+ * @param {number} high
+ * @param {number} most
+ * @returns {{at: number, text: string}[]} Times at round places of this machine's clock.
+ */
+export function roundTimes(low, high, most) {
+  const raw = (high - low) / Math.max(1, most);
+  const step = TIME_STEPS_S.find((size) => size >= raw) ?? TIME_STEPS_S.at(-1);
+  const offset = new Date(low * 1000).getTimezoneOffset() * 60;
+  const found = [];
+  for (let number = Math.ceil((low - offset) / step); number * step + offset <= high; number++) {
+    const at = number * step + offset;
+    found.push({ at, text: timeText(at, step) });
+  }
+  return found;
+}
+
+function timeText(at, step) {
+  const date = new Date(at * 1000);
+  if (step >= 86400) return date.toLocaleDateString("en-GB", { month: "short", day: "numeric" });
+  const parts = { hour: "2-digit", minute: "2-digit", second: step < 60 ? "2-digit" : undefined };
+  return date.toLocaleTimeString("en-GB", parts);
+}

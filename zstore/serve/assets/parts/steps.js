@@ -1,0 +1,59 @@
+// The steps of a run as columns of numbers, to which live ones are added. Pure.
+
+import { firstFrom } from "../scales.js";
+
+/** Columns over ascending steps; what is not known is null. */
+export class StepColumns {
+  constructor(columns = {}) {
+    this.columns = { step: [], ...columns };
+  }
+
+  get length() {
+    return this.columns.step.length;
+  }
+
+  get last() {
+    return this.length === 0 ? null : this.columns.step[this.length - 1];
+  }
+
+  /** Return the values of a column, null for each step where there is none of that name. */
+  column(name) {
+    return this.columns[name] ?? new Array(this.length).fill(null);
+  }
+
+  /** Return the names of the columns that begin with `prefix` and have a value other than zero. */
+  named(prefix) {
+    return Object.keys(this.columns)
+      .filter((name) => name.startsWith(prefix) && this.columns[name].some((value) => value !== null && value !== 0))
+      .sort();
+  }
+
+  /** Return whether any of the columns has a value. */
+  has(...names) {
+    return names.some((name) => this.columns[name]?.some((value) => value !== null));
+  }
+
+  /** Add columns of later steps. Where they begin at a step that is there, a run took it again: the old ones go. */
+  append(columns) {
+    const added = columns.step?.length ?? 0;
+    if (added === 0) return;
+    const kept = firstFrom(this.columns.step, columns.step[0]);
+    for (const name of new Set([...Object.keys(this.columns), ...Object.keys(columns)])) {
+      const old = (this.columns[name] ?? new Array(kept).fill(null)).slice(0, kept);
+      this.columns[name] = old.concat(columns[name] ?? new Array(added).fill(null));
+    }
+  }
+
+  /** Return the columns of the steps after `step`. */
+  after(step) {
+    const first = step === null ? 0 : firstFrom(this.columns.step, step + 1);
+    return Object.fromEntries(Object.entries(this.columns).map(([name, values]) => [name, values.slice(first)]));
+  }
+
+  /** Return whether every step between two is a row of its own. */
+  isWhole(from, to) {
+    const first = firstFrom(this.columns.step, from);
+    const last = firstFrom(this.columns.step, to) - 1;
+    return last <= first || this.columns.step[last] - this.columns.step[first] === last - first;
+  }
+}
