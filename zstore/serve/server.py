@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ def listen(settings: Settings) -> socket.socket:
         raise UsageError(f"{host!r} is no address of this machine: {error.strerror}") from error
     except OSError as error:
         advice = "choose another with --port, or 0 for a free one"
-        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror}; {advice}") from error
+        raise UsageError(f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; {advice}") from error
 
 
 def url_of(settings: Settings, listening: socket.socket) -> str:
