@@ -6,6 +6,7 @@ by [Note: columns], and the newest of all else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -190,6 +191,13 @@ class JournalView:
         self.memory = memory if isinstance(memory, dict) else self.memory
         if self.keeps_steps:
             self.table.add(row_of(line))
+
+    @property
+    def mark(self) -> str:
+        """Hexadecimal digits that change with the sessions and the state of the run."""
+        ended = self.sessions[-1].ended_at if self.sessions else None
+        text = repr((len(self.sessions), ended, self.state))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def state(self) -> State:

@@ -154,6 +154,20 @@ class Steps(_Model):
     last_step: int | None
 
 
+class Ended(_Model):
+    """Event `end`: a run trains no more."""
+
+    step: int | None
+    reason: str | None
+    """done, stopped or failed; null where the run did not say, as when it was killed."""
+
+
+class CheckpointsChanged(_Model):
+    """Event `checkpoints`: the list of checkpoints, or what is not committed, changed."""
+
+    num_checkpoints: int
+
+
 class CheckpointEntry(_Model):
     """A committed checkpoint of a run."""
 

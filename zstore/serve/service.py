@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import anyio
 from starlette.requests import Request
 
@@ -36,8 +34,6 @@ class Service(Library):
         self.jobs = Jobs()
         self.heavy = anyio.CapacityLimiter(NUM_HEAVY)
         """Of requests that read values."""
-        self.ending = asyncio.Event()
-        """Set when the service ends: what goes on for as long as somebody listens ends then."""
 
     def close(self) -> None:
         """End what goes on; blocks."""
