@@ -42,7 +42,9 @@ class Listening:
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key (PEM).", metavar="FILE")] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Answer requests to this host name too, as that of a proxy; repeat it for more.", metavar="NAME"),
+        typer.Option(
+            help="Answer requests to this host name too, as that of a proxy; repeat it for more.", metavar="NAME"
+        ),
     ] = None
     storage_option: StorageOption = None
 

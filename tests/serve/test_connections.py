@@ -29,7 +29,13 @@ from zstore.serve.tls import make_context
 
 HEAD = b"GET /api HTTP/1.1\r\nHost: localhost\r\n"
 LIMITS = Limits(
-    most_connections=20, head_s=0.3, body_s=0.3, body_bytes=1000, send_s=0.4, idle_s=1.0, most_ignored_bytes=4 * 1024 * 1024
+    most_connections=20,
+    head_s=0.3,
+    body_s=0.3,
+    body_bytes=1000,
+    send_s=0.4,
+    idle_s=1.0,
+    most_ignored_bytes=4 * 1024 * 1024,
 )
 
 
@@ -79,7 +85,9 @@ def test_a_body_that_does_not_come_is_ended(base: str) -> None:
     for framing in (b"Content-Length: 1000", b"Transfer-Encoding: chunked"):
         with connect(base) as connection:
             connection.sendall(
-                b"POST /api/session HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + framing + b"\r\n\r\n1"
+                b"POST /api/session HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                + framing
+                + b"\r\n\r\n1"
             )
             assert read_all(connection) == b""
 
@@ -121,7 +129,14 @@ def test_an_idle_connection_is_closed_after_its_time(base: str) -> None:
         (b"POST /api/session HTTP/1.1\r\nHost: localhost\r\nContent-Length: -2\r\n\r\n{}", 400),
         (b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (HEAD.replace(b"/api", b"http://[/api") + b"\r\n", 400),
-        (HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n0\r\n" + b"X: " + b"x" * 70_000 + b"\r\n\r\n", 200),
+        (
+            HEAD
+            + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n0\r\n"
+            + b"X: "
+            + b"x" * 70_000
+            + b"\r\n\r\n",
+            200,
+        ),
     ],
 )
 def test_what_is_no_decent_request_is_refused(base: str, sent: bytes, status: int) -> None:
@@ -168,8 +183,10 @@ def _make_certificate(folder: Path) -> tuple[Path, Path]:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "zstore")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(1))
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(1)
+    )
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     certificate = builder.add_extension(names, False).sign(key, hashes.SHA256())
     files = folder / "certificate.pem", folder / "key.pem"
@@ -191,7 +208,9 @@ def test_tls(folder: Path, tmp_path: Path) -> None:
         assert http.request("GET", f"{base}/api").json()["service"] == "zstore"
         answer = http.request("POST", f"{base}/api/session", json={"token": "a-token"})
         assert "Secure" in answer.headers["set-cookie"]
-        data = http.request("GET", f"{base}/zarr/one/latest/model/a/c.0", headers={"Authorization": "Bearer a-token"}).data
+        data = http.request(
+            "GET", f"{base}/zarr/one/latest/model/a/c.0", headers={"Authorization": "Bearer a-token"}
+        ).data
         assert data == (folder / "step-00000001" / "model" / "a" / "c.0").read_bytes()
         with pytest.raises(ssl.SSLError), connect(base) as connection:  # another certificate is asked for
             ssl.create_default_context().wrap_socket(connection, server_hostname="127.0.0.1")
@@ -242,7 +261,7 @@ def test_a_signal_ends_the_service_with_downloads_and_live_pages_open(folder: Pa
             base = lines[1].split()[-1]
             with connect(base) as live, connect(base) as download:
                 bearer = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a-token\r\n\r\n"
-                live.sendall(b"GET /api/events" + bearer)
+                live.sendall(b"GET /api/runs/one/events" + bearer)
                 assert b" 200 " in live.recv(100)
                 download.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 download.sendall(b"GET /zarr/one/latest/model/a/c.0" + bearer)

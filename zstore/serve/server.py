@@ -47,13 +47,14 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End live pages at once, others in a few seconds."""
-        self._service.ending.set()
         self._service.endless.end()
         log = logging.getLogger("uvicorn.error")
         level = log.level
         log.setLevel(logging.CRITICAL)  # it tells of each request that was cut off, with its traceback
         try:
             await super().shutdown(sockets)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
             await asyncio.sleep(0)
         finally:
             log.setLevel(level)
