@@ -8,9 +8,9 @@ import socket
 import struct
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .guard import HEADERS
 from .models import Problem
@@ -172,10 +172,15 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(431, f"the headers of a request may have {self.limits.most_head_bytes} bytes")
 
     def shutdown(self) -> None:
-        if self.scheme == "https" and (self.cycle is None or self.cycle.response_complete):
+        if self.scheme == "https" and not self._answers():
             self.transport.abort()  # closing waits until the client closes too
         else:
             super().shutdown()
+
+    def _answers(self) -> bool:
+        """Return whether an answer is under way."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
 
     def _abort(self) -> None:
         """End the connection, and what the kernel has still to send."""
@@ -186,7 +191,7 @@ class _Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, text: str) -> None:
         """Answer without asking the application, and end the connection; silently where an answer is under way."""
         self._stop_receiving()
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answers():
             self._abort()
             return
         body = Problem(error=text).model_dump_json().encode()
