@@ -164,7 +164,6 @@ class Inbox:
         if upload is None:
             if len(uploads) >= MOST_UPLOADS:
                 raise UsageError(f"{MOST_UPLOADS} uploads are under way: wait until some are done, or give some up")
-            self._files.make_folder(new.folder)
             self._require_room(new)
             upload = new
         upload.offer = new.offer  # what is to be kept and replaced may be asked for in another way
@@ -198,7 +197,9 @@ class Inbox:
         upload.progress = job.advance
 
     def _require_room(self, upload: Upload) -> None:
-        device = os.stat(upload.folder).st_dev
+        # The run's folder is made with the first of its uploads.
+        there = upload.folder if upload.folder.is_dir() else upload.folder.parent
+        device = os.stat(there).st_dev
         others = [
             one for one in self.all() if one is not upload and _is_alive(one) and os.stat(one.folder).st_dev == device
         ]
@@ -206,7 +207,7 @@ class Inbox:
         needed = upload.room_needed()
         beside = f", and {len(others)} other uploads {theirs}" if theirs else ""
         self._files.require_room(
-            upload.folder,
+            there,
             needed + theirs,
             f"the upload needs {needed} bytes{beside}",
             "make room where the service stores its runs, or save elsewhere",

@@ -74,7 +74,7 @@ class UploadState(_Model):
 
 
 class UploadList(_Model):
-    """`GET /api/uploads`: those that are not committed; `files` is empty."""
+    """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
 
     uploads: list[UploadState]
 
