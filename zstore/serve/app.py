@@ -28,6 +28,7 @@ def make_app(settings: Settings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.service = service
+    app.state.hubs = {}
     return app
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 
 import anyio
 from starlette.requests import Request
@@ -14,10 +14,10 @@ from .inbox import Inbox
 from .jobs import Jobs
 from .library import Library
 from .opened import RemoteSizes
+from .plans import Plans
 from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
-from .sources import Sources
 from .transfers import Transfers
 from .upload_limits import UploadLimits
 from .visible import Checkpoints
@@ -34,14 +34,15 @@ class Service(Library):
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(settings.memory_bytes // 4)
         self.downloads = Downloads(settings.memory_bytes // 4)
-        self.sources = Sources(settings.memory_bytes // 8)
+        self.plans = Plans()
         self.jobs = Jobs()
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
         self.upload_limits = UploadLimits()
-        self.heavy = anyio.CapacityLimiter(NUM_HEAVY)
-        """Of requests that read values."""
-        self.ending = asyncio.Event()
-        """Set when the service ends: what goes on for as long as somebody listens ends then."""
+
+    @functools.cached_property
+    def heavy(self) -> anyio.CapacityLimiter:
+        """What requests that read values take a place of; made on the event loop."""
+        return anyio.CapacityLimiter(NUM_HEAVY)
 
     def close(self) -> None:
         """End what goes on; blocks."""
