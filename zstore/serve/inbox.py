@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,24 +41,14 @@ from ..io.files import Files
 from ..io.pool import Workers
 from .jobs import Jobs, RunningJob
 from .runs import Runs
-from .upload import OFFER_FILE, UPLOADS_FOLDER, Upload
-from .upload_models import Committed, KeepRules, UploadOffer, UploadState
+from .upload import Upload
+from .upload_models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
 from .upload_plan import UploadPlan
 
 MOST_UPLOADS = 100
 """Uploads at a time, those whose clients are gone included."""
-ALIVE_S = 15 * 60.0
 KEPT_S = 24 * 3600.0
 """After so long without a word from its client, an upload is removed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedUpload:
-    """What is there of an upload that is not committed."""
-
-    tag: str
-    is_active: bool
-    num_bytes: int
 
 
 class Inbox:
@@ -118,14 +108,6 @@ class Inbox:
             job.end("it was given up")
         with contextlib.suppress(OSError):  # a run that nothing was committed to
             os.rmdir(upload.folder)
-
-    def unfinished(self, folder: Path) -> list[UnfinishedUpload]:
-        """Return the uploads into a run's folder."""
-        return [
-            UnfinishedUpload(tag=one.record.tag, is_active=_is_alive(one), num_bytes=_bytes_below(one.path))
-            for one in self.all()
-            if one.folder == folder
-        ]
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -349,12 +331,3 @@ def _check_free(upload: Upload) -> TagInfo | None:
         raise
     except CheckpointError as error:
         raise CheckpointExistsError(str(error)) from error
-
-
-def _bytes_below(path: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total
