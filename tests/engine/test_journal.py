@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_steps_saves_and_loads_are_as_the_engine_says(tmp_path: Path) -> None:
         losses = []
         for micro in range(2):
             loss = engine(*batch(engine.global_steps, micro, 0))
-            losses.append(float(loss))
+            losses.append(loss.item())
             engine.backward(loss)
             engine.step()
         norm = engine.get_global_grad_norm()
@@ -134,7 +135,7 @@ def test_losses_that_the_loop_divided_are_summed(tmp_path: Path) -> None:
         for loss in losses:
             engine.backward(loss / 2, scale_wrt_gas=False)
             engine.step()
-    assert of_kind(tmp_path, "step")[0]["loss"] == pytest.approx(sum(map(float, losses)) / 2, rel=1e-6)
+    assert of_kind(tmp_path, "step")[0]["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-6)
 
 
 def test_a_skipped_step_has_no_number_that_json_lacks(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_where_the_config_says_or_nowhere(tmp_path: Path) -> None:
     with start(make_config(), frozen=True) as engine:
         assert not engine.journal.enabled
     for wrong in ("own/journal", True, 3):
-        with pytest.raises(ConfigError, match="zstore.journal: .*expected an absolute path|expected .*path"):
+        with pytest.raises(ConfigError, match=r"zstore\.journal: expected .*path"):
             start(make_config(zstore={"journal": wrong}))
 
 
@@ -192,12 +193,10 @@ def test_a_failed_save_is_written_down_and_the_refused_one_makes_no_journal(tmp_
         step(engine)
         with pytest.raises(DiskFullError):
             engine.save_checkpoint(str(tmp_path / "ckpt"), "bad")
-        failed = of_kind(tmp_path / "ckpt", "save") or of_kind(tmp_path / "ckpt", "save")
         engine.save_checkpoint(str(tmp_path / "ckpt"), "good")
     states = [(r["tag"], r["state"]) for r in of_kind(tmp_path / "ckpt", "save")]
     assert states == [("bad", "begun"), ("bad", "failed"), ("good", "begun"), ("good", "committed")]
     assert "No space left" in of_kind(tmp_path / "ckpt", "save")[1]["problem"]
-    assert len(failed) <= 2
 
 
 def test_a_folder_that_cannot_be_written_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,26 +231,26 @@ def test_how_a_process_ended(tmp_path: Path) -> None:
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
         )
 
-    for end, reason in (("error", "failed"), ("clean", "done")):
-        process(end).communicate(timeout=60)
-        assert of_kind(tmp_path / end, "end") == [
-            pytest.approx({**of_kind(tmp_path / end, "end")[0], "reason": reason})
-        ]
-    killed = process("killed")
+    fails, killed = process("error"), process("killed")
+    fails.communicate(timeout=60)
+    (end,) = of_kind(tmp_path / "error", "end")
+    assert (end["step"], end["reason"]) == (3, "failed")
     assert killed.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 5
     while len(of_kind(tmp_path / "killed", "step")) < 3:
-        pass  # within a second
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert kinds(tmp_path / "killed")[-1] == "step"
 
 
-def _train(folder: Path) -> tuple[int, bool]:
+def _train(rank: int, folder: Path) -> tuple[int, bool]:
     with start(make_config(3)) as engine:
         engine.note_save_folder(str(folder))
         step(engine)
         engine.save_checkpoint(str(folder))
-        return engine.global_rank, engine.journal.enabled
+        return rank, engine.journal.enabled
 
 
 def test_rank_0_alone_writes(tmp_path: Path) -> None:

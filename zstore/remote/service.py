@@ -127,6 +127,8 @@ class ServiceConnection:
             with self._send("GET", "/api", None, self.headers, None, follow=True) as answer:
                 if answer.status in _PASSING - {500}:
                     raise ServiceBusyError(f"the answer was {answer.status}")
+                if answer.status == 421 and (problem := _problem(answer)):
+                    raise UsageError(f"{self.base}: {problem}")
                 there = answer.geturl() or ""
                 return there, answer.read(_MOST_PROBLEM_BYTES) if answer.status == 200 else b""
 

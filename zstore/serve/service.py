@@ -10,14 +10,16 @@ from starlette.requests import Request
 from .auth import Access
 from .downloads import Downloads
 from .endless import Endless
+from .inbox import Inbox
 from .jobs import Jobs
 from .library import Library
 from .opened import RemoteSizes
+from .plans import Plans
 from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
-from .sources import Sources
 from .transfers import Transfers
+from .upload_limits import UploadLimits
 from .visible import Checkpoints
 
 
@@ -32,8 +34,10 @@ class Service(Library):
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(settings.memory_bytes // 4)
         self.downloads = Downloads(settings.memory_bytes // 4)
-        self.sources = Sources(settings.memory_bytes // 8)
+        self.plans = Plans()
         self.jobs = Jobs()
+        self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.upload_limits = UploadLimits()
 
     @functools.cached_property
     def heavy(self) -> anyio.CapacityLimiter:

@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import Folder
 from ..checkpoint.names import LATEST_FILE
+from ..checkpoint.reader import CheckpointReader
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
 from ..sizes import parse_bytes
 from ..weights.cast import Overflow
@@ -37,7 +38,7 @@ from ..weights.companions import companions, is_companion
 from ..weights.from_checkpoint import DTYPES
 from ..weights.layout import MAX_FILE_BYTES, SUFFIX, FileLayout, index_document, index_file
 from ..weights.parts import cut_blocks, read_block
-from .downloads import BLOCK_BYTES, BusyError, Download, Make
+from .downloads import BusyError, Download, Make
 from .files import FileResponse
 from .models import WeightsFile, WeightsFolder
 from .opened import Opened, open_local
@@ -45,7 +46,6 @@ from .ranges import Part, choose
 from .replies import problem, reply, status_of
 from .runs import Run
 from .service import Service, run_of, service_of
-from .sources import Source
 from .visible import Place
 
 _log = logging.getLogger(__name__)
@@ -117,24 +117,40 @@ def _split(path: str) -> tuple[str, str]:
     return path.rstrip("/"), ""
 
 
-def _find(request: Request, checkpoint: str) -> tuple[Run, TagInfo, Source]:
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that weights are made of."""
+
+    service: Service
+    run: Run
+    info: TagInfo
+    reader: CheckpointReader
+
+    @property
+    def checkpoint(self) -> str:
+        """Its path in the run's folder."""
+        return self.info.folder.location.removeprefix(self.run.folder.location).strip("/")
+
+
+def _find(request: Request, checkpoint: str) -> _Source:
     service, run = service_of(request), run_of(request)
     info = service.checkpoints.find(run.folder, checkpoint)
-    return run, info, service.sources.get(info)
+    return _Source(service, run, info, service.readers.open(info))
 
 
 def _folder(request: Request, checkpoint: str, wanted: Wanted) -> WeightsFolder:
-    run, info, source = _find(request, checkpoint)
+    source = _find(request, checkpoint)
     files = [WeightsFile(name=file.name, size=file.size, etag=file.etag) for file in _files(source, wanted)]
+    info = source.info
     for name in _beside(info):
         with (
             contextlib.suppress(CheckpointNotFoundError),
-            contextlib.closing(_companion(request, info, name)) as opened,
+            contextlib.closing(_companion(source, name)) as opened,
         ):
             files.append(WeightsFile(name=name, size=opened.size, etag=opened.etag))
     return WeightsFolder(
-        run=run.name,
-        checkpoint=_name(run, info),
+        run=source.run.name,
+        checkpoint=source.checkpoint,
         id=info.record.id,
         tag=info.tag,
         step=info.record.step,
@@ -147,23 +163,24 @@ def _folder(request: Request, checkpoint: str, wanted: Wanted) -> WeightsFolder:
 def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Response:
     """Return the answer to a request for a file. Raises CheckpointNotFoundError where there is none of that name,
     CheckpointMismatchError where the weights are known not to fit their type."""
-    run, info, source = _find(request, checkpoint)
+    source = _find(request, checkpoint)
     headers = {key.lower(): value for key, value in request.headers.items()}
     if checkpoint == LATEST_FILE and not {"if-range", "if-match"} & headers.keys():
         headers.pop("range", None)
     files = {file.name: file for file in _files(source, wanted)}
     file = files.get(name)
     if file is None and SUFFIX in name:
-        raise CheckpointNotFoundError(f"{info.location} gives no {name!r}; with this query it gives {_some(files)}")
-    if file is None:
-        opened = _companion(request, info, name)
-        return FileResponse(
-            opened, choose(request.method, headers, opened.etag, opened.size), service_of(request).transfers
+        raise CheckpointNotFoundError(
+            f"{source.info.location} gives no {name!r}; with this query it gives {_some(files)}"
         )
-    if wanted.overflow == "error" and wanted.dtype in source.refused:
-        raise CheckpointMismatchError(source.refused[wanted.dtype])
+    if file is None:
+        opened = _companion(source, name)
+        return FileResponse(opened, choose(request.method, headers, opened.etag, opened.size), source.service.transfers)
+    reason = source.service.plans.refused(source.reader, wanted.dtype) if wanted.overflow == "error" else None
+    if reason is not None:
+        raise CheckpointMismatchError(reason)
     part = choose(request.method, headers, file.etag, file.size)
-    place = "/".join(quote(each, safe="/") for each in ("/weights", run.name, _name(run, info), name))
+    place = "/".join(quote(each, safe="/") for each in ("/weights", source.run.name, source.checkpoint, name))
     own = {"ETag": file.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "Content-Location": place}
     if part.status in (412, 416):
         return Response(None, part.status, own | part.headers)
@@ -171,7 +188,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
         return Response(None, part.status, own | part.headers, _media_type(name))
     if file.layout is None:
         return Response(file.data[part.start : part.stop], part.status, own | part.headers, _media_type(name))
-    return _WeightsResponse(_Work(service_of(request), source, file.layout, part, wanted), own | part.headers)
+    return _WeightsResponse(_Work(source, file.layout, part, wanted), own | part.headers)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -183,13 +200,9 @@ def _media_type(name: str) -> str:
     return "application/json" if name.endswith(".json") else "application/octet-stream"
 
 
-def _name(run: Run, info: TagInfo) -> str:
-    return info.folder.location.removeprefix(run.folder.location).strip("/")
-
-
-def _files(source: Source, wanted: Wanted) -> Iterator[_File]:
+def _files(source: _Source, wanted: Wanted) -> Iterator[_File]:
     """Yield the safetensors files, the index last where there are several."""
-    layouts = source.layouts(wanted.dtype, wanted.max_file_bytes)
+    layouts = source.service.plans.layouts(source.reader, wanted.dtype, wanted.max_file_bytes)
     for layout in layouts:
         etag = _etag(source, wanted, layout.header)
         yield _File(name=layout.name, size=layout.file_bytes, etag=etag, layout=layout)
@@ -198,7 +211,7 @@ def _files(source: Source, wanted: Wanted) -> Iterator[_File]:
         yield _File(name=index_file(layouts), size=len(data), etag=_etag(source, wanted, data), data=data)
 
 
-def _etag(source: Source, wanted: Wanted, data: bytes) -> str:
+def _etag(source: _Source, wanted: Wanted, data: bytes) -> str:
     text = f"{_VERSION} {source.reader.record.id} {wanted.dtype} {wanted.overflow} "
     return f'"{hashlib.sha256(text.encode() + data).hexdigest()[:32]}"'
 
@@ -208,35 +221,36 @@ def _beside(info: TagInfo) -> dict[str, Folder]:
     return {name: folder for folder in (info.folder.parent, info.folder) for name in companions(folder)}
 
 
-def _companion(request: Request, info: TagInfo, name: str) -> Opened:
+def _companion(source: _Source, name: str) -> Opened:
     """Return a config or tokenizer file, which the caller closes; raises CheckpointNotFoundError where there is none."""
-    folder = _beside(info).get(name)
+    folder = _beside(source.info).get(name)
     if folder is None:
-        raise CheckpointNotFoundError(f"{info.location} has no weights or files beside them that are called {name!r}")
+        raise CheckpointNotFoundError(
+            f"{source.info.location} has no weights or files beside them that are called {name!r}"
+        )
     place = Place(folder=folder, path=name, info=None, is_folder=False)
-    return open_local(place) if folder.is_local else service_of(request).remote_sizes.open(place)
+    return open_local(place) if folder.is_local else source.service.remote_sizes.open(place)
 
 
 @dataclass(frozen=True)
 class _Work:
     """What is to be made of a file."""
 
-    service: Service
-    source: Source
+    source: _Source
     layout: FileLayout
     part: Part
     wanted: Wanted
 
-    def blocks(self) -> Iterator[Make]:
+    def cut(self, block_bytes: int) -> Iterator[Make]:
         """Yield what makes the blocks, in order."""
         reader, overflow = self.source.reader, self.wanted.overflow
-        for block in cut_blocks(reader, self.layout, self.part.start, self.part.stop, BLOCK_BYTES):
+        for block in cut_blocks(reader, self.layout, self.part.start, self.part.stop, block_bytes):
             yield partial(read_block, reader, block, overflow)
 
     def failed(self, error: Exception) -> None:
         """Remember that the weights do not fit; say in the log why a download ends."""
         if isinstance(error, CheckpointMismatchError):
-            self.source.refused.setdefault(self.wanted.dtype, str(error))
+            self.source.service.plans.refuse(self.source.reader, self.wanted.dtype, str(error))
         _log.warning("a download of %s from %s ended: %s", self.layout.name, self.source.reader.location, error)
 
 
@@ -252,7 +266,7 @@ class _WeightsResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         try:
-            async with self._work.service.downloads.download(self._work.blocks()) as download:
+            async with self._work.source.service.downloads.download(self._work.cut) as download:
                 await self._answer(download, scope, receive, send)
         except BusyError as error:
             await problem(503, f"{error}: try again", {"Retry-After": "10"})(scope, receive, send)

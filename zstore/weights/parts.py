@@ -112,4 +112,4 @@ def read_block(source: ArraySource, block: Block, overflow: Overflow) -> memoryv
                 f"{piece.stop}): choose bf16, or how they are written: overflow clamp or inf"
             )
         at += piece.nbytes
-    return memoryview(out)[block.skip : block.skip + block.nbytes]
+    return out.data[block.skip : block.skip + block.nbytes]
