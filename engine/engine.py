@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint.handle import SaveHandle
-from zstore.errors import CheckpointExistsError, UsageError
+from zstore.errors import CheckpointExistsError, UsageError, ZstoreError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
@@ -41,6 +41,7 @@ from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
+from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
@@ -95,6 +96,8 @@ class Engine(nn.Module):
         """Client state that saves to come will have, and that was not looked at yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """What `save_on_signal` asked for."""
+        self._stop_state: ClientState = {}
+        """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """Of the engine's own loader, over and over."""
         self._wait_for_device: Callable[[], object] | None = None
@@ -127,6 +130,7 @@ class Engine(nn.Module):
         self._offloaded = OffloadedStates(training, self.access)
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
+        self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
         last = (pause.end if pause is not None else None, self.signals.close, self.parameter_guard.remove)
         self._finalizer = weakref.finalize(
@@ -195,6 +199,7 @@ class Engine(nn.Module):
         training.was_applied = False
         try:
             if boundary:
+                self.requests.look()
                 with self._timed("optimizer_s"):
                     training.step()
         finally:
@@ -208,6 +213,8 @@ class Engine(nn.Module):
                 check(present(self._unchecked.pop()))
             if self.steps.enabled:
                 self.steps.take()
+            if self.requests.is_due:
+                self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()
 
@@ -605,9 +612,34 @@ class Engine(nn.Module):
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
+        self.checkpoints.note_folder(str(save_dir))
         if client_state is not None:
             self._unchecked.append(client_state)
+            self._stop_state = client_state
         self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
+
+    def take_requests(self, taker: Callable[[str], str | None]) -> None:
+        """Let a loop itself carry out what people ask the run for (all ranks): `taker` is called with "save" or "stop" at the
+        end of a `step()`, the same one on every rank, and returns None, or why it refuses. By default `carry_out` does it."""
+        self.requests.taker = taker
+
+    def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
+        """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
+        "stop" do as at a signal, where signals are watched (all ranks). Return why that could not be, else None."""
+        if action == "stop":
+            if not self.signals.are_watched:
+                return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
+            self.signals.pretend(signal.SIGTERM)
+            return None
+        self.checkpoints.wait()  # what went wrong with an earlier save is the loop's to know
+        if self.checkpoints.folder is None:
+            return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
+        state = present(self.steps.client_state or self._stop_state)
+        try:
+            self.save_checkpoint(self.checkpoints.folder, None, state, save_latest, wait=False)
+        except (ZstoreError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all

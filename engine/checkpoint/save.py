@@ -81,6 +81,8 @@ class Checkpoints:
         self._base = BaseWeights(training)
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
+        self.folder: str | None = None
+        """Where the run saves, as far as that is known: the same on every rank."""
         self.stall_s = 0.0
         """Time for which saves held training up."""
         self.report: LoadReport | None = None
@@ -113,7 +115,6 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        self._journal.place(destination.journal_place)
         notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
         try:
             handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small, notes))
@@ -121,6 +122,8 @@ class Checkpoints:
             if notes is not None:
                 notes(error)
             raise
+        self._journal.save_began(destination.journal_place)
+        self.folder = self.folder or str(options.folder)
         if options.wait:
             self.wait()
         handle.stall_s = time.perf_counter() - started
@@ -131,6 +134,7 @@ class Checkpoints:
 
     def note_folder(self, folder: str) -> None:
         """Note where checkpoints will be: the journal is there. Raises UsageError for a URL that nothing opens."""
+        self.folder = self.folder or folder
         if self._journal.enabled:
             drives = self._training.state.store.options.all_paths
             self._journal.place(destination_of(folder, self._training.config, drives).journal_place)
@@ -318,6 +322,8 @@ class Checkpoints:
         path, state = restore.load(folder, tag, options)
         if path is not None and restore.report is not None:
             self.report, self._known = restore.report, restore.known
+            if restore.resumes and self.folder is None:
+                self.folder = path.rpartition("/")[0]
             self._tell_of_load(path, restore, time.perf_counter() - started)
         kept = state.pop(STATE_KEY, None)
         if self._training.client_step is not None and kept is not None and options.optimizer:

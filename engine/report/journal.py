@@ -2,15 +2,15 @@
 
 [Note: where the journal goes]
 It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
-along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
-none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
-that its saves go through, and is sent along with each of them, and at the end.
+load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
+save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
+that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
+is in the local folder that its saves go through, and is sent along with each of them, and at the end.
 
 [Note: what a step's record costs]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at twice a second at
-most, and so seldom that it takes a thousandth of the time. On CUDA the loss goes to host memory behind the computation, and
-the journal's thread waits for it.
+most, and so seldom that it takes a thousandth of the time; the longer a run goes on, the more seldom. On CUDA the loss goes
+to host memory behind the computation, and the journal's thread waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ _log = logging.getLogger("zstore")
 _SAMPLE_S = 0.5
 _SHARE = 1000
 """Links and memory are looked at for less than one part in so many of the time."""
+_SAMPLES = 2000
+"""They are looked at so often in the time that has passed: journals of long runs stay quick to read."""
 _PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
 """Whose versions are written down where they are in use."""
 
@@ -67,6 +69,7 @@ class JournalPlace:
 class _Clock:
     """When a step last ended, and when links and memory were last looked at."""
 
+    began_s: float
     step_s: float | None = None
     sample_s: float = 0.0
     next_sample_s: float = 0.0
@@ -90,11 +93,11 @@ class RunJournal:
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
         self._run_id = training.run_id
-        self._started_at = time.time()
+        self.started_at = time.time()
         self._first_step = training.counters.global_steps
         self._last_times = PhaseTimes()
         self._last_links: Mapping[str, LinkStatistics] = {}
-        self._clock = _Clock(step=self._first_step)
+        self._clock = _Clock(time.perf_counter(), step=self._first_step)
         self._loop = "engine"
         self._tokens: int | None = None
         self._total_steps: int | None = None
@@ -106,7 +109,7 @@ class RunJournal:
         if self.enabled:
             _log.addFilter(self._warnings)
             for line in training.config.report():  # they were said before there was a journal
-                self._warnings.note(f"{training.config.source}: {line}", self._started_at)
+                self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
     # -- what loops say ---------------------------------------------------------------------------------------------
 
@@ -127,9 +130,9 @@ class RunJournal:
             self._move(self._sink)
 
     @property
-    def folder(self) -> Path | None:
-        """The local folder that the journal is in; None as long as that is not known."""
-        return None if self._place is None else self._place.folder
+    def open_at(self) -> tuple[Path, str] | None:
+        """The local folder that the journal is written in, and the id of its run; None where it is not open."""
+        return None if self._sink is None else (self._sink.path.parent, self._run_id)
 
     # -- what the engine says ---------------------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ class RunJournal:
         none = LinkStatistics()
         moved = {name: link.since(self._last_links.get(name, none)) for name, link in links.items()}
         found = {
-            "links": {n: asdict(link) for n, link in moved.items() if link.operations or any(link.stall_s.values())},
+            "links": {name: found for name, link in moved.items() if (found := _link_record(link)) is not None},
             "links_s": now_s - clock.sample_s if clock.sample_s else None,
             "links_steps": max(1, step - clock.step),
             "memory": memory_now(statistics, training.world.device),
@@ -179,7 +182,7 @@ class RunJournal:
         self._last_links = links
         took_s = time.perf_counter() - now_s
         clock.sample_s, clock.step = now_s, step
-        clock.next_sample_s = now_s + max(_SAMPLE_S, _SHARE * took_s)
+        clock.next_sample_s = now_s + max(_SAMPLE_S, _SHARE * took_s, (now_s - clock.began_s) / _SAMPLES)
         return found
 
     def save_begins(self, tag: str, location: str) -> SaveNotes | None:
@@ -189,8 +192,12 @@ class RunJournal:
         step = self._training.counters.global_steps
         notes = SaveNotes(self._writer, {"kind": "save", "step": step, "tag": tag, "location": location}, self._send)
         notes.add(state="begun")
-        self._open()
         return notes
+
+    def save_began(self, place: JournalPlace) -> None:
+        """Note where a save goes that has begun well: the journal is there from now on at the latest."""
+        self.place(place)
+        self._open()
 
     def loaded(self, location: str, tag: str, elapsed_s: float, read_bytes: int) -> None:
         """Write down a load."""
@@ -199,10 +206,9 @@ class RunJournal:
         step = self._training.counters.global_steps
         if self._sink is None and self._clock.step_s is None:
             self._first_step = step
-        self._clock = _Clock(step=step)
         self._last_times = replace(self._times)
         self._sample(time.perf_counter(), step)  # what the load moved is no step's
-        self._clock = _Clock(step=step)
+        self._clock = _Clock(self._clock.began_s, step=step)
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
         self._writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
 
@@ -221,7 +227,12 @@ class RunJournal:
     def _open(self) -> None:
         """Have the file of the run open, where it is known by now."""
         run_id = self._training.run_id
-        if self._place is None or not self.enabled or (self._sink is not None and run_id == self._run_id):
+        if not self.enabled or (self._sink is not None and run_id == self._run_id):
+            return
+        steps_folder = self._training.config.step_folder
+        if self._place is None and steps_folder is not None:
+            self._place = JournalPlace(steps_folder)
+        if self._place is None:
             return
         if self._sink is not None:  # another run's checkpoint was loaded
             self._writer.append(self._end_record("stopped"))
@@ -284,7 +295,7 @@ class RunJournal:
         training = self._training
         return {
             "kind": "start",
-            "at": self._started_at,
+            "at": self.started_at,
             "version": 1,
             "run": self._run_id,
             "step": self._first_step,
@@ -370,6 +381,14 @@ class _Warnings(logging.Filter):
     def note(self, text: str, at: float) -> None:
         """Write a warning down."""
         self._writer.append({"kind": "warning", "at": at, "text": text})
+
+
+def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
+    """Return what a link did; None where that is nothing."""
+    stall_s = {cause: round(seconds, 6) for cause, seconds in link.stall_s.items() if seconds > 0}
+    if not link.operations and not stall_s:
+        return None
+    return {"bytes": link.bytes, "busy_s": round(link.busy_s, 6), "stall_s": stall_s}
 
 
 def _versions() -> dict[str, str]:

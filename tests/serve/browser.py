@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
 
 WIDE, PHONE = (1280, 800), (390, 844)
 """Width and height of a window on a desk, and of a phone."""
-TIMEOUT_MS = 15_000
+TIMEOUT_MS = 8_000
 _ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",

@@ -126,6 +126,7 @@ class Accelerator(PreparingAccelerator):
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights.clear()
+            self._trained().checkpoints.note_folder(_above_numbered(folder))
             self._trained().save_checkpoint(folder, **{"tag": _TAG, "overwrite": True, **kwargs})
 
         with self._hidden(), _last(self._save_model_state_pre_hook, save):
@@ -184,6 +185,12 @@ class Accelerator(PreparingAccelerator):
         if self.engine is not None:
             self.engine.wait_for_checkpoint()
         super().end_training()
+
+
+def _above_numbered(folder: str) -> str:
+    """Return the folder above one that ends with a number, as "step_100", of which a loop makes many; else the folder."""
+    path = os.path.abspath(folder)
+    return os.path.dirname(path) if path[-1:].isdigit() else path
 
 
 def _bytes(size: int | str) -> int:

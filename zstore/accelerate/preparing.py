@@ -6,7 +6,9 @@ import gc
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -183,7 +185,20 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             backend, how = self._compiling
             engine.compile(backend, how)
         self.engine = engine
+        self._begin_journal(engine)
         return self._added(engine)
+
+    def _begin_journal(self, engine: Engine) -> None:
+        """Let the run's journal be in the project's folder, where there is one, from the first step on."""
+        engine.journal.note(loop="accelerate")
+        # Without the rest of a saved state: `load_state` takes it where it is named alone.
+        engine.take_requests(partial(_carry_out, weakref.ref(engine)))
+        settings = self.project_configuration
+        if settings.project_dir is not None:
+            named = settings.automatic_checkpoint_naming
+            engine.checkpoints.note_folder(
+                os.path.join(settings.project_dir, "checkpoints") if named else str(settings.project_dir)
+            )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -251,3 +266,9 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "and optimizer to the same prepare()"
             )
         return EngineScheduler(self.engine)
+
+
+def _carry_out(engine: weakref.ref[Engine], action: str) -> str | None:
+    """See `Engine.take_requests`."""
+    found = engine()
+    return None if found is None else found.carry_out(action, save_latest=False)

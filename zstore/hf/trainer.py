@@ -51,6 +51,7 @@ from .arguments import (
     keeps_global_batch,
     writes_weights,
 )
+from .callback import RunCallback
 from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
 
 _log = logging.getLogger("zstore")
@@ -171,10 +172,14 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         accelerator.max_steps = max_steps
         self.create_optimizer()
         self.model_wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        accelerator.engine.checkpoints.note_folder(self.args.output_dir)
+        self.remove_callback(RunCallback)
+        self.add_callback(RunCallback(accelerator.engine))
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Have the engine before Trainer prepares anything."""
         self._open_engine(max_steps)
+        self.accelerator.engine.journal.note(loop="trainer", total_steps=max_steps)
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,8 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     ]
     columns["stall_s"] = [None] * len(rows)
     for number, row in enumerate(rows):
+        if "links" not in row and "memory" not in row:
+            continue
         for name, value in _measured(row).items():
             if name not in columns:
                 columns[name] = [None] * len(rows)

@@ -27,7 +27,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode() + b"\n"
 
 
-def decode(line: bytes) -> Record | None:
+def decode(line: str) -> Record | None:
     """Return the record in a line; None for what is none, as where something else wrote into the file."""
     try:
         found = json.loads(line)

@@ -35,7 +35,8 @@ def read_from(folder: FolderLike, file: str, offset: int = 0) -> tuple[list[Reco
     end = data.rfind(b"\n") + 1
     if not end and len(data) == _MOST_BYTES:
         end = len(data)  # no journal's line
-    found = [record for line in data[:end].splitlines() if (record := decode(line)) is not None]
+    text = data[:end].decode("utf-8", errors="replace")
+    found = [record for line in text.split("\n") if line and (record := decode(line)) is not None]
     return [record for record in found if record["kind"] in KINDS], offset + end
 
 

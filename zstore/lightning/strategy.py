@@ -28,6 +28,7 @@ from zstore.engine.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
+from .asking import begin_journal
 from .files import Place, remove
 from .fitting import batch_size, configured, hand_on_settings
 from .precision import EnginePrecision
@@ -215,6 +216,7 @@ class EngineStrategy:
             self._engine = initialize(model=module, config=raw, optimizer=client, auto=answers)[0]
         elif client is not None:
             hand_on_settings(client, self._engine.optimizer)
+        begin_journal(self.library, trainer, self._engine)
         self._engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [self._engine.optimizer]
         self.lr_scheduler_configs = schedules

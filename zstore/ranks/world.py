@@ -124,6 +124,10 @@ class World:
     """What this rank asks all ranks for, 0: nothing. It travels with `raise_together`, for a few bytes there."""
     granted: int = 0
     """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
+    asks: str = ""
+    """What rank 0 asks all ranks for; it travels with `raise_together` where it is not empty."""
+    heard: str = ""
+    """What rank 0 asked when something last travelled: the same on all ranks after the same call."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
 
@@ -287,13 +291,16 @@ class World:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
         if self.world_size == 1:
             self.granted = max(self.granted, self.requested)
+            self.heard = self.asks
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        told = self.all_gather_object([str(self.activity), text, self.requested])
-        self.granted = max(self.granted, *(requested for _, _, requested in told))
-        failures = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
+        more = [self.asks] if self.asks else []
+        told = self.all_gather_object([str(self.activity), text, self.requested, *more])
+        self.granted = max(self.granted, *(requested for _, _, requested, *_ in told))
+        self.heard = told[0][3] if told[0][3:] else ""
+        failures = {rank: text for rank, (_, text, *_) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()
         if error is not None:

@@ -42,19 +42,19 @@ def number(value: Any) -> float:
 
 
 def row_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row of a journal's line of a step; see `Steps.columns` for its names."""
+    """Return the row of a journal's line of a step, with the columns of `zstore.journal.steps`; see there."""
     row = {name: number(line.get(name)) for name in ("step", "at", "loss", "lr", "grad_norm", *_TIMES)}
     row["loss_min"] = row["loss_max"] = row["loss"]
     step_s = row["step_s"]
     row["tokens_per_s"] = number(line.get("tokens")) / step_s if step_s > 0 else math.nan
+    passed_s, count = number(line.get("links_s")), number(line.get("links_steps"))
+    passed_s, count = passed_s if passed_s > 0 else step_s, count if count > 0 else 1.0
     stalls: dict[str, float] = {}
     for name, link in _mapping(line.get("links")).items():
         used = _mapping(link)
-        busy_s = number(used.get("busy_s"))
-        duration_s = busy_s if busy_s > 0 else step_s
-        row[f"rate/{name}"] = number(used.get("bytes")) / duration_s if duration_s > 0 else math.nan
+        row[f"rate/{name}"] = number(used.get("bytes")) / passed_s if passed_s > 0 else math.nan
         for cause, stall_s in _mapping(used.get("stall_s")).items():
-            stalls[cause] = stalls.get(cause, 0.0) + number(stall_s)
+            stalls[cause] = stalls.get(cause, 0.0) + number(stall_s) / count
     row["stall_s"] = sum(stalls.values()) if "links" in line else math.nan
     row |= {f"stall/{cause}": stall_s for cause, stall_s in stalls.items()}
     row |= {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(line.get("memory")).items()}
@@ -119,9 +119,9 @@ class StepTable:
         self._size = joined.shape[1] + rest.shape[1]
 
     def columns(
-        self, *, points: int, after_step: float = -math.inf, after_line: float = -math.inf
+        self, *, points: int, after_step: float = -math.inf, until_step: float = math.inf, after_line: float = -math.inf
     ) -> dict[str, list[float | None]]:
-        """Return the rows after a step, or after a line by its number, as at most `points` values a column.
+        """Return the rows after a step, or a line by its number, up to a step, as at most `points` values a column.
 
         Columns that come with the steps are there where they have a value.
         """
@@ -129,7 +129,8 @@ class StepTable:
         if after_line > -math.inf:  # rows that were taken again have later numbers: these rise too
             numbers = self._data[self._places[_SERIAL], : self._size]
             first = max(first, int(np.searchsorted(numbers, after_line, side="right")))
-        part = self._data[:, first : self._size]
+        last = int(np.searchsorted(self._data[0, : self._size], until_step, side="right"))
+        part = self._data[:, first : max(first, last)]
         if part.shape[1] > points:
             part = _joined(part, list(self._places), points)
         found: dict[str, list[float | None]] = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ..checkpoint.folder import Folder
 from .columns import number, row_of
-from .history import State, count_of, decode_lines, journals_in, read_part, seconds_of, session_of, state_of, text_of
+from .history import State, count_of, seconds_of, session_of, state_of, text_of
+from .journals import decode_lines, journals_in, read_part
 from .kept import Kept
 from .models import Session
 

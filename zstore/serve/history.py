@@ -6,23 +6,23 @@ by [Note: columns], and the newest of all else.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
 import os
-import re
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..checkpoint.folder import Folder
+from ..journal.names import run_of
 from .columns import StepTable, number, row_of
+from .journals import decode_lines, journals_in, read_part
 from .models import SaveEvent, Session, Warned
 
-JOURNAL = re.compile(r"journal-(.*)\.jsonl")
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
 _MOST_SESSIONS = 500
@@ -33,17 +33,6 @@ _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
 
 State = Literal["training", "stopped", "unknown"]
-
-
-def decode_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a part of a journal that are JSON objects."""
-    for text in data.splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            yield line
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:
@@ -192,6 +181,13 @@ class JournalView:
             self.table.add(row_of(line))
 
     @property
+    def mark(self) -> str:
+        """Hexadecimal digits that change with the sessions and the state of the run."""
+        ended = self.sessions[-1].ended_at if self.sessions else None
+        text = repr((len(self.sessions), ended, self.state))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
     def state(self) -> State:
         """What the run is doing."""
         session = self.sessions[-1] if self.sessions else None
@@ -216,8 +212,7 @@ class History:
                 view = self._views.get(name)
                 began_anew = view is not None and (view.identity != file.identity or file.nbytes < view.offset)
                 if view is None or began_anew or (name == newest and not view.keeps_steps):
-                    matched = JOURNAL.fullmatch(name)
-                    view = JournalView(matched[1] if matched else name, keeps_steps=name == newest)
+                    view = JournalView(run_of(name) or name, keeps_steps=name == newest)
                     view.identity = file.identity
                     self._views[name] = view
                 self._read(name, view, file.nbytes)
@@ -245,53 +240,3 @@ class History:
         """The newest journal, None where there is none."""
         kept = [view for view in self._views.values() if view.keeps_steps]
         return max(kept, key=lambda view: view.last_at, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JournalFile:
-    """A journal as it lies in its folder."""
-
-    nbytes: int
-    written_ns: int
-    identity: tuple[int, int]
-
-
-def journals_in(folder: Folder) -> dict[str, JournalFile]:
-    """Return the journals in a folder by name; none where it cannot be read."""
-    found: dict[str, JournalFile] = {}
-    try:
-        if not folder.is_local:
-            sizes = {name: nbytes for name, nbytes in _remote_sizes(folder).items() if JOURNAL.fullmatch(name)}
-            return {n: JournalFile(nbytes=size, written_ns=size, identity=(0, 0)) for n, size in sizes.items()}
-        with os.scandir(folder.path) as entries:
-            for entry in entries:
-                if JOURNAL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    status = entry.stat(follow_symlinks=False)
-                    found[entry.name] = JournalFile(
-                        nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=(status.st_dev, status.st_ino)
-                    )
-    except OSError:
-        return {}
-    return found
-
-
-def _remote_sizes(folder: Folder) -> dict[str, int]:
-    from ..remote.folder import RemoteFolder
-
-    if not isinstance(folder, RemoteFolder):
-        return {}
-    return {name: folder.size(name) for name in folder.entries().files if JOURNAL.fullmatch(name)}
-
-
-def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
-    """Return bytes `[start, stop)` of a journal, fewer where it ends before; none where it cannot be read."""
-    from ..remote.folder import RemoteFolder
-
-    try:
-        if isinstance(folder, RemoteFolder):
-            return folder.read_range(name, start, stop)
-        with open(os.open(folder.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
-    except OSError:
-        return b""

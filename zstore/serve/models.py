@@ -145,13 +145,27 @@ class RunDetail(_Model):
 
 
 class Steps(_Model):
-    """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; where there are more than `points`, each is the mean
-    of some that follow each other, step and time those of the last."""
+    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; where there are more than `points`, each is
+    the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
     and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second), stall/<cause>."""
     last_step: int | None
+
+
+class Ended(_Model):
+    """Event `end`: a run trains no more."""
+
+    step: int | None
+    reason: str | None
+    """done, stopped or failed; null where the run did not say, as when it was killed."""
+
+
+class CheckpointsChanged(_Model):
+    """Event `checkpoints`: the list of checkpoints, or what is not committed, changed."""
+
+    num_checkpoints: int
 
 
 class CheckpointEntry(_Model):

@@ -96,7 +96,7 @@ async def _answer(assets: Assets, name: str, request: Request) -> Response:
         return problem(404, f"the page has no file {name!r}")
     headers = {"ETag": asset.etag, "Cache-Control": "no-cache"}
     known = request.headers.get("if-none-match", "")
-    if asset.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+    if known.strip() == "*" or asset.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
         return Response(status_code=304, headers=headers)
     return Response(asset.body, media_type=asset.media_type, headers=headers)
 

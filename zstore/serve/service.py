@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 
 import anyio
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from .auth import Access
 from .downloads import Downloads
 from .endless import Endless
+from .inbox import Inbox
 from .jobs import Jobs
 from .library import Library
 from .opened import RemoteSizes
@@ -18,6 +19,7 @@ from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
 from .transfers import Transfers
+from .upload_limits import UploadLimits
 from .visible import Checkpoints
 
 
@@ -34,10 +36,13 @@ class Service(Library):
         self.downloads = Downloads(settings.memory_bytes // 4)
         self.plans = Plans()
         self.jobs = Jobs()
-        self.heavy = anyio.CapacityLimiter(NUM_HEAVY)
-        """Of requests that read values."""
-        self.ending = asyncio.Event()
-        """Set when the service ends: what goes on for as long as somebody listens ends then."""
+        self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.upload_limits = UploadLimits()
+
+    @functools.cached_property
+    def heavy(self) -> anyio.CapacityLimiter:
+        """What requests that read values take a place of; made on the event loop."""
+        return anyio.CapacityLimiter(NUM_HEAVY)
 
     def close(self) -> None:
         """End what goes on; blocks."""

@@ -8,6 +8,7 @@ const HEIGHT = 190;
 const MARGIN = { top: 10, right: 12, bottom: 22, left: 52 };
 const TABLE_ROWS = 100;
 const DRAG_PX = 5;
+const SMOOTH_POINTS = 20;
 const HELP =
   "Arrow keys read the points, with Shift they mark a range, Enter shows it, plus and minus zoom, Escape shows all again.";
 
@@ -47,7 +48,7 @@ export function chartGroup(changed = () => {}) {
  */
 export class LineChart {
   constructor({ title, name, format = number, axis = short, group = chartGroup(), zero = false, stacked = false, note = "" }) {
-    Object.assign(this, { title, format, axis, group, zero, stacked, log: false });
+    Object.assign(this, { title, format, axis, group, zero, stacked, log: false, smooth: false });
     this.data = { x: [], series: [], levels: [], marks: [] };
     this.frame = 0;
     this.width = 0;
@@ -66,7 +67,7 @@ export class LineChart {
     this.table = h("details", { class: "as-table", ontoggle: () => this.fillTable() }, h("summary", null, "Table"));
     this.element = h(
       "figure",
-      { class: "panel chart", test: `chart-${name}` },
+      { class: `panel chart${stacked ? " stacked" : ""}`, test: `chart-${name}` },
       h("figcaption", null, h("h3", null, title, note ? h("span", { class: "hint" }, ` ${note}`) : null), this.legend),
       this.plot,
       this.table,
@@ -99,6 +100,11 @@ export class LineChart {
     this.draw();
   }
 
+  setSmooth(smooth) {
+    this.smooth = smooth;
+    this.draw();
+  }
+
   close() {
     this.group.charts.delete(this);
     this.observer.disconnect();
@@ -127,7 +133,7 @@ export class LineChart {
     const margin = this.log ? 0 : (range[1] - range[0]) * 0.05;
     const low = this.zero && range[0] >= 0 ? range[0] : range[0] - margin;
     this.x = scale(domain[0], domain[1], MARGIN.left, this.width - MARGIN.right, { wanted: this.width / 110 });
-    this.y = scale(low, range[1] + margin, HEIGHT - MARGIN.bottom, MARGIN.top, { log: this.log, wanted: 4 });
+    this.y = scale(low, range[1] + margin, HEIGHT - MARGIN.bottom, MARGIN.top, { log: this.log, wanted: 5 });
     this.drawAxes();
     this.drawSeries();
     this.drawMarks();
@@ -168,7 +174,10 @@ export class LineChart {
     );
     replace(
       this.layers.lines,
-      rows.map((row, color) => svg("path", { class: `line c${color % 8}`, d: line(row.values, first, last, { px, py, shown }) })),
+      rows.map((row, color) => {
+        const path = (values, kind = "") => svg("path", { class: `line c${color % 8}${kind}`, d: line(values, first, last, { px, py, shown }) });
+        return this.smooth && !this.stacked ? [path(row.values, " raw"), path(smoothed(row.values))] : path(row.values);
+      }),
     );
   }
 
@@ -199,12 +208,12 @@ export class LineChart {
     );
   }
 
-  /** Show the values at the point that is read, the last ones without it. */
+  /** Show the values at the point that is read, the last ones that are shown without it. */
   read() {
     if (!this.shown) return;
     const { x, series, marks } = this.data;
     const { cursor, brush } = this.group;
-    const at = cursor === null ? x.length - 1 : nearest(x, cursor);
+    const at = cursor === null ? firstFrom(x, this.x.high + Number.EPSILON * this.x.high) - 1 : nearest(x, cursor);
     for (const [index, one] of series.entries()) {
       this.values[index].textContent = at < 0 ? NOTHING : this.format(one.values[at]);
     }
@@ -341,6 +350,19 @@ export class LineChart {
   clamp(place) {
     return Math.min(Math.max(place, MARGIN.left), this.width - MARGIN.right);
   }
+}
+
+/** Return the moving average of values, in which one that lies `SMOOTH_POINTS` back counts a third of the newest. */
+function smoothed(values) {
+  const kept = 1 - 1 / SMOOTH_POINTS;
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = sum * kept + value;
+    weight = weight * kept + 1;
+    return sum / weight;
+  });
 }
 
 /** Return the rows of a stacked chart: each lies on those before it. */

@@ -105,6 +105,8 @@ function context() {
     },
     /** Learn anew what the service allows, after signing in; the view stays as it is. */
     learn,
+    /** Learn anew what the service allows, and show the view again. */
+    reload: again,
   };
 }
 

@@ -6,6 +6,7 @@ import { bytes, duration, number, rate, short } from "../format.js";
 
 const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
+const LEAST_SHARE = 1e-3;
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
 const axisBytes = (value) => bytes(value).replace(/\.00 | bytes/, " ").replace(/(\.\d)0 /, "$1 ");
@@ -31,8 +32,10 @@ export class Curves {
     });
     this.charts = new Map();
     this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setLog(!this.isLog), test: "log" }, "Log scale");
-    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "Show all steps");
+    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "All steps");
+    this.smooth = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setSmooth(!this.isSmooth), test: "smooth" }, "Smooth");
     this.isLog = false;
+    this.isSmooth = false;
     this.grid = h("div", { class: "grid charts" });
     this.element = h(
       "section",
@@ -43,6 +46,7 @@ export class Curves {
         h("h2", null, "Curves"),
         h("span", { class: "spring" }),
         h("span", { class: "hint keys" }, "Drag to zoom, or focus a chart and use arrows, Shift, Enter, Esc"),
+        this.smooth,
         this.log,
         this.all,
       ),
@@ -68,6 +72,7 @@ export class Curves {
     if (!this.charts.has(spec.name)) {
       const chart = new LineChart({ ...spec, group: this.group });
       if (spec.log) chart.setLog(this.isLog);
+      chart.setSmooth(this.isSmooth);
       this.charts.set(spec.name, chart);
     }
     return this.charts.get(spec.name);
@@ -77,6 +82,12 @@ export class Curves {
     this.isLog = isLog;
     this.log.setAttribute("aria-pressed", String(isLog));
     for (const spec of CHARTS) if (spec.log) this.charts.get(spec.name)?.setLog(isLog);
+  }
+
+  setSmooth(isSmooth) {
+    this.isSmooth = isSmooth;
+    this.smooth.setAttribute("aria-pressed", String(isSmooth));
+    for (const chart of this.charts.values()) chart.setSmooth(isSmooth);
   }
 
   /** Show steps from and to those of `domain`, without a call of `changed`. */
@@ -100,9 +111,12 @@ function phases(steps) {
   const parts = names.map((name) => ({ label: name.replace("_s", ""), values: steps.column(name) }));
   if (!steps.has("step_s")) return parts;
   const whole = steps.column("step_s");
-  const rest = whole.map((value, index) =>
-    value === null ? null : Math.max(0, value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0)),
-  );
+  const rest = whole.map((value, index) => {
+    if (value === null) return null;
+    const left = value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0);
+    return left > value * LEAST_SHARE ? left : 0;
+  });
+  if (parts.length > 0 && !rest.some((value) => value > 0)) return parts;
   return [...parts, { label: parts.length === 0 ? "step" : "other", values: rest }];
 }
 

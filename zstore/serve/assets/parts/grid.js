@@ -10,10 +10,11 @@ const ignore = () => {};
  * @typedef {object} Column
  * @property {string} key Names it in URLs.
  * @property {string} label
- * @property {string} width For CSS `grid-template-columns`.
+ * @property {string} width For CSS `grid-template-columns`; the first length in it, in rem, is the least.
  * @property {(entry: object) => any} cell What stands in it.
  * @property {((entry: object) => number | string | null) | null} value By which it is sorted; null: it is not.
  * @property {boolean} [numeric] Set to the right.
+ * @property {boolean} [stays] It stays in sight where the table is wider than its box.
  * @property {string} [hint] Said by the heading when the pointer rests on it.
  */
 
@@ -51,15 +52,15 @@ export class Grid {
     this.active = 0;
   }
 
-  /** Show these entries under these columns. What is selected stays, where it still is there. */
+  /** Show these entries under these columns. What is selected stays so, even while it is not shown. */
   show(entries, columns) {
     const at = this.shown?.[this.active];
     this.entries = entries;
     this.columns = columns;
     const widths = columns.map((column) => column.width).join(" ");
     this.element.style.setProperty("--columns", this.most > 0 ? `2.25rem ${widths}` : widths);
-    const keys = new Set(entries.map(this.keyOf));
-    this.selected = this.selected.filter((key) => keys.has(key));
+    const least = columns.map((column) => column.width.match(/[\d.]+rem/)[0]);
+    this.element.style.setProperty("--least-width", `calc(2.25rem + ${least.join(" + ")})`);
     this.layOut();
     if (at !== undefined) {
       const index = this.shown.findIndex((entry) => this.keyOf(entry) === this.keyOf(at));
@@ -68,22 +69,10 @@ export class Grid {
     }
   }
 
-  /** Select these, as far as they are there. */
-  setSelected(keys) {
-    this.selected = keys.slice(0, this.most);
-    this.list.redraw();
-    this.markActive();
-  }
-
-  setSort(sort) {
-    this.sort = sort;
-    this.layOut();
-  }
-
   /** Bring an entry in sight and make it the one that keys act on. */
   reveal(key) {
     const index = this.shown.findIndex((entry) => this.keyOf(entry) === key);
-    if (index >= 0) this.moveTo(index);
+    if (index >= 0) this.moveTo(index, true);
   }
 
   close() {
@@ -114,7 +103,7 @@ export class Grid {
     const arrow = sorted ? (this.sort.down ? " ▾" : " ▴") : "";
     const attributes = {
       role: "columnheader",
-      class: `cell${column.numeric ? " numeric" : ""}`,
+      class: cellClass(column),
       title: column.hint ?? null,
       "aria-sort": sorted ? (this.sort.down ? "descending" : "ascending") : null,
     };
@@ -146,7 +135,7 @@ export class Grid {
       },
       this.most > 0 ? h("span", { class: "cell pick", role: "gridcell" }, selected ? "☑" : "☐") : null,
       this.columns.map((column) =>
-        h("span", { class: `cell${column.numeric ? " numeric" : ""}`, role: "gridcell" }, column.cell(entry)),
+        h("span", { class: cellClass(column), role: "gridcell" }, column.cell(entry)),
       ),
     );
   }
@@ -169,11 +158,11 @@ export class Grid {
     this.onSelect(this.selected);
   }
 
-  moveTo(index) {
+  moveTo(index, middle = false) {
     if (this.shown.length === 0) return;
     this.list.element(this.active)?.classList.remove("active");
     this.active = Math.min(Math.max(index, 0), this.shown.length - 1);
-    this.list.reveal(this.active);
+    this.list.reveal(this.active, middle);
     this.markActive();
     this.onActive(this.shown[this.active]);
   }
@@ -201,6 +190,10 @@ export class Grid {
     event.preventDefault();
     moves[event.key]();
   }
+}
+
+function cellClass({ numeric, stays }) {
+  return `cell${numeric ? " numeric" : ""}${stays ? " stays" : ""}`;
 }
 
 /** Order of two values; what is not known comes last either way. */

@@ -2,7 +2,7 @@
 
 import { h, replace, svg } from "../dom.js";
 import { count, number, short } from "../format.js";
-import { roundNumbers } from "./scale.js";
+import { ticks } from "../scales.js";
 
 const HEIGHT = 220;
 const LEFT = 52;
@@ -48,12 +48,12 @@ export class HistogramView {
     this.xOf = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
     const share = this.log ? (size) => (size === 0 ? 0 : Math.log10(size + 1) / Math.log10(highest + 1)) : (size) => size / highest;
     const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - share(size));
-    const ticks = this.log ? powers(highest) : roundNumbers(0, highest, 4).filter(Number.isInteger);
+    const sizes = this.log ? powers(highest) : ticks(0, highest, 5).filter(Number.isInteger);
     this.chart.setAttribute("width", width);
     this.chart.setAttribute("aria-label", `${this.label}: ${this.summary()}`);
     replace(
       this.chart,
-      ticks.map((size) => ruled(width, yOf(size), short(size))),
+      sizes.map((size) => ruled(width, yOf(size), short(size))),
       counts.map((size, index) => this.bar(index, size, yOf)),
       low < 0 && high > 0 ? svg("line", { class: "zero", x1: this.xOf(0), x2: this.xOf(0), y1: TOP, y2: yOf(0) }) : null,
       this.valueTicks(width),
@@ -65,7 +65,7 @@ export class HistogramView {
   valueTicks(width) {
     const { edges } = this.data;
     const [low, high] = [edges[0], edges.at(-1)];
-    const values = edges.length === 2 ? [low] : roundNumbers(low, high, Math.max(2, Math.floor(width / 110)));
+    const values = edges.length === 2 ? [low] : ticks(low, high, Math.max(2, Math.floor(width / 110)));
     const step = values.length > 1 ? values[1] - values[0] : high - low;
     const largest = Math.max(Math.abs(low), Math.abs(high));
     const digits = Math.min(12, Math.max(3, Math.ceil(Math.log10(largest / step)) + 1));
@@ -140,8 +140,9 @@ function ruled(width, y, text) {
 
 function powers(highest) {
   const found = [0];
-  for (let power = 1; power <= highest; power *= 10) found.push(power);
-  return found.length > 6 ? found.filter((_, index) => index === 0 || index % 2 === 1) : found;
+  const factor = highest > 1e6 ? 100 : 10;
+  for (let power = factor; power <= highest; power *= factor) found.push(power);
+  return found;
 }
 
 function axisName(place, text) {

@@ -1,14 +1,14 @@
 // Trees of arrays by their names.
 //
-// A name is `group/rest` or `optimizer/slot/rest`; the rest is split at its dots. A group that holds nothing but another
-// group is shown as one with it: `transformer.h`.
+// A name is `group/rest` or `optimizer/slot/rest`; the rest is split at its dots. A part that holds nothing but another is
+// shown as one with it: `transformer.h`, `wte.weight`.
 
 const DEEPEST = 16;
 
 /**
  * @typedef {object} Node
  * @property {string} path Prefix of the names below it, its separator last; of an array its name. One of its kind.
- * @property {string} label What is shown of it below its parent.
+ * @property {string} label Its part of the name, below its parent; a group's has its separator last.
  * @property {Node | null} parent
  * @property {Node[]} children In the order of the names; empty for an array.
  * @property {object | null} item The array, null for a group.
@@ -73,7 +73,7 @@ export function buildTree(items) {
     add(leaf, item);
     node.children.push(leaf);
   }
-  for (const child of root.children) joinChains(child);
+  joinChains(root);
   return root;
 }
 
@@ -84,14 +84,22 @@ function add(node, item) {
 }
 
 function joinChains(node) {
-  while (node.children.length === 1 && node.children[0].item === null && node.path.endsWith(".")) {
-    const only = node.children[0];
-    node.label += only.label;
-    node.path = only.path;
-    node.children = only.children;
-    for (const child of node.children) child.parent = node;
+  node.children = node.children.map(joined);
+  for (const child of node.children) {
+    child.parent = node;
+    joinChains(child);
   }
-  for (const child of node.children) joinChains(child);
+}
+
+/** Return a node and all that it alone leads to as one; what ends with a slash stays by itself. */
+function joined(node) {
+  let last = node;
+  let label = node.label;
+  while (last.children.length === 1 && last.path.endsWith(".")) {
+    [last] = last.children;
+    label += last.label;
+  }
+  return last === node ? node : { ...last, label };
 }
 
 /**
@@ -126,26 +134,27 @@ export function rowsOf(root, isOpen, isShown = null) {
 /**
  * @param {Node} root
  * @param {string} text Words, all of which a name must hold; case does not count.
- * @returns {{nodes: Set<Node>, count: number} | null} The arrays that match and what they are in; null for no words.
+ * @returns {Map<Node, {count: number, nbytes: number, tally: Record<string, number>}> | null} The arrays that match and what
+ *   they are in, each with its sums over those that match; null for no words.
  */
 export function match(root, text) {
   const words = text.toLowerCase().split(/\s+/).filter((word) => word !== "");
   if (words.length === 0) return null;
-  const nodes = new Set();
-  let count = 0;
+  const sums = new Map();
   const visit = (node) => {
-    let found = false;
-    if (node.item !== null) {
+    const { item } = node;
+    if (item !== null) {
       const name = node.path.toLowerCase();
-      found = words.every((word) => name.includes(word));
-      count += Number(found);
+      if (!words.every((word) => name.includes(word))) return;
+      for (let above = node; above !== null; above = above.parent) {
+        if (!sums.has(above)) sums.set(above, { count: 0, nbytes: 0, tally: {} });
+        add(sums.get(above), item);
+      }
     }
-    for (const child of node.children) found = visit(child) || found;
-    if (found) nodes.add(node);
-    return found;
+    for (const child of node.children) visit(child);
   };
   visit(root);
-  return { nodes, count };
+  return sums;
 }
 
 /**

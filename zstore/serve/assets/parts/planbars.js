@@ -11,7 +11,7 @@ export function planPanel(placement, colours) {
   return h(
     "section",
     { class: "panel", test: "plan" },
-    h("div", { class: "row" }, h("h2", null, "Plan and measured"), h("span", { class: "spring" }), h("span", { class: "hint" }, h("i", { class: "swatch planned" }), "planned ", h("i", { class: "swatch c0" }), "measured")),
+    h("div", { class: "row" }, h("h2", null, "Plan and measured"), h("span", { class: "spring" }), h("div", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "swatch planned" }), "planned"), h("span", { class: "key" }, h("i", { class: "swatch c7" }), "measured"))),
     h("div", { class: "plan" }, tiers.map((tier) => tierBlock(tier, most, colours))),
   );
 }
@@ -44,9 +44,9 @@ function row(part, most, colours) {
     "div",
     { class: "plan-row", role: "row" },
     h("span", { class: "name", role: "rowheader" }, part.kind),
-    h("div", { class: `bars c${colours.get(part.kind) ?? 0}`, "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
-    h("span", { class: "num", role: "cell" }, bytes(part.planned_bytes)),
+    h("span", { class: "num", role: "cell" }, part.planned_bytes === null ? h("span", { class: "muted" }, "not planned") : bytes(part.planned_bytes)),
     h("span", { class: "num", role: "cell" }, part.measured_bytes === null ? h("span", { class: "muted" }, "not measured") : bytes(part.measured_bytes)),
     h("span", { class: "num muted", role: "cell" }, known ? `${off > 0 ? "+" : ""}${percent(off)}` : NOTHING),
+    h("div", { class: `bars c${colours.get(part.kind) ?? 0}`, "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
   );
 }

@@ -2,9 +2,10 @@
 
 import { isReport } from "../data.js";
 import { h, replace } from "../dom.js";
-import { ago, bytes, count, counted, duration, number, percent, when } from "../format.js";
+import { ago, count, counted, duration, number, percent, when } from "../format.js";
 import { runUrl } from "../router.js";
 import { stateTag } from "./runstate.js";
+import { Saving } from "./saving.js";
 
 const RECENT_STEPS = 50;
 
@@ -14,33 +15,37 @@ export class RunStatus {
     this.run = run;
     this.state = h("div", { class: "row state" });
     this.live = h("span", { class: "tag dot", test: "live", role: "status" }, isReport ? "report" : "connecting");
-    this.live.hidden = isReport;
+    this.isLive = null;
     this.bar = h("progress", { max: "1", value: "0", "aria-label": "Steps done" });
     this.facts = new Map();
     this.list = h("dl", { class: "facts" });
-    this.saving = h("div", { class: "saving", hidden: true, test: "saving" });
-    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving, actions);
+    this.saving = new Saving(run);
+    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving.element, actions);
     this.timer = setInterval(() => this.showAge(), 1000);
   }
 
   close() {
     clearInterval(this.timer);
+    this.saving.close();
   }
 
   setLive(isLive) {
+    this.isLive = isLive;
     this.live.textContent = isLive ? "live" : "connection lost, trying again";
     this.live.className = `tag dot ${isLive ? "good" : "bad"}`;
+    this.live.hidden = isLive && this.shown !== "training";
   }
 
   update(detail, steps) {
-    const { summary, sessions, saves } = detail;
+    const { summary, sessions } = detail;
     this.updatedAt = Math.max(summary.updated_at ?? 0, steps.columns.at?.at(-1) ?? 0) || null;
     if (this.shown !== summary.state) replace(this.state, stateTag(summary.state), this.live);
     this.shown = summary.state;
+    this.live.hidden = isReport || (this.isLive !== false && summary.state !== "training");
     const step = Math.max(summary.step ?? 0, steps.last ?? 0);
     const total = summary.total_steps;
     this.bar.hidden = !total;
-    this.bar.value = total ? step / total : 0;
+    this.bar.value = total ? Math.min(1, step / total) : 0;
     this.fact("Step", total ? `${count(step)} of ${count(total)}` : step > 0 ? count(step) : "–", "step");
     this.fact("Loss", number(last(steps, "loss") ?? summary.loss), "loss");
     this.fact("Tokens per second", number(mean(steps, "tokens_per_s") ?? summary.tokens_per_s), "speed");
@@ -48,13 +53,13 @@ export class RunStatus {
     this.fact("Time per step", duration(stepTime), "step-time");
     const stall = mean(steps, "stall_s");
     if (stall !== null && stepTime > 0) this.fact("Waiting for data", percent(stall / stepTime), "stalled");
-    if (total && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
+    if (total > step && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
     else this.dropFact("Remaining");
     const session = sessions.at(-1);
     if (session) this.fact("Ranks", `${count(session.world_size)}, ${session.loop}`, "ranks");
     this.fact("Checkpoints", newest(this.run, summary), "newest");
     this.fact("Updated", ago(this.updatedAt), "updated", when(this.updatedAt));
-    this.showSaving(summary, saves);
+    this.saving.update(detail);
   }
 
   showAge() {
@@ -78,20 +83,6 @@ export class RunStatus {
   dropFact(name) {
     this.facts.get(name)?.parentElement.remove();
     this.facts.delete(name);
-  }
-
-  showSaving(summary, saves) {
-    const save = summary.state === "training" ? saves.findLast((one) => one.state === "begun") : undefined;
-    this.saving.hidden = save === undefined;
-    if (save === undefined) return;
-    const whole = (saves.findLast((one) => one.state === "committed" && one.written_bytes !== null) ?? {}).written_bytes;
-    const done = save.done_bytes;
-    const share = done !== null && whole ? Math.min(1, done / whole) : null;
-    replace(
-      this.saving,
-      h("span", null, `Saving ${save.tag}`, done === null ? "" : `, ${bytes(done)} written`, whole ? h("span", { class: "muted" }, ` (the last one wrote ${bytes(whole)})`) : null),
-      h("progress", { max: "1", value: share, "aria-label": `Saving ${save.tag}` }),
-    );
   }
 }
 

@@ -2,12 +2,13 @@
 
 import { h, replace, svg } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
-import { roundNumbers, roundTimes } from "./scale.js";
+import { ticks } from "../scales.js";
 import { layOut, slotAt } from "./slots.js";
+import { roundTimes } from "./times.js";
 
 const HEIGHT = 200;
 const LEFT = 64;
-const RIGHT = 8;
+const RIGHT = 20;
 const TOP = 10;
 const BOTTOM = 26;
 
@@ -21,7 +22,8 @@ export class Timeline {
     this.chart = svg("svg", { class: "timeline", role: "img", height: HEIGHT, test: "timeline" });
     this.readout = h("p", { class: "readout", test: "timeline-readout" });
     this.frame = h("div", { class: "timeline-frame" }, this.chart);
-    this.element = h("div", null, legend(), this.frame, this.readout);
+    this.legend = h("p", { class: "legend" });
+    this.element = h("div", null, this.legend, this.frame, this.readout);
     this.frame.addEventListener("pointermove", (event) => this.point(event));
     this.frame.addEventListener("pointerleave", () => this.say(null));
     this.frame.addEventListener("click", (event) => this.pick(event));
@@ -51,11 +53,12 @@ export class Timeline {
     this.slots = placed.slots.map((slot) => ({ ...slot, x: slot.x + LEFT }));
     const highest = Math.max(1, ...this.slots.map((slot) => slot.size));
     const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - size / highest);
+    replace(this.legend, legend(this.slots));
     this.chart.setAttribute("width", width);
     this.chart.setAttribute("aria-label", this.summary(placed));
     replace(
       this.chart,
-      roundNumbers(0, highest, 4).map((size) => gridLine(width, yOf(size), bytes(size))),
+      ticks(0, highest, 4).map((size) => gridLine(width, yOf(size), bytes(size))),
       this.axis(placed, width, byTime),
       this.slots.map((slot) => this.bar(slot, yOf)),
     );
@@ -72,8 +75,8 @@ export class Timeline {
     const barWidth = slots[0].width;
     const room = Math.max(0, width - LEFT - RIGHT - barWidth);
     const most = Math.max(1, Math.floor(room / 90));
-    const ticks = byTime ? roundTimes(low, high, most) : roundSteps(low, high, most);
-    return ticks.map(({ at, text }) => {
+    const marks = byTime ? roundTimes(low, high, most) : roundSteps(low, high, most);
+    return marks.map(({ at, text }) => {
       const x = LEFT + barWidth / 2 + (high > low ? ((at - low) / (high - low)) * room : room / 2);
       return svg("text", { x, y: HEIGHT - 8, class: "tick", "text-anchor": "middle" }, text);
     });
@@ -81,17 +84,17 @@ export class Timeline {
 
   bar(slot, yOf) {
     const base = yOf(0);
-    const middle = yOf(slot.shared);
-    const top = yOf(slot.shared + slot.freed);
+    const middle = yOf(slot.freed);
+    const top = yOf(slot.freed + slot.shared);
     const gone = slot.entries.filter((entry) => this.marks.doomed.has(entry.checkpoint)).length;
     const chosen = slot.entries.some((entry) => this.marks.selected.includes(entry.checkpoint));
-    const width = Math.max(1, slot.width - (slot.width > 6 ? 2 : 1));
+    const width = Math.max(1, slot.width - (slot.width > 8 ? 2 : slot.width > 4 ? 1 : 0));
     const rect = (name, y, height) => svg("rect", { class: name, x: slot.x, y, width, height: Math.max(0, height) });
     return svg(
       "g",
       { class: gone > 0 ? "doomed" : null },
-      rect("shared", middle, base - middle),
-      rect("freed", top, middle - top),
+      rect("freed", middle, base - middle),
+      rect("shared", top, middle - top),
       rect("rest", yOf(slot.size), top - yOf(slot.size)),
       gone > 0 ? rect("gone", base + 1, 4 * Math.max(0.25, gone / slot.entries.length)) : null,
       chosen ? svg("path", { class: "chosen", d: `M${slot.x + width / 2} ${base + 2}l-5 8h10z` }) : null,
@@ -130,7 +133,7 @@ export class Timeline {
 }
 
 function roundSteps(low, high, most) {
-  return roundNumbers(low, high, most)
+  return ticks(low, high, most)
     .filter((step) => Number.isInteger(step))
     .map((step) => ({ at: step, text: short(step) }));
 }
@@ -142,12 +145,11 @@ function gridLine(width, y, text) {
   ];
 }
 
-function legend() {
-  const entry = (name, text) => h("span", { class: "legend-entry" }, h("span", { class: `swatch ${name}` }), text);
-  return h(
-    "p",
-    { class: "legend" },
-    entry("shared", "shared with other checkpoints or the run"),
-    entry("freed", "its own: freed when it is removed"),
-  );
+function legend(slots) {
+  const entry = (name, text) => h("span", { class: "key" }, h("span", { class: `swatch ${name}` }), text);
+  return [
+    entry("freed", "freed when it is removed"),
+    entry("shared", "shared with other checkpoints"),
+    slots.some((slot) => slot.size > slot.shared + slot.freed) ? entry("rest", "held by the run's own files") : null,
+  ];
 }

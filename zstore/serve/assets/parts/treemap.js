@@ -9,6 +9,7 @@ import { squarify } from "./squarify.js";
 
 const TITLE_PX = 20;
 const LEAST_TITLE = 46;
+const LINE_PX = 14;
 const GAP = 3;
 const NUM_COLOURS = 8;
 const HELP = "Arrow keys go to the neighbour in their direction, Home to the largest array, Enter shows only its part, Escape all again.";
@@ -100,6 +101,7 @@ export class Treemap {
     if (!width) return;
     this.leaves = [];
     this.titles = [];
+    this.shared = new Map();
     this.place(this.shown(), { x: 0, y: 0, width, height }, 0);
     this.draw();
   }
@@ -112,6 +114,7 @@ export class Treemap {
         continue;
       }
       const outer = shrink(boxes[index], depth === 0 ? GAP : 1);
+      if (node.kind !== undefined) this.shared.set(node.tier + node.kind, sharedPrefix(node.children));
       const titled = outer.width >= LEAST_TITLE && outer.height >= LEAST_TITLE;
       if (titled) this.titles.push({ node, box: { ...outer, height: TITLE_PX } });
       const inner = titled ? { ...outer, y: outer.y + TITLE_PX, height: outer.height - TITLE_PX } : outer;
@@ -146,8 +149,7 @@ export class Treemap {
       pen.fillRect(box.x, box.y, Math.max(0.3, box.width - gap), Math.max(0.3, box.height - gap));
       if (box.width < 54 || box.height < 18) continue;
       pen.fillStyle = text;
-      write(pen, array.name, box.x + 5, box.y + 10, box.width - 9);
-      if (box.height >= 34) write(pen, bytes(array.nbytes), box.x + 5, box.y + 25, box.width - 9);
+      label(pen, array, box, this.shared);
     }
   }
 
@@ -157,7 +159,7 @@ export class Treemap {
     for (const { node, box } of this.titles) {
       pen.font = `${node.kind === undefined ? "600 " : ""}12px ${font}`;
       pen.fillStyle = text;
-      write(pen, `${node.name} ${bytes(node.nbytes)}`, box.x + 4, box.y + TITLE_PX / 2 + 1, box.width - 8);
+      pen.fillText(fitted(pen, `${node.name} ${bytes(node.nbytes)}`, box.width - 8), box.x + 4, box.y + TITLE_PX / 2 + 1);
     }
   }
 
@@ -243,15 +245,51 @@ function shrink({ x, y, width, height }, by) {
   return { x: x + by / 2, y: y + by / 2, width: Math.max(0, width - by), height: Math.max(0, height - by) };
 }
 
-/** Write `text` so that it ends where `room` does; with dots in its middle, for names differ at their ends. */
-function write(pen, text, x, y, room) {
-  let shown = text;
-  if (pen.measureText(shown).width > room) {
-    let kept = Math.max(0, Math.floor((text.length * room) / pen.measureText(text).width) - 1);
-    const cut = () => `${text.slice(0, Math.ceil(kept * 0.4))}…${text.slice(text.length - Math.floor(kept * 0.6))}`;
-    while (kept > 3 && pen.measureText(cut()).width > room) kept -= 1;
-    if (kept <= 3) return;
-    shown = cut();
+/** Write the name of an array, without what all of its kind begin with, over as many lines as there is room, and its size. */
+function label(pen, array, box, shared) {
+  const room = box.width - 9;
+  const lines = Math.floor((box.height - 4) / LINE_PX);
+  const name = array.name.slice(shared.get(array.tier + array.kind) ?? 0) || array.name;
+  const wrapped = wrap(pen, name, room);
+  const forName = Math.max(1, lines - 1);
+  const shown = wrapped.slice(0, forName);
+  if (wrapped.length > forName) shown[forName - 1] = fitted(pen, wrapped.slice(forName - 1).join(""), room);
+  if (lines > 1) shown.push(fitted(pen, bytes(array.nbytes), room));
+  for (const [index, line] of shown.entries()) pen.fillText(line, box.x + 5, box.y + 10 + index * LINE_PX);
+}
+
+/** Return `text` in lines that are no wider than `room`, broken after dots and slashes where that is possible. */
+function wrap(pen, text, room) {
+  const lines = [""];
+  for (const part of text.split(/(?<=[./])/)) {
+    if (pen.measureText(lines.at(-1) + part).width <= room) {
+      lines[lines.length - 1] += part;
+    } else if (lines.at(-1) === "") {
+      lines[lines.length - 1] = part;
+    } else {
+      lines.push(part);
+    }
   }
-  pen.fillText(shown, x, y);
+  return lines.map((line) => fitted(pen, line, room));
+}
+
+/** Return `text`, cut in its middle where it is wider than `room`; nothing where there is no room for any of it. */
+function fitted(pen, text, room) {
+  const { width } = pen.measureText(text);
+  if (width <= room) return text;
+  for (let kept = Math.floor((text.length * room) / width) - 1; kept > 2; kept--) {
+    const cut = `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
+    if (pen.measureText(cut).width <= room) return cut;
+  }
+  return "";
+}
+
+/** Return how much of their names all arrays begin with, up to a slash. */
+function sharedPrefix(arrays) {
+  const first = arrays[0].name;
+  let length = arrays.length > 1 ? first.length : 0;
+  for (const { name } of arrays) {
+    while (!name.startsWith(first.slice(0, length))) length -= 1;
+  }
+  return first.slice(0, length).lastIndexOf("/") + 1;
 }

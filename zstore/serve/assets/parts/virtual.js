@@ -39,14 +39,16 @@ export class VirtualList {
     }
   }
 
-  /** Scroll so that a row is in sight. */
-  reveal(index) {
+  /** Scroll so that a row is in sight; with `middle` to the middle of the box, where it was not. */
+  reveal(index, middle = false) {
     if (this.rowHeight === 0) return;
-    const top = this.body.offsetTop + index * this.rowHeight;
-    const head = this.body.offsetTop;
-    if (top - head < this.box.scrollTop) this.box.scrollTop = top - head;
-    const bottom = top + this.rowHeight - this.box.clientHeight;
-    if (bottom > this.box.scrollTop) this.box.scrollTop = bottom;
+    const top = index * this.rowHeight;
+    const room = this.box.clientHeight - this.body.offsetTop;
+    const last = top + this.rowHeight - room;
+    const { scrollTop } = this.box;
+    if (top < scrollTop || last > scrollTop) {
+      this.box.scrollTop = middle ? top - room / 2 : top < scrollTop ? top : last;
+    }
     this.update();
   }
 

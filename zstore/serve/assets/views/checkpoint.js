@@ -154,7 +154,7 @@ class CheckpointView {
         h(
           "div",
           { class: "tree-pane" },
-          h("div", { class: "tree-head", "aria-hidden": "true" }, ["Name", "Type", "Shape", "Size"].map((text) => h("span", { class: "cell" }, text))),
+          arraysHead(),
           this.tree.element,
           h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter shows an array."),
         ),
@@ -260,9 +260,16 @@ class CheckpointView {
   }
 }
 
-function arrayCells(node) {
-  const { item } = node;
-  return item === null ? [counted(node.count, "array"), "", bytes(node.nbytes)] : [item.dtype, shape(item.shape), bytes(item.nbytes)];
+function arrayCells(item, { count: arrays, nbytes }) {
+  const size = h("span", { class: "cell num" }, bytes(item === null ? nbytes : item.nbytes));
+  if (item === null) return [h("span", { class: "cell both wide" }, counted(arrays, "array")), size];
+  const text = shape(item.shape);
+  return [h("span", { class: "cell wide" }, item.dtype), h("span", { class: "cell wide", title: text }, text), size];
+}
+
+function arraysHead() {
+  const name = (text, kind) => h("span", { class: `cell ${kind}` }, text);
+  return h("div", { class: "tree-head", "aria-hidden": "true" }, name("Name", ""), name("Type", "wide"), name("Shape", "wide"), name("Size", "num"));
 }
 
 function arrayHead(entry) {

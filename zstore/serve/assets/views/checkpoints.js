@@ -106,6 +106,7 @@ class CheckpointsView {
       this.trouble,
     );
     this.drawData();
+    if (this.grid.selected.length > 0) this.grid.reveal(this.grid.selected[0]);
     if (this.query.has("prune") && whyNot(this.context.service) === null) this.openPrune();
     if (!isReport) this.closing.push(repeat(() => this.refresh(), (error) => this.fail(error), this.pauseS()));
   }
@@ -203,6 +204,8 @@ class CheckpointsView {
     const words = this.filterText.toLowerCase().split(/\s+/).filter(Boolean);
     const all = this.list.checkpoints;
     const shown = all.filter((entry) => words.every((word) => `${entry.checkpoint} ${entry.tag} ${entry.step}`.toLowerCase().includes(word)));
+    const keys = new Set(all.map((entry) => entry.checkpoint));
+    this.grid.selected = this.grid.selected.filter((key) => keys.has(key));
     // The newest first, as long as nobody sorts otherwise.
     this.grid.show([...shown].reverse(), this.columns());
     this.found.textContent = words.length > 0 ? `${count(shown.length)} of ${counted(all.length, "checkpoint")}` : "";
@@ -218,27 +221,24 @@ class CheckpointsView {
   columns() {
     const link = (entry) =>
       h("a", { href: this.urlOf(entry), tabindex: "-1", title: entry.checkpoint, test: "checkpoint-link" }, h("bdi", null, entry.tag));
-    const size = (key, label, hint, value) => ({ key, label, hint, width: "6rem", numeric: true, cell: (entry) => bytes(value(entry)), value });
-    const whole = (key, label, width, value) => ({ key, label, width, numeric: true, cell: (entry) => count(value(entry)), value });
+    const writtenBy = (entry) => this.written.get(`${entry.tag} ${entry.step}`) ?? null;
+    const step = numberColumn("step", "Step", "5.5rem", count, (entry) => entry.step);
+    const size = sizeColumn("size", "Size", "Bytes of all its files", (entry) => entry.size_bytes);
+    const shared = sizeColumn("shared", "Shared", "Of those, what other checkpoints have too", (entry) => entry.shared_bytes);
+    const freed = sizeColumn("freed", "Frees", "Bytes that removing it alone would free", (entry) => entry.freed_bytes);
+    const written = sizeColumn("written", "Written", "Bytes that its save wrote anew, by the journal", writtenBy);
+    const phone = matchMedia("(max-width: 640px)").matches;
     return [
-      { key: "tag", label: "Checkpoint", width: "minmax(9rem, 1.5fr)", cell: link, value: (entry) => entry.tag },
-      whole("step", "Step", "5.5rem", (entry) => entry.step),
+      { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.5fr)", stays: true, cell: link, value: (entry) => entry.tag },
+      ...(phone ? [size, freed, shared, step] : [step, size, shared, freed]),
+      ...(this.written.size > 0 ? [written] : []),
       { key: "age", label: "Saved", width: "6.5rem", cell: (entry) => time(entry.committed_at), value: (entry) => -entry.committed_at },
-      whole("ranks", "Ranks", "4.5rem", (entry) => entry.world_size),
-      size("size", "Size", "Bytes of all its files", (entry) => entry.size_bytes),
-      size("shared", "Shared", "Of those, bytes of files that have other names too", (entry) => entry.shared_bytes),
-      size("freed", "Frees", "Bytes that removing it alone would free", (entry) => entry.freed_bytes),
-      this.written.size === 0 ? null : size("written", "Written", "Bytes that its save wrote anew, by the journal", (entry) => this.written.get(`${entry.tag} ${entry.step}`) ?? null),
+      numberColumn("ranks", "Ranks", "4.5rem", count, (entry) => entry.world_size),
       ...this.metrics.map((name) => ({
-        key: `metric-${name}`,
-        label: h("bdi", null, name.slice(0, 40)),
+        ...numberColumn(`metric-${name}`, h("bdi", null, name.slice(0, 40)), "6.5rem", number, (entry) => entry.metrics[name] ?? null),
         hint: name,
-        width: "6rem",
-        numeric: true,
-        cell: (entry) => number(entry.metrics[name] ?? null),
-        value: (entry) => entry.metrics[name] ?? null,
       })),
-    ].filter((column) => column !== null);
+    ];
   }
 
   urlOf(entry) {
@@ -309,6 +309,14 @@ class CheckpointsView {
   }
 }
 
+function numberColumn(key, label, width, textOf, value) {
+  return { key, label, width, numeric: true, cell: (entry) => textOf(value(entry)), value };
+}
+
+function sizeColumn(key, label, hint, value) {
+  return { ...numberColumn(key, label, "6rem", bytes, value), hint };
+}
+
 function metricNames(entries, most = MOST_METRICS) {
   const names = new Set();
   for (const entry of entries) for (const name of Object.keys(entry.metrics)) names.add(name);
@@ -363,6 +371,6 @@ function table(heads, rows) {
   return h(
     "div",
     { class: "scroll" },
-    h("table", { class: "cards" }, h("thead", null, h("tr", null, heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", null, rows)),
+    h("table", { class: "cards" }, h("thead", null, h("tr", null, heads.map((text) => h("th", { scope: "col", class: text.startsWith("Size") ? "num" : null }, text)))), h("tbody", null, rows)),
   );
 }

@@ -11,7 +11,7 @@ import { empty, problem } from "../states.js";
 import { buildTree } from "../parts/names.js";
 import { TreeView } from "../parts/tree.js";
 
-const STATUSES = ["values", "shape", "dtype", "added", "removed"];
+const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
 const WORDS = {
   same: "the same",
   values: "other values",
@@ -19,6 +19,7 @@ const WORDS = {
   dtype: "other type",
   added: "added",
   removed: "removed",
+  unknown: "not known by checksums",
 };
 
 export async function show(container, params, context) {
@@ -60,7 +61,13 @@ class CompareView {
       h(
         "div",
         { class: "tree-pane" },
-        h("div", { class: "tree-head compare", "aria-hidden": "true" }, ["Name", "Differs in", "Chunks changed"].map((text) => h("span", { class: "cell" }, text))),
+        h(
+          "div",
+          { class: "tree-head compare", "aria-hidden": "true" },
+          h("span", { class: "cell" }, "Name"),
+          h("span", { class: "cell" }, "Differs in"),
+          h("span", { class: "cell num wide" }, "Chunks changed"),
+        ),
         this.tree.element,
         h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter compares an array by its values."),
       ),
@@ -216,7 +223,7 @@ class CompareView {
       values,
     );
     if (chosen && matchMedia("(max-width: 900px)").matches) this.detail.scrollIntoView({ block: "start" });
-    if (entry.status === "values" || entry.status === "dtype") await this.loadValues(entry, values);
+    if (["values", "dtype", "unknown"].includes(entry.status)) await this.loadValues(entry, values);
     else replace(values, h("p", { class: "muted" }, "Values are compared only where both have the same shape."));
   }
 
@@ -264,12 +271,14 @@ function valueFacts({ numel, changed, max_abs, rms, nonfinite, chunks, chunks_ch
   ];
 }
 
-function differenceCells(node) {
-  const { item } = node;
+function differenceCells(item, { tally }) {
+  const swatch = (status) => h("span", { class: `swatch status-${status}` });
   if (item === null) {
-    const parts = STATUSES.filter((status) => node.tally[status]).map((status) => `${count(node.tally[status])} ${WORDS[status]}`);
-    return [parts.join(", "), ""];
+    const statuses = STATUSES.filter((status) => tally[status]);
+    const title = statuses.map((status) => `${count(tally[status])} ${WORDS[status]}`).join(", ");
+    const parts = statuses.map((status) => h("span", { class: "tally" }, swatch(status), count(tally[status])));
+    return [h("span", { class: "cell both", title, "aria-label": title }, parts)];
   }
   const chunks = item.chunks > 0 ? `${count(item.chunks_changed)} of ${count(item.chunks)}` : "";
-  return [h("span", null, h("span", { class: `swatch status-${item.status}` }), WORDS[item.status]), chunks];
+  return [h("span", { class: "cell" }, swatch(item.status), WORDS[item.status]), h("span", { class: "cell num wide" }, chunks)];
 }

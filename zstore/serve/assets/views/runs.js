@@ -169,7 +169,7 @@ function cell(column, part) {
 
 function inside(key, part) {
   if (key === "state") return stateTag(part.state);
-  if (key === "step") return [count(part.step), part.total === null ? null : h("span", { class: "muted" }, ` / ${count(part.total)}`)];
+  if (key === "step") return h("span", null, count(part.step), part.total === null ? null : h("span", { class: "muted" }, ` / ${count(part.total)}`));
   if (key !== "newest") return part.text;
   if (part.newest === null) return h("span", { class: "muted" }, "none");
   const { checkpoint, tag } = part.newest;

@@ -1,23 +1,6 @@
-// Round numbers for axes.
+// Times beside an axis.
 
 const TIME_STEPS_S = [1, 5, 15, 60, 300, 900, 3600, 10800, 21600, 43200, 86400, 604800, 2592000, 31536000];
-
-/**
- * @param {number} low
- * @param {number} high
- * @param {number} most
- * @returns {number[]} At most about `most` round numbers from `low` to `high`.
- */
-export function roundNumbers(low, high, most) {
-  const spread = high - low;
-  if (!(spread > 0) || !Number.isFinite(spread)) return [low];
-  const raw = spread / Math.max(1, most);
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? raw;
-  const found = [];
-  for (let number = Math.ceil(low / step); number * step <= high + step * 1e-9; number++) found.push(number * step);
-  return found;
-}
 
 /**
  * @param {number} low Seconds since 1970.

@@ -1,0 +1,263 @@
+"""The journal that an engine writes, compared with what the engine itself says."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import warm
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start, step
+from zstore.engine import Engine
+from zstore.errors import ConfigError, DiskFullError
+from zstore.io.files import Files
+from zstore.journal import journals, read, steps
+from zstore.journal.names import journal_file, run_of
+from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def kinds(folder: Path, *, run_id: str | None = None) -> list[str]:
+    return [record["kind"] for record in read(folder, run_id)]
+
+
+def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read(folder) if record["kind"] == kind]
+
+
+def test_steps_saves_and_loads_are_as_the_engine_says(tmp_path: Path) -> None:
+    expected: list[tuple[int, float, float, float]] = []
+    config = make_config(2, "nvme", tmp_path, gradient_clipping=1.0)
+    ckpt = tmp_path / "ckpt"
+
+    def take(engine: Engine) -> None:
+        losses = []
+        for micro in range(2):
+            loss = engine(*batch(engine.global_steps, micro, 0))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        expected.append((engine.global_steps, sum(losses) / 2, norm, engine.get_lr()[0]))
+
+    with start(config) as engine:
+        run = engine.training_state.run_id
+        for number in range(3):
+            engine.journal.note(tokens=100 + number, total_steps=7)
+            take(engine)
+            assert not ckpt.exists()  # nobody knows where it will be
+        logging.getLogger("zstore").warning("mind %s", "this")
+        handle = engine.save_checkpoint(str(ckpt), wait=False)
+        summary = handle.wait()
+        take(engine)
+        engine.save_checkpoint(str(tmp_path / "elsewhere"), "tag")
+        assert not journals(tmp_path / "elsewhere")
+        held = engine.statistics().held
+    assert journals(ckpt) == [journal_file(run)]
+    records = read(ckpt)
+    assert [r["kind"] for r in records[:2]] == ["start", "plan"]
+    first, plan, end = records[0], records[1], records[-1]
+    assert (first["run"], first["step"], first["total_steps"], first["loop"]) == (run, 0, 7, "engine")
+    assert (first["pid"], first["world_size"], first["device"]) == (os.getpid(), 1, "cpu")
+    assert first["parameters"] == sum(p.numel() for p in make_net().parameters())
+    assert first["config"]["gradient_clipping"] == 1.0
+    assert first["versions"]["torch"] == torch.__version__
+    assert (end["kind"], end["step"], end["reason"]) == ("end", 4, "done")
+    # Of a list of all that rests somewhere; names as in the store.
+    sizes: dict[str, int] = {}
+    for name, tier, kind, nbytes in plan["arrays"]:
+        assert tier in ("device", "host", "disk")
+        sizes[kind] = sizes.get(kind, 0) + nbytes
+        assert name.split("/")[0] in ("parameter", "model", "optimizer")
+    assert sizes == {"parameters": held.parameters, "optimizer state": held.optimizer_state}
+    measured = {(p["tier"], p["kind"]): p["measured_bytes"] for p in plan["parts"]}
+    planned = {(p["tier"], p["kind"]): p["planned_bytes"] for p in plan["parts"]}
+    assert sum(measured[t, "optimizer state"] for t in ("host", "disk")) == held.optimizer_state
+    assert {key: n for key, n in planned.items() if key[1] != "gradients"} == {
+        key: n for key, n in measured.items() if key[1] != "gradients"
+    }
+
+    taken = of_kind(ckpt, "step")
+    assert [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in taken] == [
+        (number, pytest.approx(loss, rel=1e-6), norm, lr) for number, loss, norm, lr in expected
+    ]
+    assert [r["tokens"] for r in taken] == [100, 101, 102, 102]
+    assert {r["samples"] for r in taken} == {4}
+    assert taken[0]["links"]["optimizer_write"]["bytes"] > 0
+    assert taken[0]["memory"]["disk"] > 0
+    assert taken[0]["memory"]["process"] > 2**20
+    assert all(r["step_s"] >= 0.9 * (r["forward_s"] + r["backward_s"] + r["optimizer_s"]) > 0 for r in taken)
+    assert "mind this" in [r["text"] for r in of_kind(ckpt, "warning")]
+
+    saves = of_kind(ckpt, "save")
+    assert [(r["step"], r["tag"], r["state"]) for r in saves] == [
+        (3, "step-00000003", "begun"),
+        (3, "step-00000003", "committed"),
+        (4, "tag", "begun"),
+        (4, "tag", "committed"),
+    ]
+    assert saves[1]["location"] == str(summary.path)
+    assert saves[1]["linked_bytes"] == summary.linked_bytes > 0
+    assert saves[1]["written_bytes"] == summary.written_bytes > 0
+    assert saves[1]["stall_s"] == handle.stall_s
+    assert saves[3]["stall_s"] >= saves[3]["elapsed_s"] > 0
+
+    with start(config) as engine:  # goes on in the same file
+        engine.load_checkpoint(str(ckpt))
+        take(engine)
+    assert journals(ckpt) == [journal_file(run)]
+    again = read(ckpt)[len(records) :]
+    assert [r["kind"] for r in again if r["kind"] != "warning"] == ["start", "plan", "load", "step", "end"]
+    assert again[0]["step"] == 3
+    load = next(r for r in again if r["kind"] == "load")
+    assert (load["step"], load["tag"], load["location"]) == (3, "step-00000003", str(summary.path))
+    assert steps(read(ckpt))["step"] == [1, 2, 3, 4]
+    assert steps(read(ckpt))["loss"][3] == again[-2]["loss"]
+
+
+def test_losses_that_the_loop_divided_are_summed(tmp_path: Path) -> None:
+    config = make_config(zstore={"journal": str(tmp_path)}, steps_per_print=1)
+    with start(config) as engine:
+        losses = [engine(*batch(0, micro, 0)) for micro in range(2)]
+        for loss in losses:
+            engine.backward(loss / 2, scale_wrt_gas=False)
+            engine.step()
+    assert of_kind(tmp_path, "step")[0]["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-6)
+
+
+def test_a_skipped_step_has_no_number_that_json_lacks(tmp_path: Path) -> None:
+    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    with start(make_config(zstore={"journal": str(tmp_path)}, **fp16)) as engine:
+        step(engine)
+        step(engine, factor=math.inf)
+    one, two = of_kind(tmp_path, "step")
+    assert (one["skipped"], two["skipped"]) == (False, True)
+    assert (two["grad_norm"], two["loss"]) == (None, None)
+
+
+def test_where_the_config_says_or_nowhere(tmp_path: Path) -> None:
+    for journal, expected in ((str(tmp_path / "own"), ["own"]), (False, [])):
+        with start(make_config(zstore={"journal": journal})) as engine:
+            step(engine)
+            engine.save_checkpoint(str(tmp_path / f"ckpt-{len(expected)}"))
+        assert [p.parent.name for p in tmp_path.rglob("journal-*")] == ["own"]
+    with start(make_config(), frozen=True) as engine:
+        assert not engine.journal.enabled
+    for wrong in ("own/journal", True, 3):
+        with pytest.raises(ConfigError, match=r"zstore\.journal: expected .*path"):
+            start(make_config(zstore={"journal": wrong}))
+
+
+def test_a_load_names_the_folder_and_the_first_save_another(tmp_path: Path) -> None:
+    with start() as engine:
+        step(engine)
+        engine.save_checkpoint(str(tmp_path / "one"))
+    before = read(tmp_path / "one")
+    with start() as engine:
+        engine.load_checkpoint(str(tmp_path / "one"))
+        step(engine)
+        assert engine.journal.open_at == (tmp_path / "one", engine.training_state.run_id)
+        engine.save_checkpoint(str(tmp_path / "two"))
+        step(engine)
+    one, two = read(tmp_path / "one")[len(before) :], read(tmp_path / "two")
+    assert [r["kind"] for r in one if r["kind"] != "warning"] == ["start", "plan", "load", "step", "save", "end"]
+    assert [r for r in two if r["kind"] != "save"][: len(one) - 2] == [
+        r for r in one if r["kind"] not in ("save", "end")
+    ]
+    assert [r["step"] for r in two if r["kind"] == "step"] == [2, 3]
+    with start() as engine:  # a process that only looks leaves nothing
+        engine.load_checkpoint(str(tmp_path / "two"))
+    assert read(tmp_path / "two") == two
+    with start() as engine:  # weights of another run to begin with
+        engine.load_checkpoint(str(tmp_path / "two"), load_module_only=True)
+        step(engine)
+        assert engine.journal.open_at is None
+
+
+def test_a_failed_save_is_written_down_and_the_refused_one_makes_no_journal(tmp_path: Path) -> None:
+    files: Files = FaultyFiles(faults=(Fault(kind="write", pattern="*/bad.*/model/*", times=None, error_number=28),))
+    with start(_files=files) as engine:
+        step(engine)
+        with pytest.raises(DiskFullError):
+            engine.save_checkpoint(str(tmp_path / "ckpt"), "bad")
+        engine.save_checkpoint(str(tmp_path / "ckpt"), "good")
+    states = [(r["tag"], r["state"]) for r in of_kind(tmp_path / "ckpt", "save")]
+    assert states == [("bad", "begun"), ("bad", "failed"), ("good", "begun"), ("good", "committed")]
+    assert "No space left" in of_kind(tmp_path / "ckpt", "save")[1]["problem"]
+
+
+def test_a_folder_that_cannot_be_written_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with start(make_config(zstore={"journal": str(tmp_path / "file" / "below")})) as engine:
+        for _ in range(3):
+            step(engine)
+    assert sum("journal cannot be written" in record.message for record in caplog.records) == 1
+
+
+SCRIPT = """
+import os, sys
+from tests.engine.runs import make_config, start, step
+end = sys.argv[2]
+engine = start(make_config())
+engine.note_save_folder(sys.argv[1])
+for _ in range(3):
+    step(engine)
+if end == "error":
+    raise RuntimeError("as a bug would")
+if end == "killed":
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_how_a_process_ended(tmp_path: Path) -> None:
+    def process(end: str) -> Any:
+        arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / end), end]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return warm.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
+
+    fails, killed = process("error"), process("killed")
+    fails.communicate(timeout=60)
+    (end,) = of_kind(tmp_path / "error", "end")
+    assert (end["step"], end["reason"]) == (3, "failed")
+    assert killed.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 5
+    while len(of_kind(tmp_path / "killed", "step")) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    assert kinds(tmp_path / "killed")[-1] == "step"
+
+
+def _train(rank: int, folder: Path) -> tuple[int, bool]:
+    with start(make_config(3)) as engine:
+        engine.note_save_folder(str(folder))
+        step(engine)
+        engine.save_checkpoint(str(folder))
+        return rank, engine.journal.enabled
+
+
+def test_rank_0_alone_writes(tmp_path: Path) -> None:
+    assert run_ranks(_train, 2, tmp_path) == [(0, True), (1, False)]
+    (name,) = journals(tmp_path)
+    assert run_of(name) is not None
+    assert [r["kind"] for r in read(tmp_path) if r["kind"] != "warning"] == [
+        "start", "plan", "step", "save", "save", "end",
+    ]  # fmt: skip
+    assert read(tmp_path)[0]["world_size"] == 2

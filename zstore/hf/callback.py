@@ -1,0 +1,44 @@
+"""What a Trainer's run tells its journal, and takes from people who ask the run for something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from zstore.engine.engine import Engine
+
+
+class RunCallback(TrainerCallback):  # type: ignore[misc]
+    """Tells the journal of `engine` the tokens of each step, where Trainer counts them, and saves or stops when asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._journal = engine.journal
+        self._seen_tokens = 0
+        self._asked: set[str] = set()
+        engine.take_requests(self._take)
+
+    def _take(self, action: str) -> None:
+        self._asked.add(action)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note where counting begins."""
+        self._seen_tokens = int(state.num_input_tokens_seen)
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say how many tokens the step has."""
+        if args.include_num_input_tokens_seen not in (False, "no"):
+            seen = int(state.num_input_tokens_seen)
+            self._journal.note(tokens=seen - self._seen_tokens)
+            self._seen_tokens = seen
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Save, or save and stop, where that was asked for in the step."""
+        if not self._asked:
+            return None
+        control.should_save = True
+        control.should_training_stop |= "stop" in self._asked
+        self._asked.clear()
+        return control

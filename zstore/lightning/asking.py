@@ -1,0 +1,54 @@
+"""What a fit tells the run's journal, and takes from people who ask the run for something."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib import import_module
+from typing import Any
+
+from zstore.engine.engine import Engine
+
+_NAME = "ZstoreRunCallback"
+
+
+def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
+    """Let the journal be beside the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
+    engine.journal.note(loop="lightning", total_steps=_total_steps(trainer))
+    checkpoints = trainer.checkpoint_callback
+    if getattr(checkpoints, "dirpath", None):
+        engine.checkpoints.note_folder(str(checkpoints.dirpath))
+    asked: set[str] = set()
+
+    def take(action: str) -> str | None:
+        if getattr(checkpoints, "dirpath", None) is None:
+            return "this Trainer has no ModelCheckpoint, so it is not known where it saves"
+        asked.add(action)
+        return None
+
+    def on_train_batch_end(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Save, or save and stop, where that was asked for in the step of this batch."""
+        if not asked:
+            return
+        numbers = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        name = checkpoints.format_checkpoint_name({**trainer.callback_metrics, **numbers})
+        trainer.save_checkpoint(os.path.join(checkpoints.dirpath, os.path.basename(name)))
+        if "stop" in asked:
+            trainer.should_stop = True
+        asked.clear()
+
+    engine.take_requests(take)
+    kind = type(_NAME, (import_module(library).Callback,), {"on_train_batch_end": on_train_batch_end})
+    # In front of the callback that saves: those of Lightning come last.
+    others = [callback for callback in trainer.callbacks if type(callback).__name__ != _NAME]
+    trainer.callbacks = [kind(), *others]
+
+
+def _total_steps(trainer: Any) -> int | None:
+    """Return the optimizer steps of the fit; None where its end is open."""
+    if trainer.max_steps > 0:
+        return int(trainer.max_steps)
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs or -1
+    if epochs < 0 or math.isinf(batches):
+        return None
+    return math.ceil(batches / trainer.accumulate_grad_batches) * int(epochs)
