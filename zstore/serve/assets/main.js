@@ -17,7 +17,7 @@ import { ROUTES } from "./views.js";
 
 const main = document.getElementById("main");
 const announcer = document.getElementById("announcer");
-let service = { version: "", allows_actions: false, authorized: false };
+let service = { version: "", allows_actions: false, authorized: false, needs_token: false };
 let shown = 0;
 let stop = null;
 let lastPath = null;
@@ -60,6 +60,10 @@ async function show() {
   lastPath = path;
   if (found === null) {
     replace(container, empty("There is no such page", `Nothing is at ${path}. The list of runs is at the top left.`));
+    return;
+  }
+  if (service.needs_token) {
+    replace(container, askForToken(again));
     return;
   }
   try {
