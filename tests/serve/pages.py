@@ -97,4 +97,4 @@ def open_site(folder: Path) -> Iterator[Site]:
         yield Site(folder / "runs", base, folder / "guarded", guarded_base, browser)
 
 
-__all__ = ["PHONE", "WIDE", "HOSTILE_VIEWS", "VIEWS", "Site", "open_site"]
+__all__ = ["HOSTILE_VIEWS", "PHONE", "VIEWS", "WIDE", "Site", "open_site"]
