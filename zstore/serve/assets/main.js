@@ -8,7 +8,7 @@
 
 import { get, isReport } from "./data.js";
 import { h, replace } from "./dom.js";
-import { follow, go, here, link, match } from "./router.js";
+import { follow, go, here, link, match, runUrl } from "./router.js";
 import { runBar } from "./runbar.js";
 import { askForToken, sessionButton } from "./session.js";
 import { empty, loading, problem } from "./states.js";
@@ -27,7 +27,14 @@ start();
 async function start() {
   follow(() => void show());
   await learn();
+  if (isReport && location.hash === "") await beginAtRun();
   await show();
+}
+
+/** A report is of one run: it opens there. */
+async function beginAtRun() {
+  const { runs } = await get("/api/runs");
+  if (runs.length === 1) history.replaceState(null, "", runUrl(runs[0].name));
 }
 
 /** Ask the service what it allows here, and show that in the header. */
