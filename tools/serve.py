@@ -35,6 +35,15 @@ class Listening:
             "--allow-actions", help="Take uploads, and save, stop, verify and prune when asked; needs a token."
         ),
     ] = False
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            help="After an upload, remove all but the newest N checkpoints of its run, though its client would keep more; what "
+            "the client keeps by step, metric or tag stays.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", metavar="FILE")
     ] = None
@@ -76,6 +85,7 @@ def serve_command(
         port=listening.port,
         token=listening.token,
         allow_actions=listening.allow_actions,
+        keep_last=listening.keep_last,
         tls_certificate=listening.tls_certificate,
         tls_key=listening.tls_key,
         storage_options=parse_options(listening.storage_option or ()),

@@ -119,9 +119,9 @@ class StepTable:
         self._size = joined.shape[1] + rest.shape[1]
 
     def columns(
-        self, *, points: int, after_step: float = -math.inf, after_line: float = -math.inf
+        self, *, points: int, after_step: float = -math.inf, until_step: float = math.inf, after_line: float = -math.inf
     ) -> dict[str, list[float | None]]:
-        """Return the rows after a step, or after a line by its number, as at most `points` values a column.
+        """Return the rows after a step, or a line by its number, up to a step, as at most `points` values a column.
 
         Columns that come with the steps are there where they have a value.
         """
@@ -129,7 +129,8 @@ class StepTable:
         if after_line > -math.inf:  # rows that were taken again have later numbers: these rise too
             numbers = self._data[self._places[_SERIAL], : self._size]
             first = max(first, int(np.searchsorted(numbers, after_line, side="right")))
-        part = self._data[:, first : self._size]
+        last = int(np.searchsorted(self._data[0, : self._size], until_step, side="right"))
+        part = self._data[:, first : max(first, last)]
         if part.shape[1] > points:
             part = _joined(part, list(self._places), points)
         found: dict[str, list[float | None]] = {}

@@ -145,8 +145,8 @@ class RunDetail(_Model):
 
 
 class Steps(_Model):
-    """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; where there are more than `points`, each is the mean
-    of some that follow each other, step and time those of the last."""
+    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; where there are more than `points`, each is
+    the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,

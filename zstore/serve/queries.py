@@ -64,10 +64,8 @@ async def _placement(request: Request, values: Values) -> Response:
 
 
 async def _steps(request: Request, values: Values) -> Response:
-    after, points = values["after"], values["points"]
-    return await answer(
-        _of_run(request, lambda service, run: views.run_steps(service, run, after=after, points=points))
-    )
+    asked = {name: values[name] for name in ("after", "until", "points")}
+    return await answer(_of_run(request, lambda service, run: views.run_steps(service, run, **asked)))
 
 
 async def _checkpoints(request: Request, values: Values) -> Response:
@@ -106,6 +104,7 @@ async def _job(request: Request, values: Values) -> Response:
 
 
 _AFTER = Parameter(name="after", help="Steps after this one only.", kind="integer")
+_UNTIL = Parameter(name="until", help="Steps up to this one only.", kind="integer")
 _POINTS = Parameter(
     name="points", help="Most values a column.", kind="integer", default=1000, least=1, most=_MOST_POINTS
 )
@@ -134,7 +133,7 @@ OPERATIONS = (
         summary="Steps of a run as columns",
         answer=Steps,
         handle=_steps,
-        parameters=(_AFTER, _POINTS),
+        parameters=(_AFTER, _UNTIL, _POINTS),
         problems=(404,),
     ),
     Operation(

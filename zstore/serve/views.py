@@ -87,15 +87,21 @@ def run_detail(service: Library, run: Run) -> RunDetail:
     )
 
 
-def run_steps(service: Library, run: Run, *, after: int | None = None, points: int = 1000) -> Steps:
-    """Return the steps of a run's newest journal after a step, as at most `points` rows."""
+def run_steps(
+    service: Library, run: Run, *, after: int | None = None, until: int | None = None, points: int = 1000
+) -> Steps:
+    """Return the steps of a run's newest journal after one and up to another, as at most `points` rows."""
     history = fresh_history(service, run)
     with history.lock:
         view = history.current
         if view is None:
             return Steps(columns={}, last_step=None)
         last = view.table.last.get("step")
-        columns = view.table.columns(points=points, after_step=float("-inf") if after is None else after)
+        columns = view.table.columns(
+            points=points,
+            after_step=float("-inf") if after is None else after,
+            until_step=float("inf") if until is None else until,
+        )
     return Steps.model_construct(columns=columns, last_step=None if last is None else int(last))
 
 

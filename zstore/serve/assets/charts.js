@@ -208,12 +208,12 @@ export class LineChart {
     );
   }
 
-  /** Show the values at the point that is read, the last ones without it. */
+  /** Show the values at the point that is read, the last ones that are shown without it. */
   read() {
     if (!this.shown) return;
     const { x, series, marks } = this.data;
     const { cursor, brush } = this.group;
-    const at = cursor === null ? x.length - 1 : nearest(x, cursor);
+    const at = cursor === null ? firstFrom(x, this.x.high + Number.EPSILON * this.x.high) - 1 : nearest(x, cursor);
     for (const [index, one] of series.entries()) {
       this.values[index].textContent = at < 0 ? NOTHING : this.format(one.values[at]);
     }

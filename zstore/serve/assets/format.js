@@ -48,7 +48,8 @@ export function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 2).replace("e+", "e");
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: Math.max(0, digits - 4) });
-  return String(Number(value.toPrecision(digits)));
+  if (size < 0.1 || Number.isInteger(value)) return String(Number(value.toPrecision(digits)));
+  return value.toPrecision(digits);
 }
 
 /** A number short enough for an axis: 12k, 1.5M. */
@@ -65,6 +66,7 @@ export function short(value) {
 export function duration(seconds) {
   if (!known(seconds)) return NOTHING;
   if (seconds === 0) return "0 s";
+  if (seconds < 0) return `-${duration(-seconds)}`;
   if (seconds < 1e-3) return `${Number((seconds * 1e6).toPrecision(3))} µs`;
   if (seconds < 1) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;

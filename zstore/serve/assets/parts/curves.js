@@ -6,6 +6,7 @@ import { bytes, duration, number, rate, short } from "../format.js";
 
 const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
+const LEAST_SHARE = 1e-3;
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
 const axisBytes = (value) => bytes(value).replace(/\.00 | bytes/, " ").replace(/(\.\d)0 /, "$1 ");
@@ -31,7 +32,7 @@ export class Curves {
     });
     this.charts = new Map();
     this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setLog(!this.isLog), test: "log" }, "Log scale");
-    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "Show all steps");
+    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "All steps");
     this.smooth = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setSmooth(!this.isSmooth), test: "smooth" }, "Smooth");
     this.isLog = false;
     this.isSmooth = false;
@@ -110,9 +111,12 @@ function phases(steps) {
   const parts = names.map((name) => ({ label: name.replace("_s", ""), values: steps.column(name) }));
   if (!steps.has("step_s")) return parts;
   const whole = steps.column("step_s");
-  const rest = whole.map((value, index) =>
-    value === null ? null : Math.max(0, value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0)),
-  );
+  const rest = whole.map((value, index) => {
+    if (value === null) return null;
+    const left = value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0);
+    return left > value * LEAST_SHARE ? left : 0;
+  });
+  if (parts.length > 0 && !rest.some((value) => value > 0)) return parts;
   return [...parts, { label: parts.length === 0 ? "step" : "other", values: rest }];
 }
 

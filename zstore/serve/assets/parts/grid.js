@@ -52,7 +52,7 @@ export class Grid {
     this.active = 0;
   }
 
-  /** Show these entries under these columns. What is selected stays, where it still is there. */
+  /** Show these entries under these columns. What is selected stays so, even while it is not shown. */
   show(entries, columns) {
     const at = this.shown?.[this.active];
     this.entries = entries;
@@ -61,26 +61,12 @@ export class Grid {
     this.element.style.setProperty("--columns", this.most > 0 ? `2.25rem ${widths}` : widths);
     const least = columns.map((column) => column.width.match(/[\d.]+rem/)[0]);
     this.element.style.setProperty("--least-width", `calc(2.25rem + ${least.join(" + ")})`);
-    const keys = new Set(entries.map(this.keyOf));
-    this.selected = this.selected.filter((key) => keys.has(key));
     this.layOut();
     if (at !== undefined) {
       const index = this.shown.findIndex((entry) => this.keyOf(entry) === this.keyOf(at));
       if (index >= 0) this.active = index;
       this.markActive();
     }
-  }
-
-  /** Select these, as far as they are there. */
-  setSelected(keys) {
-    this.selected = keys.slice(0, this.most);
-    this.list.redraw();
-    this.markActive();
-  }
-
-  setSort(sort) {
-    this.sort = sort;
-    this.layOut();
   }
 
   /** Bring an entry in sight and make it the one that keys act on. */

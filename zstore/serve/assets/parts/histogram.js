@@ -140,8 +140,9 @@ function ruled(width, y, text) {
 
 function powers(highest) {
   const found = [0];
-  for (let power = 1; power <= highest; power *= 10) found.push(power);
-  return found.length > 6 ? found.filter((_, index) => index === 0 || index % 2 === 1) : found;
+  const factor = highest > 1e6 ? 100 : 10;
+  for (let power = factor; power <= highest; power *= factor) found.push(power);
+  return found;
 }
 
 function axisName(place, text) {

@@ -134,26 +134,27 @@ export function rowsOf(root, isOpen, isShown = null) {
 /**
  * @param {Node} root
  * @param {string} text Words, all of which a name must hold; case does not count.
- * @returns {{nodes: Set<Node>, count: number} | null} The arrays that match and what they are in; null for no words.
+ * @returns {Map<Node, {count: number, nbytes: number, tally: Record<string, number>}> | null} The arrays that match and what
+ *   they are in, each with its sums over those that match; null for no words.
  */
 export function match(root, text) {
   const words = text.toLowerCase().split(/\s+/).filter((word) => word !== "");
   if (words.length === 0) return null;
-  const nodes = new Set();
-  let count = 0;
+  const sums = new Map();
   const visit = (node) => {
-    let found = false;
-    if (node.item !== null) {
+    const { item } = node;
+    if (item !== null) {
       const name = node.path.toLowerCase();
-      found = words.every((word) => name.includes(word));
-      count += Number(found);
+      if (!words.every((word) => name.includes(word))) return;
+      for (let above = node; above !== null; above = above.parent) {
+        if (!sums.has(above)) sums.set(above, { count: 0, nbytes: 0, tally: {} });
+        add(sums.get(above), item);
+      }
     }
-    for (const child of node.children) found = visit(child) || found;
-    if (found) nodes.add(node);
-    return found;
+    for (const child of node.children) visit(child);
   };
   visit(root);
-  return { nodes, count };
+  return sums;
 }
 
 /**

@@ -15,7 +15,7 @@ export class RunStatus {
     this.run = run;
     this.state = h("div", { class: "row state" });
     this.live = h("span", { class: "tag dot", test: "live", role: "status" }, isReport ? "report" : "connecting");
-    this.live.hidden = isReport;
+    this.isLive = null;
     this.bar = h("progress", { max: "1", value: "0", "aria-label": "Steps done" });
     this.facts = new Map();
     this.list = h("dl", { class: "facts" });
@@ -30,8 +30,10 @@ export class RunStatus {
   }
 
   setLive(isLive) {
+    this.isLive = isLive;
     this.live.textContent = isLive ? "live" : "connection lost, trying again";
     this.live.className = `tag dot ${isLive ? "good" : "bad"}`;
+    this.live.hidden = isLive && this.shown !== "training";
   }
 
   update(detail, steps) {
@@ -39,10 +41,11 @@ export class RunStatus {
     this.updatedAt = Math.max(summary.updated_at ?? 0, steps.columns.at?.at(-1) ?? 0) || null;
     if (this.shown !== summary.state) replace(this.state, stateTag(summary.state), this.live);
     this.shown = summary.state;
+    this.live.hidden = isReport || (this.isLive !== false && summary.state !== "training");
     const step = Math.max(summary.step ?? 0, steps.last ?? 0);
     const total = summary.total_steps;
     this.bar.hidden = !total;
-    this.bar.value = total ? step / total : 0;
+    this.bar.value = total ? Math.min(1, step / total) : 0;
     this.fact("Step", total ? `${count(step)} of ${count(total)}` : step > 0 ? count(step) : "–", "step");
     this.fact("Loss", number(last(steps, "loss") ?? summary.loss), "loss");
     this.fact("Tokens per second", number(mean(steps, "tokens_per_s") ?? summary.tokens_per_s), "speed");
@@ -50,7 +53,7 @@ export class RunStatus {
     this.fact("Time per step", duration(stepTime), "step-time");
     const stall = mean(steps, "stall_s");
     if (stall !== null && stepTime > 0) this.fact("Waiting for data", percent(stall / stepTime), "stalled");
-    if (total && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
+    if (total > step && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
     else this.dropFact("Remaining");
     const session = sessions.at(-1);
     if (session) this.fact("Ranks", `${count(session.world_size)}, ${session.loop}`, "ranks");

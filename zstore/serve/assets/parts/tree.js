@@ -14,7 +14,8 @@ export class TreeView {
    * @param {object} options
    * @param {string} options.label What it is a tree of, for screen readers.
    * @param {string} options.test Value of `data-test` of the tree.
-   * @param {(node: import("./names.js").Node) => HTMLElement[]} options.cells What stands in a row behind the label.
+   * @param {(item: object | null, sums: {count: number, nbytes: number, tally: Record<string, number>}) => HTMLElement[]}
+   *   options.cells What stands in a row behind the label: of an array, or, of all that are shown in a group, the sums.
    * @param {(item: object) => void} options.onOpen Called when an array is chosen.
    */
   constructor({ label, test, cells, onOpen }) {
@@ -26,7 +27,7 @@ export class TreeView {
     this.list = new VirtualList(this.element, this.body, (index) => this.row(index));
     this.element.addEventListener("keydown", (event) => this.press(event));
     this.element.addEventListener("click", (event) => this.click(event));
-    this.typed = { text: "", at: 0 };
+    this.typed = { text: "", at: -Infinity };
     this.setRoot({ children: [] });
   }
 
@@ -50,7 +51,7 @@ export class TreeView {
     this.element.scrollTop = 0;
     this.list.reveal(this.active);
     this.list.redraw();
-    return this.found?.count ?? null;
+    return this.found === null ? null : (this.found.get(this.root)?.count ?? 0);
   }
 
   /** Select an array by its name and bring it in sight. Returns whether there is one. */
@@ -76,7 +77,7 @@ export class TreeView {
 
   layOut() {
     const isOpen = (node) => (this.found === null ? this.open.has(node.path) : !this.closed.has(node.path));
-    const isShown = this.found === null ? null : (node) => this.found.nodes.has(node);
+    const isShown = this.found === null ? null : (node) => this.found.has(node);
     this.rows = rowsOf(this.root, isOpen, isShown);
     this.active = Math.min(this.active, Math.max(0, this.rows.length - 1));
     this.list.show(this.rows.length);
@@ -106,7 +107,7 @@ export class TreeView {
         h("span", { class: "twisty", "aria-hidden": "true" }, open === null ? "" : open ? "▾" : "▸"),
         h("bdi", null, shownLabel(node)),
       ),
-      this.cells(node),
+      this.cells(node.item, this.found?.get(node) ?? node),
     );
   }
 
@@ -173,8 +174,10 @@ export class TreeView {
       " ": () => this.choose(),
       "*": () => this.openSiblings(row),
     };
-    if (Object.hasOwn(moves, event.key)) moves[event.key]();
-    else if (event.key.length === 1) this.type(event.key);
+    if (Object.hasOwn(moves, event.key)) {
+      this.typed.at = -Infinity;
+      moves[event.key]();
+    } else if (event.key.length === 1) this.type(event.key);
     else return;
     event.preventDefault();
   }

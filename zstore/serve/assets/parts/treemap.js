@@ -284,12 +284,12 @@ function fitted(pen, text, room) {
   return "";
 }
 
-/** Return how much of their names all arrays begin with, up to a dot or slash. */
+/** Return how much of their names all arrays begin with, up to a slash. */
 function sharedPrefix(arrays) {
   const first = arrays[0].name;
   let length = arrays.length > 1 ? first.length : 0;
   for (const { name } of arrays) {
     while (!name.startsWith(first.slice(0, length))) length -= 1;
   }
-  return Math.max(first.lastIndexOf("/", length - 1), first.lastIndexOf(".", length - 1)) + 1;
+  return first.slice(0, length).lastIndexOf("/") + 1;
 }

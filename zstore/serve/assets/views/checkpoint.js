@@ -260,7 +260,7 @@ class CheckpointView {
   }
 }
 
-function arrayCells({ item, count: arrays, nbytes }) {
+function arrayCells(item, { count: arrays, nbytes }) {
   const size = h("span", { class: "cell num" }, bytes(item === null ? nbytes : item.nbytes));
   if (item === null) return [h("span", { class: "cell both wide" }, counted(arrays, "array")), size];
   const text = shape(item.shape);

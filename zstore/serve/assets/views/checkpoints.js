@@ -106,6 +106,7 @@ class CheckpointsView {
       this.trouble,
     );
     this.drawData();
+    if (this.grid.selected.length > 0) this.grid.reveal(this.grid.selected[0]);
     if (this.query.has("prune") && whyNot(this.context.service) === null) this.openPrune();
     if (!isReport) this.closing.push(repeat(() => this.refresh(), (error) => this.fail(error), this.pauseS()));
   }
@@ -203,6 +204,8 @@ class CheckpointsView {
     const words = this.filterText.toLowerCase().split(/\s+/).filter(Boolean);
     const all = this.list.checkpoints;
     const shown = all.filter((entry) => words.every((word) => `${entry.checkpoint} ${entry.tag} ${entry.step}`.toLowerCase().includes(word)));
+    const keys = new Set(all.map((entry) => entry.checkpoint));
+    this.grid.selected = this.grid.selected.filter((key) => keys.has(key));
     // The newest first, as long as nobody sorts otherwise.
     this.grid.show([...shown].reverse(), this.columns());
     this.found.textContent = words.length > 0 ? `${count(shown.length)} of ${counted(all.length, "checkpoint")}` : "";

@@ -271,7 +271,7 @@ function valueFacts({ numel, changed, max_abs, rms, nonfinite, chunks, chunks_ch
   ];
 }
 
-function differenceCells({ item, tally }) {
+function differenceCells(item, { tally }) {
   const swatch = (status) => h("span", { class: `swatch status-${status}` });
   if (item === null) {
     const statuses = STATUSES.filter((status) => tally[status]);

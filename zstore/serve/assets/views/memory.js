@@ -11,11 +11,14 @@ import { Treemap } from "../parts/treemap.js";
 import { empty } from "../states.js";
 
 const COLUMNS = [
-  { key: "name", label: "Array", width: "minmax(8rem, 1fr)", cell: (array) => array.name, value: (array) => array.name },
-  { key: "kind", label: "Kind", width: "8.5rem", cell: (array) => array.kind, value: (array) => array.kind },
-  { key: "tier", label: "Tier", width: "4.5rem", cell: (array) => array.tier, value: (array) => array.tier },
-  { key: "nbytes", label: "Size", width: "6.5rem", numeric: true, cell: (array) => bytes(array.nbytes), value: (array) => array.nbytes },
+  { key: "name", label: "Array", width: "minmax(7rem, 1fr)", cell: (array) => nameOf(array), value: (array) => array.name },
+  { key: "kind", label: "Kind", width: "8rem", cell: (array) => array.kind, value: (array) => array.kind },
+  { key: "tier", label: "Tier", width: "3.5rem", cell: (array) => array.tier, value: (array) => array.tier },
+  { key: "nbytes", label: "Size", width: "5.75rem", numeric: true, cell: (array) => bytes(array.nbytes), value: (array) => array.nbytes },
 ];
+
+/** Characters of a name that are shown in any case. */
+const TAIL = 14;
 
 export async function show(container, params) {
   const placement = await get(api(["runs", params.run, "placement"]));
@@ -92,6 +95,12 @@ class MemoryView {
     this.map.close();
     this.grid.close();
   }
+}
+
+/** Return the name of an array, of which the head is cut where there is no room: names differ at their ends. */
+function nameOf({ name }) {
+  const cut = Math.max(name.lastIndexOf("/"), name.slice(0, -TAIL).lastIndexOf(".")) + 1;
+  return h("span", { class: "array-name", title: name }, h("span", null, name.slice(0, cut)), h("span", null, name.slice(cut)));
 }
 
 function legend(kinds) {

@@ -9,13 +9,11 @@ import { Curves } from "../parts/curves.js";
 import { atFrame } from "../parts/frame.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
-import { StepColumns } from "../parts/steps.js";
+import { LiveSteps, StepColumns } from "../parts/steps.js";
 import { empty } from "../states.js";
 
 const POINTS = 1000;
-const MOST_POINTS = 3 * POINTS;
-/** Columns that a service sends for a part of the steps. */
-const MOST_ASKED = 20000;
+const MOST_LIVE = 2 * POINTS;
 
 export async function show(container, params, context) {
   const view = new RunView(params, context);
@@ -52,7 +50,7 @@ class RunView {
       get(api([...this.path, "placement"])).catch(() => null),
     ]);
     Object.assign(this, { detail, placement });
-    this.steps = new StepColumns(steps.columns);
+    this.steps = new LiveSteps(steps.columns);
     if (this.domain !== null) {
       this.curves.setDomain(this.domain);
       await this.loadDetail();
@@ -76,19 +74,20 @@ class RunView {
 
   take(steps) {
     this.steps.append(steps.columns);
-    if (this.steps.length > MOST_POINTS) void this.thin();
+    this.detailed?.append(steps.columns);
+    if (this.steps.live.length > MOST_LIVE) void this.thin();
     this.draw();
   }
 
-  /** Ask for fewer points over all steps, once live ones have become many. */
+  /** Ask for all steps anew, once live ones have become many. */
   async thin() {
     if (this.thinning) return;
     this.thinning = true;
     try {
       const { columns } = await get(api([...this.path, "steps"], { points: POINTS }));
-      const later = this.steps;
-      this.steps = new StepColumns(columns);
-      this.steps.append(later.after(this.steps.last));
+      const later = this.steps.live;
+      this.steps = new LiveSteps(columns);
+      this.steps.append(later.after(this.steps.base.last));
       this.draw();
     } catch (error) {
       if (error.status === undefined) throw error;
@@ -105,28 +104,26 @@ class RunView {
     if (domain !== null) void this.loadDetail().then(() => this.draw(), () => {});
   }
 
-  /** Ask for the steps that are shown in more detail, where more points lie there than are at hand. */
+  /** Ask for the steps that are shown in more detail, where more of them lie there than are at hand. */
   async loadDetail() {
     const domain = this.domain;
-    const [from, to] = domain;
-    const spread = this.steps.last - from;
-    if (isReport || this.steps.isWhole(from, to) || !(spread > 0)) return;
-    const points = Math.min(MOST_ASKED, Math.ceil((POINTS * spread) / (to - from)));
-    const { columns } = await get(api([...this.path, "steps"], { after: Math.floor(from) - 1, points }));
+    if (isReport || this.steps.all().isWhole(...domain)) return;
+    const [after, until] = [Math.floor(domain[0]) - 1, Math.ceil(domain[1])];
+    const { columns } = await get(api([...this.path, "steps"], { after, until, points: POINTS }));
     if (this.domain === domain) this.detailed = new StepColumns(columns);
   }
 
   drawNow() {
     if (this.closed) return;
-    const steps = this.detailed ?? this.steps;
-    this.status.update(this.detail, this.steps);
+    const all = this.steps.all();
+    this.status.update(this.detail, this.steps.newest);
     this.showActions();
-    this.curves.element.hidden = this.steps.length === 0;
-    this.curves.update(steps, marks(this.detail), this.placement);
+    this.curves.element.hidden = all.length === 0;
+    this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
     const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions]);
     if (text === this.shownLists) return;
     this.shownLists = text;
-    replace(this.waiting, this.steps.length === 0 ? this.nothing() : null);
+    replace(this.waiting, all.length === 0 ? this.nothing() : null);
     replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail.warnings), sessionsPanel(this.detail));
   }
 
