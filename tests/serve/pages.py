@@ -95,9 +95,3 @@ def open_site(folder: Path) -> Iterator[Site]:
     guarded = Settings(roots=(Root.parse(str(folder / "guarded")),), port=0, token=TOKEN, allow_actions=True)
     with serving(free) as base, serving(guarded) as guarded_base, open_browser() as browser:
         yield Site(folder / "runs", base, folder / "guarded", guarded_base, browser)
-<<<<<<< HEAD
-=======
-
-
-__all__ = ["HOSTILE_VIEWS", "PHONE", "VIEWS", "WIDE", "Site", "open_site"]
->>>>>>> main

@@ -32,7 +32,7 @@ NUM_CHECKPOINTS = 5
 """The newest, whose arrays a report lists."""
 MOST_READ_BYTES = 2**30
 """Of arrays' values, for statistics."""
-_NUM_POINTS = 2000
+NUM_POINTS = 2000
 
 M = TypeVar("M", bound=_Model)
 Advance = Callable[[int], None]
@@ -144,7 +144,7 @@ class Report:
         answers.require(api_path("runs"), RunList(runs=[detail.summary]))
         answers.require(api_path("jobs"), JobList(jobs=[]))
         answers.add_newest(self._path(), detail, "sessions", "sessions")
-        answers.require(self._path("steps"), run_steps(library, run, points=_NUM_POINTS))
+        answers.require(self._path("steps"), run_steps(library, run, points=NUM_POINTS))
         placement = run_placement(library, run)
         ordered = sorted(placement.arrays, key=lambda array: array.nbytes)
         placement = placement.model_copy(update={"arrays": ordered})
