@@ -17,7 +17,7 @@ import { ROUTES } from "./views.js";
 
 const main = document.getElementById("main");
 const announcer = document.getElementById("announcer");
-let service = { version: "", allows_actions: false, authorized: false };
+let service = { version: "", allows_actions: false, authorized: false, needs_token: false };
 let shown = 0;
 let stop = null;
 let lastPath = null;
@@ -26,13 +26,13 @@ start();
 
 async function start() {
   follow(() => void show());
+  if (isReport && location.hash === "") await openRun();
   await learn();
-  if (isReport && location.hash === "") await beginAtRun();
   await show();
 }
 
-/** A report is of one run: it opens there. */
-async function beginAtRun() {
+/** Begin a report of one run with it: there is nothing to choose in the list of runs. */
+async function openRun() {
   const { runs } = await get("/api/runs");
   if (runs.length === 1) history.replaceState(null, "", runUrl(runs[0].name));
 }
@@ -67,6 +67,10 @@ async function show() {
   lastPath = path;
   if (found === null) {
     replace(container, empty("There is no such page", `Nothing is at ${path}. The list of runs is at the top left.`));
+    return;
+  }
+  if (service.needs_token) {
+    replace(container, askForToken(again));
     return;
   }
   try {

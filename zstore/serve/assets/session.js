@@ -58,7 +58,7 @@ export function sessionButton(service, changed) {
     };
     return h("button", { type: "button", class: "quiet", onclick: leave, test: "sign-out" }, "Sign out");
   }
-  if (!service.allows_actions) return null;
+  if (!service.allows_actions || service.needs_token) return null; // The view asks for it, where it is needed to read.
   return h("button", { type: "button", class: "quiet", onclick: () => openBox(changed), test: "open-sign-in" }, "Sign in");
 }
 
