@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from .._version import __version__
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ..remote.url import is_url
 from ..sizes import format_bytes
 from .arrays import array_statistics, list_arrays
 from .bundle import Inside, answer_bytes, api_path, one_file, read_assets
@@ -247,6 +249,8 @@ def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) 
     Raises CheckpointNotFoundError where there is no run, UsageError where there are several.
     """
     root = Root.parse(location)
+    if is_url(root.location):
+        root = replace(root, name=unquote(root.name))
     library = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
     try:
         found = list(library.runs.all().values())
@@ -255,9 +259,15 @@ def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) 
                 f"{root.location} has no run: expected a folder of checkpoints, or one with a journal, which training writes "
                 "there; of a checkpoint's own folder name the folder above"
             )
-        if len(found) > 1 or found[0].folder.location.rstrip("/") != root.location.rstrip("/"):
+        if len(found) > 1 or _plain(found[0].folder.location) != _plain(root.location):
             places = ", ".join(run.folder.location for run in found[:5])
             raise UsageError(f"{root.location} is a folder of runs: name one of them, like {places}")
         yield library, found[0]
     finally:
         library.close()
+
+
+def _plain(location: str) -> str:
+    """Return a location as it compares with others: of a URL, without percent codes."""
+    location = location.rstrip("/")
+    return unquote(location) if is_url(location) else location
