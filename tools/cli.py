@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
+    "report": "Write the page of a run as one file with its data inside, to pass on.",
 }
 _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
 """Modules of the commands that are not in a file of their name."""

@@ -1,4 +1,4 @@
-"""The main job, end to end: train on disk with 2 processes, resume on 1 in memory, reshard, verify, consolidate, write.
+"""The main job, end to end: train on disk with 2 processes, resume on 1 in memory, reshard, verify, consolidate, report.
 
 `make demo` runs it. Every step is a `zstore` command as a user would type it; nothing is downloaded.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Demo:
         _say("Consolidate to fp16 weights that other software loads")
         self._zstore("consolidate", self.folder / "run", self.folder / "weights", "--dtype", "fp16")
         self._write_sample()
+        self._write_report()
         sweeper.join()
 
     def _make_folder(self) -> threading.Thread:
@@ -151,6 +153,12 @@ class Demo:
         out = model.eval().generate(ids, max_new_tokens=200, temperature=0.8, generator=generator)  # type: ignore[operator]
         print(bytes(out[0].tolist()).decode("utf-8", errors="replace"))
 
+    def _write_report(self) -> None:
+        _say("Write a report of the run: one file to open in a browser, or to pass on")
+        report = self.folder / "report.html"
+        self._zstore("report", self.folder / "run", "--out", report)
+        self.facts.append(("report", _shown(report)))
+
     def _zstore(self, *words: object) -> None:
         """Run a `zstore` command, show what it prints, and note the save stalls."""
         command = [sys.executable, "-m", "zstore", *map(str, words)]
@@ -193,7 +201,9 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
     run, config = f"{folder}/run", f"{folder}/zero1-memory.json"
     before, last = f"{run}/step-{steps - SAVE_EVERY:08d}", f"{run}/step-{steps:08d}"
     on = f"--steps {steps + SAVE_EVERY} --save {run}-1 --resume auto"
+    extra = "" if find_spec("starlette") else f"; first: {shlex.quote(sys.executable)} -m pip install 'zstore[serve]'"
     return [
+        (f"{zstore} serve {folder}", f"a page that shows the runs, their checkpoints and arrays{extra}"),
         (f"{zstore} ls {run}", "the checkpoints, and what they share"),
         (f"{zstore} inspect {run} --stats", "the arrays: shape, bytes, range, norm, histogram"),
         (f"{zstore} diff {before} {last} --values", f"what the last {SAVE_EVERY} steps changed"),

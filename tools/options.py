@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 
 from zstore.errors import UsageError
+from zstore.sizes import parse_bytes
 
 
 class Dtype(StrEnum):
@@ -25,15 +26,10 @@ class Dtype(StrEnum):
 
 def parse_size(text: str | int) -> int:
     """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(text), re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"expected a size like 5GB, 512MiB or a number of bytes, got {text!r}")
-    number, prefix, binary = match.groups()
-    power = " kmgt".index(prefix.lower()) if prefix else 0
-    num_bytes = int(float(number) * (1024 if binary else 1000) ** power)
-    if num_bytes < 1:
-        raise typer.BadParameter(f"expected a size of at least one byte, got {text!r}")
-    return num_bytes
+    try:
+        return parse_bytes(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def parse_number(text: str | int) -> int:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated
 
 import typer
 
 from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.commit import discard
 from zstore.checkpoint.folder import Folder
-from zstore.checkpoint.retention import Fate, Keep, remove_each, weigh
+from zstore.checkpoint.retention import Fate, Keep, plan_lines, remove_each, weigh
 from zstore.checkpoint.usage import bytes_freed
 from zstore.errors import CheckpointNotFoundError, UsageError
-from zstore.io.files import Files
 from zstore.open.sources import folder_of, maker_of
-from zstore.remote.commit import remove_checkpoint
-from zstore.remote.folder import RemoteFolder
-from zstore.sizes import format_bytes
+from zstore.remote.removal import remover
 
 from .listing import check_listing, check_records
 from .opening import DEFAULTS, Common, reporting
@@ -76,7 +70,7 @@ def prune_folder(
     fates = _weigh(place, keep, common)
     doomed = [fate for fate in fates if not fate.reasons]
     freed_bytes = bytes_freed(fate.info.folder for fate in doomed)
-    for line in _lines(fates, freed_bytes, dry_run=dry_run):
+    for line in plan_lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
     with reporting(f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in doomed)) as progress:
@@ -86,7 +80,7 @@ def prune_folder(
             removed.append(info.tag)
             progress.advance(sizes[info.location])
 
-        messages = [] if dry_run else _remove(place, doomed, gone)
+        messages = [] if dry_run else remove_each([fate.info for fate in doomed], remover(place), gone)
         for message in messages:
             progress.say(f"zstore: {message}")
         progress.document |= {
@@ -123,28 +117,3 @@ def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
         raise
     check_records(place, [fate.info for fate in fates], common)
     return fates
-
-
-def _remove(place: Folder, doomed: Sequence[Fate], gone: Callable[[TagInfo], None]) -> list[str]:
-    """Remove what goes, and return a message for each that could not be removed."""
-    infos = [fate.info for fate in doomed]
-    if isinstance(place, RemoteFolder):
-        return remove_each(infos, partial(remove_checkpoint, place), gone)
-    files = Files()
-    return remove_each(infos, lambda info: discard(files, info.path), gone)
-
-
-def _lines(fates: list[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
-    """Return the plan: what is removed and freed, and a line for each checkpoint, the oldest first."""
-    width = max(len(fate.info.tag) for fate in fates)
-    doomed = [fate for fate in fates if not fate.reasons]
-    total = format_bytes(sum(fate.size_bytes for fate in doomed))
-    what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
-    if doomed:
-        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
-    lines = [what]
-    for fate in fates:
-        word = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"
-        size = format_bytes(fate.size_bytes)
-        lines.append(f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {size:>10} on disk  {word}")
-    return lines

@@ -1,5 +1,7 @@
 """Bytes and counts as people read them."""
 
+import re
+
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
@@ -14,3 +16,16 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "1,024 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise ValueError(f"expected a size like 5GB, 512MiB or a number of bytes, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = " kmgt".index(prefix.lower()) if prefix else 0
+    num_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+    if num_bytes < 1:
+        raise ValueError(f"expected a size of at least one byte, got {text!r}")
+    return num_bytes

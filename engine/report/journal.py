@@ -2,10 +2,11 @@
 
 [Note: where the journal goes]
 It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
-save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
-that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
-is in the local folder that its saves go through, and is sent along with each of them, and at the end.
+load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
+along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
+none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
+that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its lines are sent
+about once a second.
 
 [Note: what a step's record costs]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from zstore.io.links import LinkStatistics
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink, JournalWriter
+from zstore.remote.journal_tail import JournalTail
+from zstore.remote.service_upload import ServicePlace
 
 from ..config.keys import acting
 from .placement import plan_record
@@ -34,7 +37,7 @@ from .statistics import link_statistics
 from .timers import PhaseTimes
 
 if TYPE_CHECKING:
-    from zstore.remote.folder import RemoteFolder
+    from zstore.remote.upload import UploadPlace
     from zstore.store.statistics import StoreStatistics
 
     from ..training import Training
@@ -48,7 +51,7 @@ class JournalPlace:
     """A local folder that journals are in, and the URL that they are sent to besides."""
 
     folder: Path
-    remote: RemoteFolder | None = None
+    remote: UploadPlace | None = None
 
 
 class RunJournal:
@@ -67,6 +70,8 @@ class RunJournal:
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
+        self._tail: JournalTail | None = None
+        """Sends the file to a service, where the run saves to one."""
         self._run_id = training.run_id
         self.started_at = time.time()
         self._first_step = training.counters.global_steps
@@ -209,7 +214,10 @@ class RunJournal:
 
     def _opened(self, place: JournalPlace) -> FileSink | None:
         try:
-            return FileSink(place.folder / journal_file(self._run_id))
+            sink = FileSink(place.folder / journal_file(self._run_id))
+            if isinstance(place.remote, ServicePlace):
+                self._tail = JournalTail(sink.path, place.remote, self._run_id, sink.begin_bytes, self._say_failure)
+            return sink
         except OSError as error:
             self._say_failure(f"{type(error).__name__}: {error}")
             return None
@@ -237,11 +245,17 @@ class RunJournal:
     def _close_file(self) -> None:
         self._writer.close_sink()
         self._sink = None
+        self._close_tail()
+
+    def _close_tail(self) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            tail.close()
 
     def _send(self) -> None:
         """Send the journal as it is to the URL that the run saves to."""
         place, sink = self._place, self._sink
-        if place is None or place.remote is None or sink is None:
+        if place is None or place.remote is None or sink is None or isinstance(place.remote, ServicePlace):
             return
         self._writer.flush()
         try:
@@ -282,3 +296,4 @@ class RunJournal:
             self._send()
         self._writer.close()
         self._sink = None
+        self._close_tail()

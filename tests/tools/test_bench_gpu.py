@@ -41,6 +41,8 @@ def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
+# Each benchmark has its own small run in `make test`.
+@pytest.mark.soak
 # In this process; in one of its own it is a line of what it says.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own
 
 _MOST_LISTED = 10
 """Tags that a message names."""
-_LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
+LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
 """Folders that loops of others make, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
@@ -159,6 +159,8 @@ def _open_tag(folder: Folder, name: str) -> TagInfo:
 def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
+    except CheckpointNotFoundError:
+        raise  # it says what is there
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
 
@@ -174,7 +176,12 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 
     Raises CorruptionError or CheckpointMismatchError where it is there, but its record is not valid.
     """
-    folder, name = folder_at(place), tag_folder(tag)
+    return find_folder(place, tag_folder(tag))
+
+
+def find_folder(place: FolderLike, name: str) -> TagInfo | None:
+    """Return the committed checkpoint in the tag's folder `name`, as `find_tag` does by its tag."""
+    folder = folder_at(place)
     try:
         return _open_tag(folder, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -228,8 +235,13 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
             return info
         raise
     if tag is None and catalog.tags:
-        return next((info for info in reversed(catalog.tags) if info.record.is_latest), catalog.tags[-1])
+        return newest_of(catalog.tags)
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
+
+
+def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
+    """Return which of `tags`, the oldest first and at least one, is meant where none is named."""
+    return next((info for info in reversed(tags) if info.record.is_latest), tags[-1])
 
 
 def list_tags(place: FolderLike) -> Catalog:
@@ -243,7 +255,7 @@ def list_nested(place: FolderLike) -> Catalog:
     """Return what the folders `checkpoint-N` in a folder hold, which a Trainer makes, or `checkpoint_N` of Accelerate."""
     folder = folder_at(place)
     try:
-        names = [name for name in folder.entries().folders if _LOOPS_FOLDER.fullmatch(name)]
+        names = [name for name in folder.entries().folders if LOOPS_FOLDER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return Catalog(tags=(), refusals=())
     found = [scan(folder.child(name)) for name in names]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointNotFoundError, UsageError
+from ..sizes import format_bytes
 from .catalog import TagInfo, noting, scan
 from .folder import FolderLike
 from .usage import size_bytes, stored_files
@@ -128,6 +129,22 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
         Fate(info=info, reasons=tuple(reasons), size_bytes=size_bytes(stored_files(info.folder)))
         for info, reasons in zip(tags, keep.reasons(tags), strict=True)
     ]
+
+
+def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
+    """Return the plan: what is removed and freed, and a line for each checkpoint, the oldest first."""
+    width = max(len(fate.info.tag) for fate in fates)
+    doomed = [fate for fate in fates if not fate.reasons]
+    total = format_bytes(sum(fate.size_bytes for fate in doomed))
+    what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
+    if doomed:
+        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
+    lines = [what]
+    for fate in fates:
+        word = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"
+        size = format_bytes(fate.size_bytes)
+        lines.append(f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {size:>10} on disk  {word}")
+    return lines
 
 
 def remove_each(

@@ -11,7 +11,7 @@ from typing import Any
 from zstore.checkpoint.names import tag_text
 from zstore.errors import UsageError
 from zstore.io.files import Files
-from zstore.remote.folder import RemoteFolder, open_folder
+from zstore.remote.folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.retries import PATIENT
 from zstore.remote.url import is_url, shown
 
@@ -38,7 +38,7 @@ class Place:
         place = cls(location=text, storage_options=storage_options)
         tag_text(place.tag)
         if is_url(text):
-            open_folder(text.rpartition("/")[0], storage_options)
+            open_fsspec_folder(text.rpartition("/")[0], storage_options)
         return place
 
     @property
@@ -58,7 +58,7 @@ class Place:
 
     def remote(self, url: str) -> RemoteFolder:
         """Return the folder `url`, of the same file system."""
-        return open_folder(url, self.storage_options, retries=PATIENT)
+        return open_fsspec_folder(url, self.storage_options, retries=PATIENT)
 
     def destination(self, files: Files, save_id: str) -> Destination:
         """Return where rank 0 begins and commits a save."""

@@ -8,47 +8,27 @@ fails is tried again (`Retries`). Listings are never taken from fsspec's cache: 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..checkpoint.folder import Entries, Folder, NetworkTraffic
-from ..checkpoint.format import MAX_JSON_BYTES
-from ..errors import CorruptionError, StorageError, UsageError, storage_error
-from ..format.arrays import Bytes
-from ..io.files import Files, OpenFile
-from ..io.pool import Workers
-from ..io.shards import IoResources
+from ..checkpoint.folder import Entries, NetworkTraffic
+from ..errors import UsageError
 from .retries import Retries
 from .send import send_file
 from .url import shown
-
-_NUM_THREADS = 16
-"""Small files that are read at a time."""
+from .url_folder import UrlFolder
 
 
-class RemoteFolder(Folder):
+class RemoteFolder(UrlFolder):
     """The folder `root` of the fsspec file system `fs`, which people call `url`."""
 
-    is_local = False
-
     def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: NetworkTraffic | None = None) -> None:
-        super().__init__(url, url.rpartition("/")[2])
+        super().__init__(url, url.rpartition("/")[2], traffic)
         self.fs = fs
         self.root = root
         self.retries = retries
-        self._traffic = self.traffic = traffic or NetworkTraffic()
-
-    @property
-    def path(self) -> Path:
-        """See `Folder.path`."""
-        raise UsageError(f"{self.location} is behind a URL and has no path on this machine: read it through its reader")
 
     @property
     def parent(self) -> RemoteFolder:
@@ -60,15 +40,11 @@ class RemoteFolder(Folder):
         return self._at(f"{self.root}/{name}", f"{self.location}/{name}")
 
     def _at(self, root: str, url: str) -> RemoteFolder:
-        return RemoteFolder(self.fs, root, url, self.retries, self._traffic)
+        return RemoteFolder(self.fs, root, url, self.retries, self.traffic)
 
     def with_retries(self, retries: Retries) -> RemoteFolder:
         """Return the same folder with other retries."""
-        return RemoteFolder(self.fs, self.root, self.location, retries, self._traffic)
-
-    def location_of(self, file: str) -> str:
-        """See `Folder.location_of`."""
-        return f"{self.location}/{file}"
+        return RemoteFolder(self.fs, self.root, self.location, retries, self.traffic)
 
     def _inner(self, file: str) -> str:
         return f"{self.root}/{file}"
@@ -81,53 +57,26 @@ class RemoteFolder(Folder):
                 self.fs.invalidate_cache(listing)
             return operation()
 
-        self._traffic.count(requests=1)
+        self.traffic.count(requests=1)
         return self.retries.run(attempt, what, f"{self.location}/{file}" if file else self.location)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """Return bytes `[start, stop)` of a file, fewer where it ends before.
-
-        Raises FileNotFoundError where it is missing, StorageError for other failures.
-        """
+        """See `UrlFolder.read_range`."""
         inner = self._inner(file)
         data: bytes = self._run(lambda: self.fs.cat_file(inner, start=start, end=stop), "read", file)
-        self._traffic.count(read_bytes=len(data))
+        self.traffic.count(read_bytes=len(data))
         return data
-
-    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """See `Folder.read_small`."""
-        data = self.read_range(file, 0, most_bytes + 1)
-        if len(data) > most_bytes:
-            raise CorruptionError(
-                f"{self.location_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
-            )
-        return data
-
-    def check_file(self, file: str) -> None:
-        """See `Folder.check_file`."""
-
-    def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
-        """See `Folder.read_all`; many are read at a time."""
-        if len(files) < 2:
-            return super().read_all(files)
-        with Workers(min(_NUM_THREADS, len(files)), "zstore-remote") as workers:
-            return workers.run([partial(self.try_read, file) for file in files])
-
-    def has(self, file: str) -> bool:
-        """See `Folder.has`."""
-        try:
-            self.size(file)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
 
     def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing."""
+        """See `UrlFolder.size`."""
         inner = self._inner(file)
         listing = inner.rpartition("/")[0]
-        return int(self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)["size"] or 0)
+        found = self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)
+        if found.get("type") == "directory":
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+        return int(found["size"] or 0)
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""
@@ -153,10 +102,6 @@ class RemoteFolder(Folder):
         start = len(self.root.rstrip("/")) + 1
         return {str(name)[start:]: int(entry["size"] or 0) for name, entry in found.items()}
 
-    def resources(self, res: IoResources) -> IoResources:
-        """See `Folder.resources`."""
-        return replace(res, files=_RemoteFiles(self))
-
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def write_small(self, file: str, data: bytes) -> None:
@@ -168,7 +113,7 @@ class RemoteFolder(Folder):
             self.fs.pipe_file(inner, data)
 
         self._run(write, "write", file)
-        self._traffic.count(written_bytes=len(data))
+        self.traffic.count(written_bytes=len(data))
 
     def send(self, source: Path, file: str, advance: Callable[[int], None]) -> int:
         """Copy the local file `source` to `file` in bounded memory and return its bytes.
@@ -182,7 +127,7 @@ class RemoteFolder(Folder):
             return send_file(self.fs, source, inner, advance)
 
         nbytes: int = self._run(send, f"upload {source}", file)
-        self._traffic.count(written_bytes=nbytes)
+        self.traffic.count(written_bytes=nbytes)
         return nbytes
 
     def _make_parent(self, inner: str) -> None:
@@ -207,46 +152,24 @@ class RemoteFolder(Folder):
 _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
 
 
-class _RemoteFiles(Files):
-    """Reads ranges of the files of `folder`; they are named by their URLs, and written by nobody."""
-
-    def __init__(self, folder: RemoteFolder) -> None:
-        super().__init__(direct=False)
-        self._folder = folder
-
-    def _file(self, url: str) -> str:
-        return url[len(self._folder.location) + 1 :]
-
-    @contextlib.contextmanager
-    def opened(
-        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
-    ) -> Iterator[OpenFile]:
-        """Yield what `read_into` takes."""
-        if write or create:
-            raise UsageError(f"{path} is behind a URL: it is written by uploads, not in place")
-        yield OpenFile(-1, os.fspath(path), False)
-
-    def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
-        """See `Files.read_into`; one request."""
-        try:
-            data = self._folder.read_range(self._file(file.path), offset, offset + out.size)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
-        if len(data) != out.size:
-            raise StorageError(
-                f"expected {out.size} bytes, got {len(data)}: the file ended",
-                path=file.path,
-                offset=offset,
-                nbytes=out.size,
-            )
-        out[:] = np.frombuffer(data, dtype=np.uint8)
-
-    def size(self, path: str | Path) -> int:
-        """See `Files.size`."""
-        return self._folder.size(self._file(os.fspath(path)))
-
-
 def open_folder(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+) -> UrlFolder:
+    """Return the folder at `url`: that of a service where `zstore serve` answers there, which an HTTP server is asked, else
+    see `open_fsspec_folder`. For a service `storage_options` are `token` and `ca_certs`; see `ServiceConnection`.
+
+    Raises UsageError where nothing opens the URL or the options make no sense, StorageError where no server answers.
+    """
+    if url.startswith(("http://", "https://")):
+        from .service_folder import open_service_folder
+
+        found = open_service_folder(url, storage_options, retries=retries)
+        if found is not None:
+            return found
+    return open_fsspec_folder(url, storage_options, retries=retries)
+
+
+def open_fsspec_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> RemoteFolder:
     """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made.

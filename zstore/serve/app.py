@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+import contextlib
+from collections.abc import AsyncIterator
 
-from .._version import __version__
-from .models import RunList, RunSummary, ServiceInfo
-from .replies import HANDLED, answer_error, reply
-from .runs import Run
-from .service import Service, service_of
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+
+from . import api, beside, files, page, sessions, uploads, weights
+from .guard import Guard
+from .replies import HANDLED, answer_error, answer_refusal
+from .service import Service
 from .settings import Settings
 
 
 def make_app(settings: Settings) -> Starlette:
     """Return the ASGI application that serves what `settings` say."""
-    app = Starlette(routes=_routes(), exception_handlers=dict.fromkeys(HANDLED, answer_error))
-    app.state.service = Service(settings)
+    service = Service(settings)
+    app = Starlette(
+        routes=_routes(),
+        middleware=[Middleware(Guard, service=service)],
+        exception_handlers={**dict.fromkeys(HANDLED, answer_error), HTTPException: answer_refusal},
+        lifespan=_lifespan,
+    )
+    app.state.service = service
+    app.state.hubs = {}
     return app
 
 
+@contextlib.asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    yield
+    service: Service = app.state.service
+    await anyio.to_thread.run_sync(service.close)
+
+
 def _routes() -> list[BaseRoute]:
-    return [Route("/api", _info), Route("/api/runs", _runs)]
-
-
-async def _info(request: Request) -> Response:
-    settings = service_of(request).settings
-    return reply(ServiceInfo(version=__version__, allows_actions=settings.allow_actions, authorized=False))
-
-
-async def _runs(request: Request) -> Response:
-    runs = await run_in_threadpool(service_of(request).runs.all)
-    return reply(RunList(runs=[_summary(run) for run in runs.values()]))
-
-
-def _summary(run: Run) -> RunSummary:
-    return RunSummary(
-        name=run.name, location=run.folder.location, state="unknown", run_id=None, step=None, total_steps=None, loss=None,
-        tokens_per_s=None, updated_at=None, num_checkpoints=0, newest=None, problem=None,
-    )  # fmt: skip
+    # The page's come last: `/<run>` takes what no other route has.
+    return [
+        *sessions.routes(),
+        *api.routes(),
+        *files.routes(),
+        *beside.routes(),
+        *uploads.routes(),
+        *weights.routes(),
+        *page.routes(),
+    ]

@@ -27,6 +27,8 @@ class ServiceInfo(_Model):
     """Whether the service takes uploads and actions at all."""
     authorized: bool
     """Whether this request showed the token."""
+    needs_token: bool = False
+    """Whether reading needs the token, and this request did not show it."""
 
 
 class Newest(_Model):
@@ -139,19 +141,33 @@ class RunDetail(_Model):
     summary: RunSummary
     sessions: list[Session]
     saves: list[SaveEvent]
-    """The newest 200, the oldest first."""
+    """What was said last of each of the newest 200, the oldest first."""
     warnings: list[Warned]
     """The newest 100, the oldest first."""
 
 
 class Steps(_Model):
-    """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; where there are more than `points`, each is the mean
-    of some that follow each other."""
+    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; where there are more than `points`, each is
+    the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
     and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second), stall/<cause>."""
     last_step: int | None
+
+
+class Ended(_Model):
+    """Event `end`: a run trains no more."""
+
+    step: int | None
+    reason: str | None
+    """done, stopped or failed; null where the run did not say, as when it was killed."""
+
+
+class CheckpointsChanged(_Model):
+    """Event `checkpoints`: the list of checkpoints, or what is not committed, changed."""
+
+    num_checkpoints: int
 
 
 class CheckpointEntry(_Model):
@@ -166,7 +182,7 @@ class CheckpointEntry(_Model):
     size_bytes: int
     """All its files."""
     shared_bytes: int
-    """Of those, what other names share."""
+    """Of those, what other checkpoints of the run have too."""
     freed_bytes: int
     """What removing it alone would free."""
     num_files: int
@@ -253,7 +269,8 @@ class ArrayDifference(_Model):
     """How one array differs; None: not compared."""
 
     name: str
-    status: Literal["same", "values", "added", "removed", "shape", "dtype"]
+    status: Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]
+    """unknown: checksums cannot tell, as the two are cut differently or compressed; ask for the array by name."""
     before: str | None = None
     after: str | None = None
     chunks: int | None = None
@@ -344,3 +361,27 @@ class Problem(_Model):
 
     error: str
     """What was expected, what was got, what to do."""
+
+
+class WeightsFile(_Model):
+    """A file of a model."""
+
+    name: str
+    size: int
+    etag: str | None
+    """Changes with the file's bytes: for `If-Range` of downloads that go on."""
+
+
+class WeightsFolder(_Model):
+    """`GET /weights/{run}/{checkpoint}/?dtype=bf16&max_shard_size=5GB&overflow=error`: files to download, with that query."""
+
+    run: str
+    checkpoint: str
+    """By its own name where `latest` was asked for."""
+    id: str
+    """Of the checkpoint's record."""
+    tag: str
+    step: int
+    dtype: Literal["bf16", "fp16", "fp32"]
+    overflow: Literal["error", "inf", "clamp"]
+    files: list[WeightsFile]

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+
+import anyio
 from starlette.requests import Request
 
-from .runs import Run, Runs
+from .auth import Access
+from .downloads import Downloads
+from .endless import Endless
+from .inbox import Inbox
+from .jobs import Jobs
+from .library import Library
+from .opened import RemoteSizes
+from .plans import Plans
+from .readers import NUM_HEAVY
+from .runs import Run
 from .settings import Settings
+from .transfers import Transfers
+from .upload_limits import UploadLimits
+from .visible import Checkpoints
 
 
-class Service:
+class Service(Library):
     """One service: its settings, its runs, and what is kept between requests."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.runs = Runs(settings)
+        super().__init__(settings)
+        self.access = Access(settings)
+        self.endless = Endless()
+        self.checkpoints = Checkpoints()
+        self.remote_sizes = RemoteSizes()
+        self.transfers = Transfers(settings.memory_bytes // 4)
+        self.downloads = Downloads(settings.memory_bytes // 4)
+        self.plans = Plans()
+        self.jobs = Jobs()
+        self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.upload_limits = UploadLimits()
+
+    @functools.cached_property
+    def heavy(self) -> anyio.CapacityLimiter:
+        """What requests that read values take a place of; made on the event loop."""
+        return anyio.CapacityLimiter(NUM_HEAVY)
+
+    def close(self) -> None:
+        """End what goes on; blocks."""
+        self.jobs.close()
+        super().close()
 
 
 def service_of(request: Request) -> Service:

@@ -11,11 +11,12 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource
 from ..errors import CorruptionError
 
-_COMPANIONS = (
+COMPANIONS = (
     "config.json", "generation_config.json", "*tokenizer*.json", "*.model", "*.tiktoken", "*processor_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py",
 )  # fmt: skip
+"""Patterns of their names."""
 
 
 def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
@@ -42,6 +43,9 @@ def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
 
 def companions(folder: Folder) -> list[str]:
     """Return the names of config and tokenizer files in a folder."""
-    return sorted(
-        name for name in folder.entries().files if any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS)
-    )
+    return sorted(filter(is_companion, folder.entries().files))
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a file of that name is the config or tokenizer of a model."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in COMPANIONS)

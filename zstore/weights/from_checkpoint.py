@@ -107,6 +107,9 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
     Returns how many finite values it could not hold.
     """
     array = reader.array(weight.array)
+    if weight.dtype == array.spec.dtype:
+        reader.read(weight.array, first, first + out.size, out)
+        return 0
     lost = 0
     for span in cut_spans(array, first, first + out.size, _READ_BYTES):
         stored = np.empty(span.stop - span.first, numpy_dtype(array.spec.dtype))

@@ -1,0 +1,97 @@
+"""A service over the sample runs, with and without a token, and a browser that looks at its pages."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from playwright.sync_api import Browser, Page
+
+from tests.serve.browser import WIDE, Scheme, Watched, new_context, open_browser, watch
+from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, RUN, make_sample
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+
+TOKEN = "correct-horse-battery-staple"
+LAST, BEFORE = "step-00000300", "step-00000240"
+ARRAY = "model/wte.weight"
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of the page: where it is, and what is there once it is drawn."""
+
+    name: str
+    path: str
+    ready: str
+
+
+def views_of(run: str, last: str, before: str, array: str) -> list[View]:
+    """Return all views of a run."""
+    base = f"/run/{quote(run, safe='')}"
+    shown = f"{base}/checkpoint/{last}"
+    return [
+        View("run", base, "[data-test=chart-loss]"),
+        View("memory", f"{base}/memory", "[data-test=treemap]"),
+        View("checkpoints", f"{base}/checkpoints", "[data-test=checkpoint-link]"),
+        View("checkpoint", shown, "[data-test=tree-array], [data-test=tree-group]"),
+        View("array", f"{shown}?array={quote(array, safe='')}", "[data-test=histogram]"),
+        View("compare", f"{base}/compare?before={quote(before)}&after={quote(last)}", "[data-test=compare-counts] > *"),
+        View(
+            "difference",
+            f"{base}/compare?before={quote(before)}&after={quote(last)}&array={quote(array, safe='')}",
+            "[data-test=difference-detail] > *",
+        ),
+    ]
+
+
+VIEWS = [
+    View("runs", "/", "[data-test=run]"),
+    *views_of(RUN, LAST, BEFORE, ARRAY),
+    View("jobs", "/jobs", "[data-test=jobs-list] > *"),
+]
+HOSTILE_VIEWS = views_of(HOSTILE_RUN, "checkpoint-40/step-00000040", "checkpoint-20/step-00000020", HOSTILE_ARRAY)
+
+
+@dataclass
+class Site:
+    """Two services, over copies of one folder, and the pages that tests share."""
+
+    folder: Path
+    base: str
+    guarded_folder: Path
+    guarded: str
+    """It takes actions, from those who have `TOKEN`."""
+    browser: Browser
+    _pages: dict[tuple[str, tuple[int, int], Scheme], Watched] = field(default_factory=dict)
+
+    def page(self, origin: str | None = None, *, size: tuple[int, int] = WIDE, scheme: Scheme = "light") -> Watched:
+        """Return the page of that origin, size and theme, blank, with nothing noted."""
+        key = (origin or self.base, size, scheme)
+        if key not in self._pages:
+            self._pages[key] = watch(new_context(self.browser, size=size, scheme=scheme), key[0])
+        watched = self._pages[key]
+        watched.page.goto("about:blank")
+        watched.errors.clear()
+        return watched
+
+    def open(self, view: View, watched: Watched) -> Page:
+        """Show a view and wait until it is drawn."""
+        watched.page.goto(watched.origin + view.path)
+        watched.page.wait_for_selector(view.ready)
+        return watched.page
+
+
+@contextlib.contextmanager
+def open_site(folder: Path) -> Iterator[Site]:
+    """Make the sample in `folder`, serve it, and start a browser."""
+    make_sample(folder / "runs")
+    shutil.copytree(folder / "runs", folder / "guarded")
+    free = Settings(roots=(Root.parse(str(folder / "runs")),), port=0)
+    guarded = Settings(roots=(Root.parse(str(folder / "guarded")),), port=0, token=TOKEN, allow_actions=True)
+    with serving(free) as base, serving(guarded) as guarded_base, open_browser() as browser:
+        yield Site(folder / "runs", base, folder / "guarded", guarded_base, browser)

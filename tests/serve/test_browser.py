@@ -1,0 +1,233 @@
+"""The page in a browser: what it shows and does, that it stays within itself, and that names are text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.serve.browser import PHONE, WIDE, needs_chromium, overflow_px
+from tests.serve.large import make_large
+from tests.serve.pages import ARRAY, BEFORE, HOSTILE_VIEWS, LAST, TOKEN, VIEWS, Site, View, open_site, views_of
+from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+from zstore.tools import cli
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with open_site(tmp_path_factory.mktemp("site")) as site:
+        yield site
+
+
+def view(name: str) -> View:
+    return next(view for view in VIEWS if view.name == name)
+
+
+def test_every_view_has_a_url_that_shows_it_again_and_fits_a_phone(site: Site) -> None:
+    watched = site.page()
+    for each in VIEWS:
+        page = site.open(each, watched)
+        heading = page.locator("h1, h2").all_inner_texts()
+        url = page.url
+        assert url.startswith(site.base + each.path.split("?")[0])
+        page.reload()
+        page.wait_for_selector(each.ready)
+        assert page.url == url
+        assert page.locator("h1, h2").all_inner_texts() == heading, each
+        assert overflow_px(page) <= 0, each
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        assert overflow_px(page) <= 0, each
+        page.set_viewport_size({"width": WIDE[0], "height": WIDE[1]})
+    watched.check()
+
+
+def test_names_from_files_are_text(site: Site) -> None:
+    watched = site.page(size=PHONE, scheme="dark")
+    page = site.open(view("runs"), watched)
+    assert HOSTILE_RUN in page.locator("[data-test=run] a").all_inner_texts()
+    for each in HOSTILE_VIEWS:
+        page = site.open(each, watched)
+        assert page.locator("[data-test=run-name]").inner_text() == HOSTILE_RUN
+        assert page.locator("img, main script, iframe").count() == 0
+        assert overflow_px(page) <= 0, each
+        if each.name == "array":
+            assert page.locator("[data-test=array-name]").inner_text() == HOSTILE_ARRAY
+    page = site.open(view("run"), watched)
+    assert "<b>expected 2 GB/s</b>" in page.locator("[data-test=warnings]").inner_text()
+    watched.check()
+
+
+def test_steps_appear_while_the_page_is_open(site: Site) -> None:
+    watched = site.page()
+    page = site.open(view("run"), watched)
+    assert f"{NUM_STEPS}" in page.locator("[data-test=fact-step]").inner_text()
+    journal = JournalWriter(site.folder / RUN / f"journal-{RUN_ID}.jsonl", time.time(), NUM_STEPS)
+    journal.steps(7, step_s=0.01)
+    page.wait_for_function(
+        "wanted => document.querySelector('[data-test=fact-step]').innerText.includes(wanted)", arg=f"{NUM_STEPS + 7}"
+    )
+    watched.check()
+
+
+def test_a_histogram_opens_by_mouse_and_by_keyboard(site: Site) -> None:
+    watched = site.page()
+    page = site.open(view("checkpoint"), watched)
+    page.fill("[data-test=arrays-filter]", "wte")
+    page.locator("[data-test=tree-array]").first.click()
+    page.wait_for_selector("[data-test=histogram]")
+    assert ARRAY in page.locator("[data-test=array-name]").inner_text()
+    page = site.open(view("checkpoint"), watched)
+    page.fill("[data-test=arrays-filter]", "broken")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-test=histogram]")
+    assert page.locator("[data-test=array-nan]").inner_text().strip().endswith("3")
+    assert page.locator("[data-test=array-inf]").inner_text().strip().endswith("1")
+    watched.check()
+
+
+def test_a_difference_shows(site: Site) -> None:
+    watched = site.page()
+    page = site.open(view("compare"), watched)
+    assert page.locator("[data-test=compare-before]").input_value() == BEFORE
+    assert page.locator("[data-test=compare-after]").input_value() == LAST
+    page.fill("[data-test=compare-filter]", "wte")
+    page.locator("[data-test=compare-tree] [data-test=tree-array]").first.click()
+    page.wait_for_selector("[data-test=difference-values]")
+    assert "0.001" in page.locator("[data-test=difference-values]").inner_text()
+    watched.check()
+
+
+def test_the_keyboard_reaches_everything(site: Site) -> None:
+    watched = site.page()
+    page = site.open(view("runs"), watched)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the link that skips to the content
+    page.wait_for_function("document.activeElement.id === 'main'")
+    reached: set[str] = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        focused = page.evaluate("document.activeElement.textContent")
+        if focused == RUN:
+            break
+        reached.add(focused)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(view("run").ready)
+    assert page.url.endswith(f"/run/{RUN}")
+    watched.check()
+
+
+def test_the_theme_that_was_chosen_stays(site: Site) -> None:
+    watched = site.page(size=WIDE, scheme="dark")
+    page = site.open(view("runs"), watched)
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    theme = page.locator("[data-test=theme]")
+    seen = {dark}
+    for _ in range(3):
+        theme.click()
+        now = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        seen.add(now)
+        if now != dark:
+            page.reload()
+            page.wait_for_selector(view("runs").ready)
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == now
+    assert len(seen) == 2
+    page.evaluate("localStorage.clear()")
+    watched.check()
+
+
+def test_an_action_needs_the_token(site: Site) -> None:
+    watched = site.page(site.guarded)
+    page = watched.page
+    page.goto(site.guarded)
+    page.wait_for_selector("[data-test=token]")
+    post = "async path => (await fetch(path, {method: 'POST'})).status"
+    assert page.evaluate(post, f"/api/runs/{RUN}/checkpoints/{LAST}/verify") == 401
+    assert page.evaluate(post, f"/api/runs/{RUN}/actions/stop") == 401
+    page.fill("[data-test=token]", "a guess")
+    page.click("[data-test=sign-in]")
+    page.wait_for_selector("[data-test=token-problem]:not(:empty)")
+    page.fill("[data-test=token]", TOKEN)
+    page.click("[data-test=sign-in]")
+    page.wait_for_selector("[data-test=run]")
+    assert watched.errors
+    assert all("401" in error or "403" in error for error in watched.errors), watched.errors
+    watched.errors.clear()
+
+    site.open(view("checkpoint"), watched)
+    page.click("[data-test=verify]")
+    page.wait_for_selector("[data-test=verify-job] [data-test=job-state]:has-text('done')")
+
+    site.open(view("checkpoints"), watched)
+    folders = {path.name for path in (site.guarded_folder / RUN).iterdir()}
+    page.click("[data-test=open-prune]")
+    page.fill("[data-test=keep-last]", "2")
+    page.click("[data-test=prune-dry-run]")
+    page.wait_for_selector("[data-test=prune-summary]")
+    assert "3 checkpoints would go, 2 stay" in page.locator("[data-test=prune-summary]").inner_text()
+    assert {path.name for path in (site.guarded_folder / RUN).iterdir()} == folders
+    page.click("[data-test=prune-remove]")
+    page.click("[data-test=confirm]")
+    page.wait_for_selector("[data-test=prune-job] [data-test=job-state]:has-text('done')")
+    left = {path.name for path in (site.guarded_folder / RUN).iterdir()}
+    assert folders - left == {"step-00000060", "step-00000120", "step-00000180"}
+    page.click("[data-test=sign-out]")
+    page.wait_for_selector("[data-test=token]")
+
+
+def test_a_report_shows_every_view_from_a_disk(site: Site, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(cli.app, ["report", str(site.folder / RUN), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    watched = site.page("file://")
+    page = watched.page
+    page.goto(out.as_uri())
+    page.wait_for_selector(view("run").ready)
+    assert page.url.endswith(f"#/run/{RUN}")
+    for each in VIEWS:
+        if each.name != "jobs":
+            page.goto("about:blank")
+            page.goto(f"{out.as_uri()}#{each.path}")
+            page.wait_for_selector(each.ready)
+            assert page.locator("[data-test=problem]").count() == 0, each
+    page.click("[data-test=tab-checkpoints]")
+    page.locator("[data-test=checkpoint-link]").first.click()
+    page.wait_for_selector("[data-test=tree-array]")
+    page.go_back()
+    page.wait_for_selector("[data-test=checkpoint-link]")
+    assert page.locator("button:enabled", has_text="Verify").count() == 0
+    watched.check()
+    # What is not in it runs nothing: neither a script that was put into the page, nor a request.
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    assert page.evaluate("window.ran") is None
+    assert page.evaluate("fetch('https://example.com').then(() => 1, () => 0)") == 0
+    assert all("Content Security Policy" in error for error in watched.errors)
+
+
+@pytest.mark.soak
+def test_ten_thousand_arrays_and_a_thousand_checkpoints(site: Site, tmp_path: Path) -> None:
+    folder = make_large(tmp_path / "large")
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert out.stat().st_size < 20 * 10**6
+    assert "statistics of 9,951 of 10,001 arrays" in out.read_text()
+    views = views_of("large", "step-00001000", "step-00000999", "model/h.7.part3.weight")[2:]
+    with serving(Settings(roots=(Root.parse(str(folder)),), port=0)) as base:
+        for size, scheme in ((WIDE, "light"), (PHONE, "dark")):
+            watched = site.page(base, size=size, scheme=scheme)
+            for each in views:
+                started_s = time.monotonic()
+                page = site.open(each, watched)
+                assert time.monotonic() - started_s < 5, each
+                assert overflow_px(page) <= 0, each
+                assert page.locator("*").count() < 3000, each
+            watched.check()

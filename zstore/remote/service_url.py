@@ -1,0 +1,79 @@
+"""Where a service is and what of it is meant, out of the URL that people type or copy. Pure.
+
+[Note: URLs of a service]
+`http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it. The same behind `/zarr/`,
+`/weights/` or `/run/`, as the browser shows them, means the same. So a run that is called like one of these is written
+`/zarr/run/<checkpoint>`. Each part is percent-encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote, urlsplit
+
+from ..errors import UsageError
+from .url import shown
+
+_PREFIXES = ("zarr", "weights", "run")
+"""What stands before the run in URLs of the service's own."""
+_PAGE = "run"
+"""The page's: what comes behind the run is not a folder but a view."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceUrl:
+    """A run of a service, and a folder in it."""
+
+    base: str
+    """Scheme, host and port, without a `/` at its end and without a user's name."""
+    run: str
+    """Empty where the URL names none."""
+    folder: str
+    """Path inside the run's folder, empty for that itself."""
+    user: tuple[str, str] | None = field(default=None, repr=False)
+    """Name and password that stand in the URL."""
+
+    @classmethod
+    def parse(cls, url: str) -> ServiceUrl:
+        """Return what an `http://` or `https://` URL means. Raises UsageError where it is none that could be."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UsageError(f"{shown(url)} is not a URL: {error}") from error
+        if not host or parts.scheme not in ("http", "https"):
+            raise UsageError(f"expected a URL like http://host:8700/RUN, got {shown(url)}")
+        segments = [unquote(segment) for segment in parts.path.split("/") if segment]
+        if any(segment in (".", "..") or "/" in segment for segment in segments):
+            raise UsageError(f"{shown(url)} has a part that is `.`, `..` or holds a `/`: name the run and its folder")
+        if len(segments) > 1 and segments[0] in _PREFIXES:
+            is_page = segments.pop(0) == _PAGE
+            if is_page and len(segments) > 1 and segments[0] not in _PREFIXES:
+                segments = segments[:1] + _viewed(segments[1:])
+        address = f"[{host}]" if ":" in host else host
+        return cls(
+            base=f"{parts.scheme}://{address}" + ("" if port is None else f":{port}"),
+            run=segments[0] if segments else "",
+            folder="/".join(segments[1:]),
+            user=None if parts.username is None else (unquote(parts.username), unquote(parts.password or "")),
+        )
+
+    def file(self, path: str) -> str:
+        """Return the URL's path, encoded, of a file or folder in the folder: `/zarr/<run>/...`."""
+        return "/zarr/" + quote_path("/".join(part for part in (self.run, self.folder, path) if part))
+
+    @property
+    def text(self) -> str:
+        """The URL as people write it. See [Note: URLs of a service]."""
+        path = quote_path("/".join(part for part in (self.run, self.folder) if part))
+        return f"{self.base}/{'zarr/' if self.run in _PREFIXES else ''}{path}".rstrip("/")
+
+
+def _viewed(view: list[str]) -> list[str]:
+    """Return the folder that a view of the page is about, where it is one checkpoint."""
+    return view[1:] if view[0] in ("checkpoint", "checkpoints") else []
+
+
+def quote_path(path: str) -> str:
+    """Return a path, percent-encoded part by part."""
+    return quote(path, safe="/=+@,~")

@@ -1,0 +1,37 @@
+"""The routes below `/api`, and the document that describes them, both from the table of operations."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from . import actions, events, queries
+from .openapi import document
+from .operations import Operation, Values
+
+
+@functools.cache
+def _text() -> str:
+    return json.dumps(document(OPERATIONS), separators=(",", ":"))
+
+
+async def _document(request: Request, values: Values) -> Response:
+    return Response(_text(), media_type="application/json", headers={"Cache-Control": "no-cache"})
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(path="/api/openapi.json", summary="This document", answer=None, handle=_document),
+    # `{checkpoint:path}` takes all that is left: what ends in a word of its own is tried before.
+    *actions.OPERATIONS,
+    *events.OPERATIONS,
+    *queries.OPERATIONS,
+)
+
+
+def routes() -> list[Route]:
+    """Return all routes, in the order in which paths are tried."""
+    return [operation.route() for operation in OPERATIONS]

@@ -1,0 +1,56 @@
+// Elements made of text nodes only: nothing that comes from data is ever parsed as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * Return an element. `attributes`: `on*` functions become listeners, `style` is an object of CSS properties, `test` becomes
+ * `data-test`, `true` an empty attribute; null and false are left out. Children are nodes, text, numbers, or lists of them.
+ */
+export function h(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** Return an SVG element, made as `h` makes others. */
+export function svg(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** Put `children` into `container` in place of what it held. */
+export function replace(container, ...children) {
+  container.replaceChildren(...nodes(children));
+  return container;
+}
+
+/** Add `children` at the end of `container`. */
+export function append(container, ...children) {
+  container.append(...nodes(children));
+  return container;
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
+  element.append(...nodes(children));
+  return element;
+}
+
+function set(element, name, value) {
+  if (value === null || value === undefined || value === false) return;
+  if (typeof value === "function" && name.startsWith("on")) {
+    element.addEventListener(name.slice(2).toLowerCase(), value);
+  } else if (name === "style") {
+    for (const [property, text] of Object.entries(value)) element.style.setProperty(property, String(text));
+  } else if (name === "test") {
+    element.dataset.test = value;
+  } else if (name === "href" && !/^[/#]/.test(value)) {
+    throw new Error(`links lead to places of this page, got ${value}`);
+  } else {
+    element.setAttribute(name, value === true ? "" : String(value));
+  }
+}
+
+function nodes(children) {
+  return children
+    .flat(Infinity)
+    .filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : document.createTextNode(String(child))));
+}

@@ -1,0 +1,111 @@
+// Numbers, sizes and times as people read them. Null, and what is not a number, is a dash.
+
+export const NOTHING = "–";
+
+const UNITS = [
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+];
+const COUNTS = [
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+];
+
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** Decimal units, as `zstore` prints them: 1304000000 is "1.30 GB". */
+export function bytes(value) {
+  if (!known(value)) return NOTHING;
+  for (const [size, unit] of UNITS) {
+    if (Math.abs(value) >= size) return `${(value / size).toFixed(2)} ${unit}`;
+  }
+  return `${value.toFixed(0)} bytes`;
+}
+
+/** Bytes per second. */
+export function rate(value) {
+  return known(value) ? `${bytes(value).replace(" bytes", " B")}/s` : NOTHING;
+}
+
+/** An integer with separators: 1,024. */
+export function count(value) {
+  return known(value) ? Math.round(value).toLocaleString("en-US") : NOTHING;
+}
+
+/** "1 rank", "1,024 ranks". */
+export function counted(value, noun) {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+/** Any number in about `digits` significant digits. */
+export function number(value, digits = 4) {
+  if (!known(value)) return NOTHING;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 2).replace("e+", "e");
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: Math.max(0, digits - 4) });
+  if (size < 0.1 || Number.isInteger(value)) return String(Number(value.toPrecision(digits)));
+  return value.toPrecision(digits);
+}
+
+/** A number short enough for an axis: 12k, 1.5M. */
+export function short(value) {
+  if (!known(value)) return NOTHING;
+  for (const [size, unit] of COUNTS) {
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))}${unit}`;
+  }
+  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0);
+  return String(Number(value.toPrecision(3)));
+}
+
+/** A length of time given in seconds. */
+export function duration(seconds) {
+  if (!known(seconds)) return NOTHING;
+  if (seconds === 0) return "0 s";
+  if (seconds < 0) return `-${duration(-seconds)}`;
+  if (seconds < 1e-3) return `${Number((seconds * 1e6).toPrecision(3))} µs`;
+  if (seconds < 1) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
+  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
+  const whole = Math.round(seconds);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+/** A share from 0 to 1 as a percentage. */
+export function percent(share) {
+  if (!known(share)) return NOTHING;
+  if (share > 0 && share < 0.001) return "<0.1 %";
+  return `${(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %`;
+}
+
+/** How long ago a time was, in one unit. */
+export function ago(at, now = Date.now() / 1000) {
+  if (!known(at)) return NOTHING;
+  const seconds = Math.max(0, now - at);
+  if (seconds < 2) return "now";
+  if (seconds < 60) return `${Math.floor(seconds)} s ago`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
+  if (seconds < 172800) return `${Math.floor(seconds / 3600)} h ago`;
+  return `${Math.floor(seconds / 86400)} days ago`;
+}
+
+/** A time as date and clock of this machine's zone. */
+export function when(at) {
+  if (!known(at)) return NOTHING;
+  const date = new Date(at * 1000);
+  const two = (value) => String(value).padStart(2, "0");
+  return (
+    `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ` +
+    `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`
+  );
+}
+
+/** The shape of an array: [128, 64]. */
+export function shape(sizes) {
+  return `[${sizes.join(", ")}]`;
+}

@@ -1,0 +1,142 @@
+// The curves of a run: which charts there are, and what each draws of the columns of its steps.
+
+import { LineChart, chartGroup } from "../charts.js";
+import { h, replace } from "../dom.js";
+import { bytes, duration, number, rate, short } from "../format.js";
+
+const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
+const NEAR = 4;
+const LEAST_SHARE = 1e-3;
+
+const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
+const axisBytes = (value) => bytes(value).replace(/\.00 | bytes/, " ").replace(/(\.\d)0 /, "$1 ");
+const axisTime = (value) => (value === 0 ? "0" : duration(value));
+
+const CHARTS = [
+  { name: "loss", title: "Loss", log: true, series: loss },
+  { name: "tokens", title: "Tokens per second", axis: short, format: (value) => number(value), zero: true, series: one("tokens/s", "tokens_per_s") },
+  { name: "time", title: "Step time by phase", axis: axisTime, format: duration, zero: true, stacked: true, series: phases },
+  { name: "rates", title: "Rate of each link", axis: axisBytes, format: rate, zero: true, series: prefixed("rate/") },
+  { name: "stalls", title: "Stalls by cause", note: "per step", axis: axisTime, format: duration, zero: true, stacked: true, series: prefixed("stall/") },
+  { name: "memory", title: "Memory by tier", axis: axisBytes, format: bytes, zero: true, series: memory },
+  { name: "norm", title: "Gradient norm", log: true, series: one("norm", "grad_norm") },
+  { name: "lr", title: "Learning rate", zero: true, series: one("lr", "lr") },
+];
+
+/** All charts of a run, which move together. `changed` is called with the range that people choose, null for all of it. */
+export class Curves {
+  constructor(changed) {
+    this.group = chartGroup((domain) => {
+      this.all.disabled = domain === null;
+      changed(domain);
+    });
+    this.charts = new Map();
+    this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setLog(!this.isLog), test: "log" }, "Log scale");
+    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "All steps");
+    this.smooth = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setSmooth(!this.isSmooth), test: "smooth" }, "Smooth");
+    this.isLog = false;
+    this.isSmooth = false;
+    this.grid = h("div", { class: "grid charts" });
+    this.element = h(
+      "section",
+      { class: "view", "aria-label": "Curves" },
+      h(
+        "div",
+        { class: "row" },
+        h("h2", null, "Curves"),
+        h("span", { class: "spring" }),
+        h("span", { class: "hint keys" }, "Drag to zoom, or focus a chart and use arrows, Shift, Enter, Esc"),
+        this.smooth,
+        this.log,
+        this.all,
+      ),
+      this.grid,
+    );
+  }
+
+  /** Draw `steps` with `marks`; `placement` gives the lines of the budget. */
+  update(steps, marks, placement) {
+    const shown = [];
+    for (const spec of CHARTS) {
+      const series = spec.series(steps);
+      if (series.length === 0) continue;
+      const chart = this.chart(spec);
+      chart.update({ x: steps.column("step"), series, marks, levels: spec.name === "memory" ? budget(series, placement) : [] });
+      shown.push(chart.element);
+    }
+    const same = shown.length === this.grid.children.length && shown.every((element, index) => element === this.grid.children[index]);
+    if (!same) replace(this.grid, shown);
+  }
+
+  chart(spec) {
+    if (!this.charts.has(spec.name)) {
+      const chart = new LineChart({ ...spec, group: this.group });
+      if (spec.log) chart.setLog(this.isLog);
+      chart.setSmooth(this.isSmooth);
+      this.charts.set(spec.name, chart);
+    }
+    return this.charts.get(spec.name);
+  }
+
+  setLog(isLog) {
+    this.isLog = isLog;
+    this.log.setAttribute("aria-pressed", String(isLog));
+    for (const spec of CHARTS) if (spec.log) this.charts.get(spec.name)?.setLog(isLog);
+  }
+
+  setSmooth(isSmooth) {
+    this.isSmooth = isSmooth;
+    this.smooth.setAttribute("aria-pressed", String(isSmooth));
+    for (const chart of this.charts.values()) chart.setSmooth(isSmooth);
+  }
+
+  /** Show steps from and to those of `domain`, without a call of `changed`. */
+  setDomain(domain) {
+    this.all.disabled = domain === null;
+    this.group.setDomain(domain, true);
+  }
+
+  close() {
+    for (const chart of this.charts.values()) chart.close();
+  }
+}
+
+function loss(steps) {
+  if (!steps.has("loss")) return [];
+  return [{ label: "loss", values: steps.column("loss"), low: steps.column("loss_min"), high: steps.column("loss_max") }];
+}
+
+function phases(steps) {
+  const names = ["forward_s", "backward_s", "optimizer_s"].filter((name) => steps.has(name));
+  const parts = names.map((name) => ({ label: name.replace("_s", ""), values: steps.column(name) }));
+  if (!steps.has("step_s")) return parts;
+  const whole = steps.column("step_s");
+  const rest = whole.map((value, index) => {
+    if (value === null) return null;
+    const left = value - parts.reduce((sum, part) => sum + (part.values[index] ?? 0), 0);
+    return left > value * LEAST_SHARE ? left : 0;
+  });
+  if (parts.length > 0 && !rest.some((value) => value > 0)) return parts;
+  return [...parts, { label: parts.length === 0 ? "step" : "other", values: rest }];
+}
+
+function prefixed(prefix) {
+  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length), values: steps.column(name) }));
+}
+
+function memory(steps) {
+  const found = steps.named("memory/").map((name) => name.slice("memory/".length));
+  const order = [...TIERS.filter((tier) => found.includes(tier)), ...found.filter((tier) => !TIERS.includes(tier))];
+  return order.map((tier) => ({ label: tier, values: steps.column(`memory/${tier}`) }));
+}
+
+/** Return the budget as a line, where the curves come near enough to it to be read beside it. */
+function budget(series, placement) {
+  const most = Math.max(...series.map((row) => row.values.reduce((high, value) => Math.max(high, value ?? 0), 0)));
+  return [
+    { label: "host budget", value: placement?.host_budget_bytes },
+    { label: "device memory", value: placement?.device_bytes },
+  ]
+    .filter(({ label, value }) => typeof value === "number" && value <= most * NEAR && (label === "host budget" || series.some((row) => row.label === "device" || row.label === "cuda")))
+    .map(({ label, value }) => ({ label: `${label} ${bytes(value)}`, value }));
+}

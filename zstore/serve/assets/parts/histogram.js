@@ -1,0 +1,150 @@
+// The values of an array as bars, with their axes.
+
+import { h, replace, svg } from "../dom.js";
+import { count, number, short } from "../format.js";
+import { ticks } from "../scales.js";
+
+const HEIGHT = 220;
+const LEFT = 52;
+const RIGHT = 14;
+const TOP = 10;
+const BOTTOM = 40;
+
+/** A histogram; counts may be drawn by their logarithm. */
+export class HistogramView {
+  /**
+   * @param {{edges: number[], counts: number[]}} data
+   * @param {string} label What it is of, for screen readers.
+   * @param {boolean} log
+   */
+  constructor(data, label, log) {
+    Object.assign(this, { data, label, log });
+    this.chart = svg("svg", { class: "histogram", role: "img", height: HEIGHT, test: "histogram" });
+    this.frame = h("div", { class: "histogram-frame" }, this.chart);
+    this.readout = h("p", { class: "readout", test: "histogram-readout" });
+    this.element = h("div", null, this.frame, this.readout, binTable(data));
+    this.frame.addEventListener("pointermove", (event) => this.point(event));
+    this.frame.addEventListener("pointerleave", () => this.say(null));
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.frame);
+    this.say(null);
+  }
+
+  setLog(log) {
+    this.log = log;
+    this.draw();
+  }
+
+  close() {
+    this.observer.disconnect();
+  }
+
+  draw() {
+    const width = this.frame.clientWidth;
+    if (width === 0) return;
+    const { edges, counts } = this.data;
+    const [low, high] = [edges[0], edges.at(-1)];
+    const highest = Math.max(1, ...counts);
+    this.xOf = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
+    const share = this.log ? (size) => (size === 0 ? 0 : Math.log10(size + 1) / Math.log10(highest + 1)) : (size) => size / highest;
+    const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - share(size));
+    const sizes = this.log ? powers(highest) : ticks(0, highest, 5).filter(Number.isInteger);
+    this.chart.setAttribute("width", width);
+    this.chart.setAttribute("aria-label", `${this.label}: ${this.summary()}`);
+    replace(
+      this.chart,
+      sizes.map((size) => ruled(width, yOf(size), short(size))),
+      counts.map((size, index) => this.bar(index, size, yOf)),
+      low < 0 && high > 0 ? svg("line", { class: "zero", x1: this.xOf(0), x2: this.xOf(0), y1: TOP, y2: yOf(0) }) : null,
+      this.valueTicks(width),
+      axisName({ x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 6 }, this.log ? "value (counts by their logarithm)" : "value"),
+      axisName({ x: -(HEIGHT - BOTTOM) / 2, y: 11, transform: "rotate(-90)" }, "elements"),
+    );
+  }
+
+  valueTicks(width) {
+    const { edges } = this.data;
+    const [low, high] = [edges[0], edges.at(-1)];
+    const values = edges.length === 2 ? [low] : ticks(low, high, Math.max(2, Math.floor(width / 110)));
+    const step = values.length > 1 ? values[1] - values[0] : high - low;
+    const largest = Math.max(Math.abs(low), Math.abs(high));
+    const digits = Math.min(12, Math.max(3, Math.ceil(Math.log10(largest / step)) + 1));
+    return values.map((value) => {
+      // A multiple of a step may come out as 1e-17 where it is zero.
+      const text = number(Math.abs(value) < step * 1e-6 ? 0 : value, digits);
+      return svg("text", { class: "tick", x: this.xOf(value), y: HEIGHT - BOTTOM + 16, "text-anchor": "middle" }, text);
+    });
+  }
+
+  bar(index, size, yOf) {
+    const x = this.xOf(this.data.edges[index]);
+    const next = this.xOf(this.data.edges[index + 1]);
+    // What is there is seen: a bar is never less than a pixel high.
+    const y = size === 0 ? yOf(0) : Math.min(yOf(size), yOf(0) - 1);
+    return svg("rect", { class: "bin", x, y, width: Math.max(0.5, next - x - 1), height: yOf(0) - y });
+  }
+
+  summary() {
+    const { edges, counts } = this.data;
+    const top = counts.indexOf(Math.max(...counts));
+    return `${counts.length} bins from ${number(edges[0])} to ${number(edges.at(-1))}, most elements from ${number(edges[top])} to ${number(edges[top + 1])}`;
+  }
+
+  point(event) {
+    const x = event.clientX - this.frame.getBoundingClientRect().left;
+    const { edges } = this.data;
+    const index = edges.findIndex((edge, place) => place + 1 < edges.length && x >= this.xOf(edge) && x < this.xOf(edges[place + 1]));
+    this.say(index < 0 ? null : index);
+  }
+
+  say(index) {
+    const { edges, counts } = this.data;
+    replace(
+      this.readout,
+      index === null
+        ? `${counts.length} bins, each ${number(edges[1] - edges[0])} wide`
+        : `${number(edges[index])} up to ${number(edges[index + 1])}: ${count(counts[index])} elements`,
+    );
+  }
+}
+
+/** The bins as a table, closed at first. */
+function binTable({ edges, counts }) {
+  const row = (size, index) =>
+    h(
+      "tr",
+      null,
+      h("td", { class: "num" }, number(edges[index], 6)),
+      h("td", { class: "num" }, number(edges[index + 1], 6)),
+      h("td", { class: "num" }, count(size)),
+    );
+  const head = (text) => h("th", { class: "num", scope: "col" }, text);
+  return h(
+    "details",
+    { test: "histogram-table" },
+    h("summary", null, "The bins as a table"),
+    h(
+      "div",
+      { class: "scroll" },
+      h("table", null, h("thead", null, h("tr", null, head("from"), head("up to"), head("elements"))), h("tbody", null, counts.map(row))),
+    ),
+  );
+}
+
+function ruled(width, y, text) {
+  return [
+    svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
+    svg("text", { class: "tick", x: LEFT - 6, y: y + 4, "text-anchor": "end" }, text),
+  ];
+}
+
+function powers(highest) {
+  const found = [0];
+  const factor = highest > 1e6 ? 100 : 10;
+  for (let power = factor; power <= highest; power *= factor) found.push(power);
+  return found;
+}
+
+function axisName(place, text) {
+  return svg("text", { class: "axis-name", "text-anchor": "middle", ...place }, text);
+}

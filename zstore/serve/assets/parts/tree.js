@@ -1,0 +1,217 @@
+// A tree of arrays, of any size: arrows, Home, End, Page keys, `*` and typing move in it; what is in sight is in the document.
+
+import { h } from "../dom.js";
+import { findArray, firstOpen, match, rowsOf } from "./names.js";
+import { VirtualList } from "./virtual.js";
+
+const ROWS_AT_FIRST = 24;
+const TYPING_MS = 700;
+let made = 0;
+
+/** A tree over `buildTree`'s root. */
+export class TreeView {
+  /**
+   * @param {object} options
+   * @param {string} options.label What it is a tree of, for screen readers.
+   * @param {string} options.test Value of `data-test` of the tree.
+   * @param {(item: object | null, sums: {count: number, nbytes: number, tally: Record<string, number>}) => HTMLElement[]}
+   *   options.cells What stands in a row behind the label: of an array, or, of all that are shown in a group, the sums.
+   * @param {(item: object) => void} options.onOpen Called when an array is chosen.
+   */
+  constructor({ label, test, cells, onOpen }) {
+    this.cells = cells;
+    this.onOpen = onOpen;
+    this.id = `tree-${++made}`;
+    this.body = h("div", { role: "presentation" });
+    this.element = h("div", { class: "tree", role: "tree", tabindex: "0", "aria-label": label, test }, this.body);
+    this.list = new VirtualList(this.element, this.body, (index) => this.row(index));
+    this.element.addEventListener("keydown", (event) => this.press(event));
+    this.element.addEventListener("click", (event) => this.click(event));
+    this.typed = { text: "", at: -Infinity };
+    this.setRoot({ children: [] });
+  }
+
+  /** Show another tree. */
+  setRoot(root) {
+    this.root = root;
+    this.open = firstOpen(root, ROWS_AT_FIRST);
+    this.found = null;
+    this.selected = null;
+    this.active = 0;
+    this.layOut();
+  }
+
+  /** Show only arrays whose names hold all words of `text`. Returns how many do, null where there is no word. */
+  filter(text) {
+    const at = this.rows[this.active]?.node;
+    this.found = match(this.root, text);
+    this.closed = new Set();
+    this.layOut();
+    this.active = Math.max(0, this.rows.findIndex((row) => row.node === at));
+    this.element.scrollTop = 0;
+    this.list.reveal(this.active);
+    this.list.redraw();
+    return this.found === null ? null : (this.found.get(this.root)?.count ?? 0);
+  }
+
+  /** Select an array by its name and bring it in sight. Returns whether there is one. */
+  select(name) {
+    const node = findArray(this.root, name);
+    this.selected = node?.path ?? null;
+    if (node !== null) {
+      for (let parent = node.parent; parent !== null; parent = parent.parent) {
+        this.open.add(parent.path);
+        this.closed?.delete(parent.path);
+      }
+      this.layOut();
+      const index = this.rows.findIndex((row) => row.node === node);
+      if (index >= 0) this.moveTo(index, true);
+    }
+    this.list.redraw();
+    return node !== null;
+  }
+
+  close() {
+    this.list.close();
+  }
+
+  layOut() {
+    const isOpen = (node) => (this.found === null ? this.open.has(node.path) : !this.closed.has(node.path));
+    const isShown = this.found === null ? null : (node) => this.found.has(node);
+    this.rows = rowsOf(this.root, isOpen, isShown);
+    this.active = Math.min(this.active, Math.max(0, this.rows.length - 1));
+    this.list.show(this.rows.length);
+    this.markActive();
+  }
+
+  row(index) {
+    const { node, level, position, siblings, open } = this.rows[index];
+    return h(
+      "div",
+      {
+        id: `${this.id}-${index}`,
+        class: `tree-row${index === this.active ? " active" : ""}`,
+        role: "treeitem",
+        "aria-level": level,
+        "aria-posinset": position,
+        "aria-setsize": siblings,
+        "aria-expanded": open === null ? null : String(open),
+        "aria-selected": String(node.item !== null && node.path === this.selected),
+        "data-index": index,
+        "data-test": node.item === null ? "tree-group" : "tree-array",
+        "data-name": node.path.slice(0, 200),
+      },
+      h(
+        "span",
+        { class: "tree-label", title: node.path, style: { "--level": level - 1 } },
+        h("span", { class: "twisty", "aria-hidden": "true" }, open === null ? "" : open ? "▾" : "▸"),
+        h("bdi", null, shownLabel(node)),
+      ),
+      this.cells(node.item, this.found?.get(node) ?? node),
+    );
+  }
+
+  click(event) {
+    const row = event.target.closest("[data-index]");
+    if (row === null || getSelection().type === "Range") return;
+    this.moveTo(Number(row.dataset.index));
+    this.choose();
+  }
+
+  /** Open or close a group, or choose an array. */
+  choose() {
+    const row = this.rows[this.active];
+    if (row === undefined) return;
+    if (row.open !== null) {
+      this.setOpen(row.node, !row.open);
+      return;
+    }
+    this.selected = row.node.path;
+    this.list.redraw();
+    this.onOpen(row.node.item);
+  }
+
+  setOpen(node, open) {
+    const paths = this.found === null ? this.open : this.closed;
+    if (open === (this.found === null)) paths.add(node.path);
+    else paths.delete(node.path);
+    const top = this.element.scrollTop;
+    this.layOut();
+    this.element.scrollTop = top;
+    this.list.update();
+  }
+
+  moveTo(index, middle = false) {
+    if (this.rows.length === 0) return;
+    const before = this.active;
+    this.active = Math.min(Math.max(index, 0), this.rows.length - 1);
+    this.list.element(before)?.classList.remove("active");
+    this.list.reveal(this.active, middle);
+    this.markActive();
+  }
+
+  markActive() {
+    const row = this.list.element(this.active);
+    row?.classList.add("active");
+    if (row === null) this.element.removeAttribute("aria-activedescendant");
+    else this.element.setAttribute("aria-activedescendant", row.id);
+  }
+
+  press(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const row = this.rows[this.active];
+    if (row === undefined) return;
+    const moves = {
+      ArrowDown: () => this.moveTo(this.active + 1),
+      ArrowUp: () => this.moveTo(this.active - 1),
+      Home: () => this.moveTo(0),
+      End: () => this.moveTo(this.rows.length - 1),
+      PageDown: () => this.moveTo(this.active + this.list.pageRows),
+      PageUp: () => this.moveTo(this.active - this.list.pageRows),
+      ArrowRight: () => (row.open === false ? this.setOpen(row.node, true) : this.moveTo(this.active + Number(row.open === true))),
+      ArrowLeft: () => (row.open === true ? this.setOpen(row.node, false) : this.toParent(row)),
+      Enter: () => this.choose(),
+      " ": () => this.choose(),
+      "*": () => this.openSiblings(row),
+    };
+    if (Object.hasOwn(moves, event.key)) {
+      this.typed.at = -Infinity;
+      moves[event.key]();
+    } else if (event.key.length === 1) this.type(event.key);
+    else return;
+    event.preventDefault();
+  }
+
+  toParent(row) {
+    const index = this.rows.findIndex((other) => other.node === row.node.parent);
+    if (index >= 0) this.moveTo(index);
+  }
+
+  openSiblings(row) {
+    for (const node of row.node.parent.children) {
+      if (node.item !== null) continue;
+      if (this.found === null) this.open.add(node.path);
+      else this.closed.delete(node.path);
+    }
+    this.layOut();
+    this.moveTo(this.rows.findIndex((other) => other.node === row.node));
+  }
+
+  /** Go to the next row whose label begins with what was typed. */
+  type(key) {
+    const now = performance.now();
+    const going = now - this.typed.at < TYPING_MS;
+    this.typed = { text: (going ? this.typed.text : "") + key.toLowerCase(), at: now };
+    const from = going ? this.active : this.active + 1;
+    for (let step = 0; step < this.rows.length; step++) {
+      const index = (from + step) % this.rows.length;
+      if (this.rows[index].node.label.toLowerCase().startsWith(this.typed.text)) return this.moveTo(index);
+    }
+  }
+}
+
+/** The label of a node without the separator behind it. */
+function shownLabel({ label, item }) {
+  const text = item === null ? label.slice(0, -1) : label;
+  return text === "" ? "(no name)" : text;
+}

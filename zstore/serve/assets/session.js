@@ -1,0 +1,79 @@
+// Signing in with the service's token, and out. The page never keeps the token: the service gives a cookie for it.
+
+import { post, remove } from "./data.js";
+import { h, replace } from "./dom.js";
+
+const PATH = "/api/session";
+
+/** The box that asks for the token; `done` is called when the service has taken it. */
+export function askForToken(done, text = "This service asks for its token before it shows anything.") {
+  const field = h("input", {
+    type: "password",
+    id: "token",
+    name: "token",
+    autocomplete: "current-password",
+    required: true,
+    spellcheck: "false",
+    test: "token",
+  });
+  const trouble = h("p", { class: "bad", role: "alert", test: "token-problem" });
+  const button = h("button", { type: "submit", class: "primary", test: "sign-in" }, "Sign in");
+  const send = async (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    replace(trouble);
+    try {
+      await post(PATH, { token: field.value.trim() });
+      field.value = "";
+      await done();
+    } catch (error) {
+      replace(trouble, error.status === 401 || error.status === 403 ? `The token was not taken: ${error.message}` : error.message);
+      field.select();
+    } finally {
+      button.disabled = false;
+    }
+  };
+  return h(
+    "section",
+    { class: "panel sign-in" },
+    h("h2", null, "Sign in"),
+    h("p", null, text),
+    h(
+      "form",
+      { onsubmit: send },
+      h("label", { for: "token" }, "Token"),
+      h("div", { class: "row" }, field, button),
+      trouble,
+      h("p", { class: "hint" }, "It is the text that zstore serve was given with --token-file or in ZSTORE_TOKEN."),
+    ),
+  );
+}
+
+/** What the header shows of the session: a button to sign in or out, or nothing where there is no token. */
+export function sessionButton(service, changed) {
+  if (service.authorized) {
+    const leave = async () => {
+      await remove(PATH).catch(() => {}); // What the service says then shows whether it worked.
+      await changed();
+    };
+    return h("button", { type: "button", class: "quiet", onclick: leave, test: "sign-out" }, "Sign out");
+  }
+  if (!service.allows_actions || service.needs_token) return null; // The view asks for it, where it is needed to read.
+  return h("button", { type: "button", class: "quiet", onclick: () => openBox(changed), test: "open-sign-in" }, "Sign in");
+}
+
+function openBox(changed) {
+  const dialog = h("dialog", { class: "box", "aria-label": "Sign in" });
+  const taken = async () => {
+    dialog.close();
+    await changed();
+  };
+  replace(
+    dialog,
+    askForToken(taken, "With the token you may verify, prune, and tell a run to save or stop."),
+    h("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Close"),
+  );
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}

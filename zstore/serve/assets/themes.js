@@ -1,0 +1,60 @@
+// The switch between light and dark; without a choice the page goes by the system.
+
+import { h } from "./dom.js";
+
+const KEY = "zstore-theme";
+const ORDER = ["system", "light", "dark"];
+const NAMES = { system: "Auto", light: "Light", dark: "Dark" };
+
+/** A button that goes on to the next theme. */
+export function themeSwitch() {
+  const button = h("button", { type: "button", class: "quiet", test: "theme" });
+  const label = () => {
+    button.textContent = NAMES[theme()];
+    button.setAttribute("aria-label", `Theme: ${theme()}`);
+    button.title = `Theme: ${theme()}. Press for the next of ${ORDER.join(", ")}.`;
+  };
+  button.addEventListener("click", () => {
+    choose(ORDER[(ORDER.indexOf(theme()) + 1) % ORDER.length]);
+    label();
+  });
+  label();
+  return button;
+}
+
+/** Call `changed` whenever colours change. Returns what ends that. */
+export function onTheme(changed) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  system.addEventListener("change", changed);
+  addEventListener("zstore-theme", changed);
+  return () => {
+    system.removeEventListener("change", changed);
+    removeEventListener("zstore-theme", changed);
+  };
+}
+
+/** Return the present value of a colour of style.css, for drawing on a canvas. */
+export function colour(name) {
+  const probe = h("span", { hidden: true, style: { color: `var(--${name})` } });
+  document.body.append(probe);
+  const value = getComputedStyle(probe).color;
+  probe.remove();
+  return value;
+}
+
+function theme() {
+  return document.documentElement.dataset.theme ?? "system";
+}
+
+function choose(name) {
+  const root = document.documentElement;
+  if (name === "system") delete root.dataset.theme;
+  else root.dataset.theme = name;
+  try {
+    if (name === "system") localStorage.removeItem(KEY);
+    else localStorage.setItem(KEY, name);
+  } catch {
+    // Storage may be forbidden; the choice then holds until the page is left.
+  }
+  dispatchEvent(new Event("zstore-theme"));
+}

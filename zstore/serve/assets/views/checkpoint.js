@@ -1,0 +1,334 @@
+// A checkpoint: what it is, its arrays as a tree, the values of one of them, and how other tools read it.
+//
+// For tests: checkpoint-tag, checkpoint-facts, checkpoint-state, verify, verify-job, arrays-filter, arrays-found, arrays-tree
+// with tree-group and tree-array (data-name: the array), array-detail with array-name, array-stats, histogram,
+// histogram-table, array-nan, array-inf, array-log, command-<tool>, weights-download, weights-dtype.
+
+import { api, get, has, isReport } from "../data.js";
+import { h, replace } from "../dom.js";
+import { ago, bytes, count, counted, number, shape, when } from "../format.js";
+import { here, note, runUrl } from "../router.js";
+import { problem } from "../states.js";
+import { actionButton, whyNot } from "../parts/act.js";
+import { arrayCommands, commandList, weightCommands, weightsUrl } from "../parts/commands.js";
+import { HistogramView } from "../parts/histogram.js";
+import { buildTree } from "../parts/names.js";
+import { TreeView } from "../parts/tree.js";
+import { startVerify } from "../parts/verify.js";
+
+const DTYPES = ["bf16", "fp16", "fp32"];
+/** Of a name, encoded: a service takes no URL that is much longer. */
+const MOST_URL_LENGTH = 6000;
+
+export async function show(container, params, context) {
+  const { run, checkpoint, query } = params;
+  const base = ["runs", run, "checkpoints", checkpoint];
+  const listPath = api([...base, "arrays"]);
+  const [detail, list] = await Promise.all([get(api(base)), has(listPath) ? get(listPath) : { arrays: null }]);
+  const view = new CheckpointView({ run, checkpoint, query, context, detail, arrays: list.arrays });
+  replace(container, view.element);
+  view.start();
+  return () => view.close();
+}
+
+class CheckpointView {
+  constructor({ run, checkpoint, query, context, detail, arrays }) {
+    Object.assign(this, { run, query, context, detail, arrays });
+    // `latest` may mean another one a moment later: from here on it is the one that was shown.
+    this.checkpoint = checkpoint === "latest" ? detail.entry.checkpoint : checkpoint;
+    this.log = query.get("log") === "1";
+    this.opened = new AbortController();
+    this.stopVerify = () => {};
+    this.histogram = null;
+    this.tree = new TreeView({
+      label: `Arrays of ${detail.entry.tag}`,
+      test: "arrays-tree",
+      cells: arrayCells,
+      onOpen: (entry) => this.openArray(entry, true),
+    });
+    this.array = h("div", { class: "array-detail", test: "array-detail" });
+    this.verifyPlace = h("div", { test: "verify-job", hidden: true });
+    this.found = h("span", { class: "muted", role: "status", test: "arrays-found" });
+    this.element = h(
+      "div",
+      { class: "view", test: "checkpoint" },
+      this.factsPanel(),
+      this.verifyPlace,
+      this.arraysPanel(),
+      this.weightsPanel(),
+      this.statePanel(),
+    );
+  }
+
+  /** Fill what needs its place on the page. */
+  start() {
+    if (this.arrays === null) return;
+    this.tree.setRoot(buildTree(this.arrays));
+    const filter = this.query.get("filter") ?? "";
+    if (filter !== "") this.filter(filter);
+    const name = this.query.get("array");
+    if (name === null) {
+      replace(this.array, h("p", { class: "hint" }, "Choose an array to see its values."));
+      return;
+    }
+    const entry = this.arrays.find((array) => array.name === name);
+    if (entry === undefined) replace(this.array, h("p", { class: "bad" }, "This checkpoint has no array ", h("q", { class: "name" }, name.slice(0, 200)), "."));
+    else {
+      this.tree.select(name);
+      this.openArray(entry, false);
+    }
+  }
+
+  close() {
+    this.opened.abort();
+    this.tree.close();
+    this.histogram?.close();
+    this.stopVerify();
+  }
+
+  factsPanel() {
+    const { entry, location, id, training_world_size, num_arrays, array_bytes } = this.detail;
+    const fact = (name, value, hint = null) => h("div", { title: hint }, h("dt", null, name), h("dd", null, value));
+    const metrics = Object.entries(entry.metrics).map(([name, value]) => fact(h("bdi", null, name.slice(0, 80)), number(value, 6), name));
+    const ranks = training_world_size === entry.world_size ? count(entry.world_size) : `${count(entry.world_size)}, trained on ${count(training_world_size)}`;
+    return h(
+      "section",
+      { class: "panel", "aria-label": "The checkpoint" },
+      h(
+        "div",
+        { class: "row" },
+        h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag)),
+        h("span", { class: "spring" }),
+        isReport ? null : actionButton("Verify", "verify", () => this.verify(), whyNot(this.context.service)),
+        h("a", { class: "button", href: runUrl(this.run, "compare", { after: entry.checkpoint }), test: "compare" }, "Compare"),
+      ),
+      h(
+        "dl",
+        { class: "facts", test: "checkpoint-facts" },
+        fact("Step", count(entry.step)),
+        fact("Saved", h("time", { datetime: new Date(entry.committed_at * 1000).toISOString(), title: ago(entry.committed_at) }, when(entry.committed_at))),
+        fact("Ranks", ranks),
+        fact("Arrays", `${count(num_arrays)}, ${bytes(array_bytes)}`, "Their values alone"),
+        fact("On disk", `${bytes(entry.size_bytes)} in ${counted(entry.num_files, "file")}`),
+        fact("Shared", bytes(entry.shared_bytes), "Bytes of files that have other names too"),
+        fact("Removing it frees", bytes(entry.freed_bytes)),
+        metrics,
+      ),
+      h(
+        "dl",
+        { class: "small-facts" },
+        h("div", null, h("dt", null, "Folder"), h("dd", { class: "mono name" }, location)),
+        h("div", null, h("dt", null, "Id"), h("dd", { class: "mono name" }, id)),
+        h("div", null, h("dt", null, "Run id"), h("dd", { class: "mono name" }, entry.run_id)),
+      ),
+    );
+  }
+
+  verify() {
+    this.stopVerify();
+    this.verifyPlace.hidden = false;
+    this.stopVerify = startVerify(this.verifyPlace, this.run, this.checkpoint, this.context);
+  }
+
+  arraysPanel() {
+    if (this.arrays === null) {
+      return h(
+        "section",
+        { class: "panel", test: "no-arrays" },
+        h("h2", null, "Arrays"),
+        h("p", { class: "muted" }, "This report does not hold this checkpoint's arrays: ask the service that it was made from."),
+      );
+    }
+    const input = h("input", {
+      type: "search",
+      value: this.query.get("filter") ?? "",
+      placeholder: "Filter by name",
+      "aria-label": "Filter arrays by name",
+      oninput: () => {
+        note({ filter: input.value });
+        this.filter(input.value);
+      },
+      onkeydown: (event) => {
+        if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+        event.preventDefault();
+        this.tree.element.focus();
+      },
+      test: "arrays-filter",
+    });
+    return h(
+      "section",
+      { class: "panel", "aria-label": "Arrays" },
+      h("div", { class: "row toolbar" }, h("h2", null, "Arrays"), input, this.found),
+      h(
+        "div",
+        { class: "two-panes" },
+        h(
+          "div",
+          { class: "tree-pane" },
+          arraysHead(),
+          this.tree.element,
+          h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter shows an array."),
+        ),
+        this.array,
+      ),
+    );
+  }
+
+  filter(text) {
+    const found = this.tree.filter(text);
+    this.found.textContent = found === null ? "" : `${count(found)} of ${counted(this.arrays.length, "array")}`;
+  }
+
+  /** Show an array; `chosen`: by a person, so that a phone, where it stands below, scrolls to it. */
+  async openArray(entry, chosen) {
+    this.opened.abort();
+    this.opened = new AbortController();
+    this.histogram?.close();
+    this.histogram = null;
+    note({ array: encodeURIComponent(entry.name).length > MOST_URL_LENGTH ? null : entry.name });
+    const values = h("div", { class: "array-values" }, h("p", { class: "loading", role: "status" }, "Reading its values"));
+    replace(this.array, arrayHead(entry), values, this.arrayTools(entry));
+    if (chosen && matchMedia("(max-width: 900px)").matches) this.array.scrollIntoView({ block: "start" });
+    await this.loadValues(entry, values);
+  }
+
+  async loadValues(entry, place) {
+    const { signal } = this.opened;
+    const path = api(["runs", this.run, "checkpoints", this.checkpoint, "stats"], { array: entry.name });
+    try {
+      const stats = await get(path, { signal });
+      if (signal.aborted) return;
+      replace(place, statsFacts(stats), this.histogramOf(stats));
+    } catch (error) {
+      if (error.name === "AbortError" || signal.aborted) return;
+      if (error.status === 401) this.context.reload();
+      else replace(place, problem(error, () => void this.loadValues(entry, place)));
+    }
+  }
+
+  histogramOf({ array, histogram }) {
+    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "It has no finite value: there is nothing to draw.");
+    this.histogram = new HistogramView(histogram, `Histogram of ${array.slice(0, 200)}`, this.log);
+    const box = h("input", { type: "checkbox", checked: this.log, test: "array-log" });
+    box.addEventListener("change", () => {
+      this.log = box.checked;
+      note({ log: this.log ? "1" : null });
+      this.histogram.setLog(this.log);
+    });
+    return [h("label", { class: "check" }, box, "Counts by their logarithm"), this.histogram.element];
+  }
+
+  arrayTools(entry) {
+    if (isReport) return null;
+    const url = new URL(entry.url, location.origin).href;
+    return h(
+      "details",
+      { test: "array-tools" },
+      h("summary", null, "Read it with other tools"),
+      h("p", null, "Zarr array: ", h("a", { href: `${entry.url}/zarr.json`, class: "mono name", test: "zarr-url" }, url)),
+      commandList(arrayCommands(url, this.context.service.authorized)),
+    );
+  }
+
+  weightsPanel() {
+    if (isReport) return null;
+    const { entry } = this.detail;
+    const commands = h("div");
+    const chosen = DTYPES.includes(this.query.get("dtype")) ? this.query.get("dtype") : "bf16";
+    const link = h("a", { class: "button", download: "model.safetensors", test: "weights-download" }, "Download model.safetensors");
+    const fill = (dtype) => {
+      link.setAttribute("href", weightsUrl("", this.run, entry.checkpoint, dtype));
+      replace(commands, commandList(weightCommands(location.origin, this.run, entry, dtype, this.context.service.authorized)));
+    };
+    const select = h(
+      "select",
+      { "aria-label": "Type of the weights", test: "weights-dtype" },
+      DTYPES.map((dtype) => h("option", { value: dtype, selected: dtype === chosen }, dtype)),
+    );
+    select.addEventListener("change", () => {
+      note({ dtype: select.value === "bf16" ? null : select.value });
+      fill(select.value);
+    });
+    fill(chosen);
+    return h(
+      "section",
+      { class: "panel", test: "weights" },
+      h("h2", null, "Weights as one file"),
+      h("p", { class: "muted" }, "Consolidated as it is read, in the type that you choose. A download that broke off can be resumed."),
+      h("div", { class: "row" }, select, link),
+      h("details", null, h("summary", null, "Read it with other tools"), commands),
+    );
+  }
+
+  statePanel() {
+    const { state } = this.detail;
+    return h(
+      "section",
+      { class: "panel", test: "checkpoint-state" },
+      h("h2", null, "State"),
+      Object.keys(state).length === 0 ? h("p", { class: "muted" }, "Its record holds no state.") : valueTree(state, 0),
+    );
+  }
+}
+
+function arrayCells(item, { count: arrays, nbytes }) {
+  const size = h("span", { class: "cell num" }, bytes(item === null ? nbytes : item.nbytes));
+  if (item === null) return [h("span", { class: "cell both wide" }, counted(arrays, "array")), size];
+  const text = shape(item.shape);
+  return [h("span", { class: "cell wide" }, item.dtype), h("span", { class: "cell wide", title: text }, text), size];
+}
+
+function arraysHead() {
+  const name = (text, kind) => h("span", { class: `cell ${kind}` }, text);
+  return h("div", { class: "tree-head", "aria-hidden": "true" }, name("Name", ""), name("Type", "wide"), name("Shape", "wide"), name("Size", "num"));
+}
+
+function arrayHead(entry) {
+  const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
+  return [
+    h("h3", { class: "array-name mono", title: entry.name, test: "array-name" }, h("bdi", null, entry.name)),
+    h(
+      "dl",
+      { class: "facts" },
+      fact("Type", entry.dtype),
+      fact("Shape", shape(entry.shape)),
+      fact("Size", bytes(entry.nbytes)),
+      fact("Shards", count(entry.num_shards)),
+    ),
+  ];
+}
+
+function statsFacts({ min, max, mean, norm, nan, inf }) {
+  const fact = (name, value, test) => h("div", null, h("dt", null, name), h("dd", { test }, value));
+  const marked = (value) => h("span", { class: value > 0 ? "tag bad dot" : null }, count(value));
+  return h(
+    "dl",
+    { class: "facts", test: "array-stats" },
+    fact("Min", number(min, 6), "array-min"),
+    fact("Max", number(max, 6), "array-max"),
+    fact("Mean", number(mean, 6), "array-mean"),
+    fact("Norm", number(norm, 6), "array-norm"),
+    fact("NaN", marked(nan), "array-nan"),
+    fact("Inf", marked(inf), "array-inf"),
+  );
+}
+
+/** Nested values as lists that open and close; the first level is open. */
+function valueTree(value, depth) {
+  const entries = Object.entries(value);
+  return h(
+    "ul",
+    { class: "values" },
+    entries.map(([key, inner]) => {
+      const name = h("bdi", { class: "mono" }, key);
+      const several = inner !== null && typeof inner === "object" && Object.keys(inner).length > 0;
+      if (!several) return h("li", null, name, ": ", h("span", { class: "mono name" }, inner === null ? "null" : typeof inner === "object" ? (Array.isArray(inner) ? "[]" : "{}") : JSON.stringify(inner)));
+      const size = Array.isArray(inner) ? counted(inner.length, "item") : counted(Object.keys(inner).length, "key");
+      const details = h("details", null, h("summary", null, name, " ", h("span", { class: "muted" }, size)));
+      // Filled when it is opened: a state may be deep.
+      details.addEventListener("toggle", () => details.children.length === 1 && details.append(valueTree(inner, depth + 1)));
+      if (depth === 0 && entries.length <= 8) details.open = true;
+      return h("li", null, details);
+    }),
+  );
+}

@@ -1,0 +1,284 @@
+// How two checkpoints of a run differ.
+//
+// For tests: compare-before, compare-after, compare-swap, compare-counts with count-<status>, compare-filter, compare-tree
+// with tree-group and tree-array (data-name: the array), difference-detail, difference-<field>.
+
+import { api, get, has } from "../data.js";
+import { h, replace } from "../dom.js";
+import { count, counted, number, percent } from "../format.js";
+import { note, runUrl } from "../router.js";
+import { empty, problem } from "../states.js";
+import { buildTree } from "../parts/names.js";
+import { TreeView } from "../parts/tree.js";
+
+const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
+const WORDS = {
+  same: "the same",
+  values: "other values",
+  shape: "other shape",
+  dtype: "other type",
+  added: "added",
+  removed: "removed",
+  unknown: "not known by checksums",
+};
+
+export async function show(container, params, context) {
+  const { run, query } = params;
+  const { checkpoints } = await get(api(["runs", run, "checkpoints"]));
+  if (checkpoints.length < 2) {
+    replace(container, empty("Nothing to compare", `The run has ${counted(checkpoints.length, "checkpoint")}: a comparison takes two.`));
+    return undefined;
+  }
+  const after = query.get("after") ?? checkpoints.at(-1).checkpoint;
+  const place = checkpoints.findIndex((entry) => entry.checkpoint === after);
+  const before = query.get("before") ?? checkpoints[place > 0 ? place - 1 : place === 0 ? 1 : checkpoints.length - 2].checkpoint;
+  note({ before, after });
+  const view = new CompareView({ run, query, context, checkpoints, before, after });
+  replace(container, view.element);
+  void view.load();
+  return () => view.close();
+}
+
+class CompareView {
+  constructor({ run, query, context, checkpoints, before, after }) {
+    Object.assign(this, { run, query, context, checkpoints, before, after });
+    this.loading = new AbortController();
+    this.opened = new AbortController();
+    this.tree = new TreeView({
+      label: "Arrays that differ",
+      test: "compare-tree",
+      cells: differenceCells,
+      onOpen: (entry) => this.openArray(entry, true),
+    });
+    this.statuses = new Set((query.get("status") ?? "").split(",").filter((status) => STATUSES.includes(status)));
+    this.counts = h("div", { class: "row", test: "compare-counts" });
+    this.found = h("span", { class: "muted", role: "status" });
+    this.detail = h("div", { class: "array-detail", test: "difference-detail" });
+    this.filterField = this.makeFilter();
+    this.panes = h(
+      "div",
+      { class: "two-panes" },
+      h(
+        "div",
+        { class: "tree-pane" },
+        h(
+          "div",
+          { class: "tree-head compare", "aria-hidden": "true" },
+          h("span", { class: "cell" }, "Name"),
+          h("span", { class: "cell" }, "Differs in"),
+          h("span", { class: "cell num wide" }, "Chunks changed"),
+        ),
+        this.tree.element,
+        h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter compares an array by its values."),
+      ),
+      this.detail,
+    );
+    this.tree.element.classList.add("compare");
+    this.place = h("div", { class: "view" });
+    this.element = h("div", { class: "view", test: "compare" }, this.pickers(), this.place);
+  }
+
+  close() {
+    this.loading.abort();
+    this.opened.abort();
+    this.tree.close();
+  }
+
+  pickers() {
+    const picker = (label, name, chosen) => {
+      const known = this.checkpoints.some((entry) => entry.checkpoint === chosen);
+      const options = [...this.checkpoints].reverse().map(({ checkpoint, tag, step }) =>
+        h("option", { value: checkpoint, selected: checkpoint === chosen }, `${tag.slice(0, 80)}, step ${count(step)}`),
+      );
+      const select = h("select", { id: `pick-${name}`, test: `compare-${name}` }, known ? null : h("option", { value: chosen, selected: true }, chosen.slice(0, 80)), options);
+      select.addEventListener("change", () => this.goTo({ [name]: select.value }));
+      return h("div", { class: "field" }, h("label", { for: `pick-${name}` }, label), select);
+    };
+    const swap = () => this.goTo({ before: this.after, after: this.before });
+    return h(
+      "section",
+      { class: "panel", "aria-label": "What is compared" },
+      h(
+        "div",
+        { class: "row pickers" },
+        picker("Before", "before", this.before),
+        h("button", { type: "button", onclick: swap, "aria-label": "Swap the two", title: "Swap the two", test: "compare-swap" }, "⇄"),
+        picker("After", "after", this.after),
+      ),
+    );
+  }
+
+  goTo(change) {
+    const chosen = { before: this.before, after: this.after, ...change };
+    this.context.go(runUrl(this.run, "compare", chosen));
+  }
+
+  makeFilter() {
+    const input = h("input", {
+      type: "search",
+      value: this.query.get("filter") ?? "",
+      placeholder: "Filter by name",
+      "aria-label": "Filter arrays by name",
+      oninput: () => {
+        note({ filter: input.value });
+        this.filter();
+      },
+      test: "compare-filter",
+    });
+    return input;
+  }
+
+  async load() {
+    const { signal } = this.loading;
+    replace(this.place, h("p", { class: "loading", role: "status" }, "Comparing checksums"));
+    const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after });
+    if (!has(path)) {
+      replace(this.place, h("p", { class: "panel muted" }, "This report does not hold the comparison of these two: ask the service that it was made from."));
+      return;
+    }
+    try {
+      this.difference = await get(path, { signal });
+      if (!signal.aborted) this.draw();
+    } catch (error) {
+      if (error.name === "AbortError" || signal.aborted) return;
+      if (error.status === 401) this.context.reload();
+      else replace(this.place, problem(error, () => void this.load()));
+    }
+  }
+
+  draw() {
+    const { arrays, counts } = this.difference;
+    const same = counts.same ?? 0;
+    if (arrays.length === 0) {
+      replace(this.place, h("section", { class: "panel", test: "compare-counts" }, h("h2", { class: "good" }, "No array differs"), h("p", null, `All ${counted(same, "array")} are the same, byte for byte.`)));
+      return;
+    }
+    replace(
+      this.place,
+      h(
+        "section",
+        { class: "panel", "aria-label": "Arrays that differ" },
+        this.counts,
+        h("div", { class: "row toolbar" }, this.filterField, this.found),
+        this.panes,
+      ),
+    );
+    this.drawTree();
+    replace(this.detail, h("p", { class: "hint" }, "Choose an array to compare its values."));
+    const name = this.query.get("array");
+    const entry = arrays.find((array) => array.name === name);
+    if (entry !== undefined) {
+      this.tree.select(name);
+      void this.openArray(entry, false);
+    }
+  }
+
+  drawCounts() {
+    const { counts } = this.difference;
+    const toggle = (status) => () => {
+      if (this.statuses.has(status)) this.statuses.delete(status);
+      else this.statuses.add(status);
+      note({ status: [...this.statuses].join(",") });
+      this.drawTree();
+    };
+    replace(
+      this.counts,
+      STATUSES.filter((status) => counts[status]).map((status) =>
+        h(
+          "button",
+          { type: "button", class: "small", "aria-pressed": String(this.statuses.has(status)), onclick: toggle(status), test: `count-${status}` },
+          h("span", { class: `swatch status-${status}` }),
+          `${count(counts[status])} ${WORDS[status]}`,
+        ),
+      ),
+      h("span", { class: "muted", test: "count-same" }, `${count(counts.same ?? 0)} the same`),
+    );
+  }
+
+  drawTree() {
+    this.drawCounts();
+    const { arrays } = this.difference;
+    const shown = this.statuses.size === 0 ? arrays : arrays.filter((array) => this.statuses.has(array.status));
+    const selected = this.tree.selected;
+    this.tree.setRoot(buildTree(shown));
+    if (selected !== null) this.tree.select(selected);
+    this.filter();
+  }
+
+  filter() {
+    const found = this.tree.filter(this.filterField.value);
+    this.found.textContent = found === null ? "" : `${count(found)} of ${counted(this.tree.root.count, "array")}`;
+  }
+
+  async openArray(entry, chosen) {
+    this.opened.abort();
+    this.opened = new AbortController();
+    note({ array: entry.name });
+    const values = h("div", { class: "array-values" });
+    replace(
+      this.detail,
+      h("h3", { class: "array-name mono", title: entry.name }, h("bdi", null, entry.name)),
+      h("p", null, h("span", { class: `tag status-${entry.status}` }, WORDS[entry.status])),
+      h("dl", { class: "facts" }, fact("Before", entry.before ?? "not there", "difference-before"), fact("After", entry.after ?? "not there", "difference-after")),
+      values,
+    );
+    if (chosen && matchMedia("(max-width: 900px)").matches) this.detail.scrollIntoView({ block: "start" });
+    if (["values", "dtype", "unknown"].includes(entry.status)) await this.loadValues(entry, values);
+    else replace(values, h("p", { class: "muted" }, "Values are compared only where both have the same shape."));
+  }
+
+  async loadValues(entry, place) {
+    const { signal } = this.opened;
+    replace(place, h("p", { class: "loading", role: "status" }, "Comparing its values"));
+    const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after, array: entry.name });
+    try {
+      const { arrays } = await get(path, { signal });
+      if (!signal.aborted) replace(place, valueFacts({ ...entry, ...known(arrays[0]) }));
+    } catch (error) {
+      if (error.name === "AbortError" || signal.aborted) return;
+      if (error.status === 401) this.context.reload();
+      else replace(place, problem(error, () => void this.loadValues(entry, place)));
+    }
+  }
+}
+
+function known(entry) {
+  return Object.fromEntries(Object.entries(entry ?? {}).filter(([, value]) => value !== null));
+}
+
+function fact(name, value, test, hint = null) {
+  return h("div", { title: hint }, h("dt", null, name), h("dd", { test }, value));
+}
+
+function valueFacts({ numel, changed, max_abs, rms, nonfinite, chunks, chunks_changed }) {
+  const share = numel > 0 && changed !== undefined ? ` (${percent(changed / numel)})` : "";
+  return [
+    h(
+      "dl",
+      { class: "facts", test: "difference-values" },
+      fact("Changed elements", `${count(changed)} of ${count(numel)}${share}`, "difference-changed"),
+      fact("Largest difference", number(max_abs, 6), "difference-max", "Between finite elements"),
+      fact("Root mean square", number(rms, 6), "difference-rms", "Over all elements"),
+      fact(
+        "Not finite",
+        h("span", { class: nonfinite > 0 ? "tag bad dot" : null }, count(nonfinite)),
+        "difference-nonfinite",
+        "Elements that differ, one of them NaN or infinite",
+      ),
+      chunks > 0 ? fact("Chunks changed", `${count(chunks_changed)} of ${count(chunks)}`, "difference-chunks") : null,
+    ),
+    changed > 0 ? h("div", { class: "meter", role: "img", "aria-label": `${percent(changed / numel)} of the elements changed` }, h("span", { style: { width: `${Math.max(0.5, (100 * changed) / numel)}%` } })) : null,
+  ];
+}
+
+function differenceCells(item, { tally }) {
+  const swatch = (status) => h("span", { class: `swatch status-${status}` });
+  if (item === null) {
+    const statuses = STATUSES.filter((status) => tally[status]);
+    const title = statuses.map((status) => `${count(tally[status])} ${WORDS[status]}`).join(", ");
+    const parts = statuses.map((status) => h("span", { class: "tally" }, swatch(status), count(tally[status])));
+    return [h("span", { class: "cell both", title, "aria-label": title }, parts)];
+  }
+  const chunks = item.chunks > 0 ? `${count(item.chunks_changed)} of ${count(item.chunks)}` : "";
+  return [h("span", { class: "cell" }, swatch(item.status), WORDS[item.status]), h("span", { class: "cell num wide" }, chunks)];
+}

@@ -1,0 +1,175 @@
+// A run as it trains: where it is, its curves, its saves, its warnings and the processes that took part.
+
+import { api, get, isReport, listen } from "../data.js";
+import { h, replace } from "../dom.js";
+import { counted } from "../format.js";
+import { note } from "../router.js";
+import { RunActions } from "../parts/actions.js";
+import { Curves } from "../parts/curves.js";
+import { atFrame } from "../parts/frame.js";
+import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
+import { RunStatus } from "../parts/runstatus.js";
+import { LiveSteps, StepColumns } from "../parts/steps.js";
+import { empty } from "../states.js";
+
+const POINTS = 1000;
+const MOST_LIVE = 2 * POINTS;
+
+export async function show(container, params, context) {
+  const view = new RunView(params, context);
+  await view.load();
+  replace(container, view.element);
+  view.follow();
+  return () => view.close();
+}
+
+class RunView {
+  constructor({ run, query }, context) {
+    this.run = run;
+    this.path = ["runs", run];
+    this.actions = isReport ? null : new RunActions(run, context);
+    this.status = new RunStatus(run, this.actions?.element ?? null);
+    this.curves = new Curves((domain) => this.zoom(domain));
+    this.lists = h("div", { class: "lists" });
+    this.waiting = h("div");
+    this.element = h("div", { class: "view" }, this.status.element, this.waiting, this.curves.element, this.lists);
+    this.draw = atFrame(() => this.drawNow());
+    this.ended = () => {};
+    this.closed = false;
+    this.shownLists = "";
+    this.detailed = null;
+    const from = Number.parseFloat(query.get("from"));
+    const to = Number.parseFloat(query.get("to"));
+    this.domain = from < to ? [from, to] : null;
+  }
+
+  async load() {
+    const [detail, steps, placement] = await Promise.all([
+      get(api(this.path)),
+      get(api([...this.path, "steps"], { points: POINTS })),
+      get(api([...this.path, "placement"])).catch(() => null),
+    ]);
+    Object.assign(this, { detail, placement });
+    this.steps = new LiveSteps(steps.columns);
+    if (this.domain !== null) {
+      this.curves.setDomain(this.domain);
+      await this.loadDetail();
+    }
+    this.drawNow();
+  }
+
+  /** Take live points and what else the run does. */
+  follow() {
+    if (isReport) return;
+    this.ended = listen(api([...this.path, "events"]), {
+      open: () => this.status.setLive(true),
+      lost: () => this.status.setLive(false),
+      again: () => void this.catchUp(),
+      steps: (steps) => this.take(steps),
+      run: (detail) => {
+        this.detail = detail;
+        this.draw();
+      },
+    });
+  }
+
+  take(steps) {
+    this.steps.append(steps.columns);
+    this.detailed?.append(steps.columns);
+    if (this.steps.live.length > MOST_LIVE) void this.thin();
+    this.draw();
+  }
+
+  /** Ask for all that came while there was no connection. */
+  async catchUp() {
+    await this.thin();
+    this.detail = await get(api(this.path)).catch(() => this.detail);
+    this.draw();
+  }
+
+  /** Ask for all steps anew: live ones have become many, or some were missed. */
+  async thin() {
+    if (this.thinning) return;
+    this.thinning = true;
+    try {
+      const { columns } = await get(api([...this.path, "steps"], { points: POINTS }));
+      const later = this.steps.live;
+      this.steps = new LiveSteps(columns);
+      this.steps.append(later.after(this.steps.base.last));
+      this.draw();
+    } catch (error) {
+      if (error.status === undefined) throw error;
+    } finally {
+      this.thinning = false;
+    }
+  }
+
+  zoom(domain) {
+    this.domain = domain;
+    note({ from: domain && String(Math.floor(domain[0])), to: domain && String(Math.ceil(domain[1])) });
+    this.detailed = null;
+    this.draw();
+    if (domain !== null) void this.loadDetail().then(() => this.draw(), () => {});
+  }
+
+  /** Ask for the steps that are shown in more detail, where more of them lie there than are at hand. */
+  async loadDetail() {
+    const domain = this.domain;
+    if (isReport || this.steps.all().isWhole(...domain)) return;
+    const [after, until] = [Math.floor(domain[0]) - 1, Math.ceil(domain[1])];
+    const { columns } = await get(api([...this.path, "steps"], { after, until, points: POINTS }));
+    if (this.domain === domain) this.detailed = new StepColumns(columns);
+  }
+
+  drawNow() {
+    if (this.closed) return;
+    const all = this.steps.all();
+    this.status.update(this.detail, this.steps.newest);
+    this.showActions();
+    this.curves.element.hidden = all.length === 0;
+    this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
+    const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions]);
+    if (text === this.shownLists) return;
+    this.shownLists = text;
+    replace(this.waiting, all.length === 0 ? this.nothing() : null);
+    replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail.warnings), sessionsPanel(this.detail));
+  }
+
+  /** Show the buttons anew where the run came to another state, so that one that is about to be pressed stays. */
+  showActions() {
+    const { state } = this.detail.summary;
+    const saves = JSON.stringify([state, this.detail.saves]);
+    if (this.actions === null || state === "unknown" || saves === this.shownActions) return;
+    this.shownActions = saves;
+    this.actions.update(this.detail);
+  }
+
+  nothing() {
+    const { summary } = this.detail;
+    if (summary.state === "unknown") {
+      return empty(
+        "No journal",
+        `This folder holds ${counted(summary.num_checkpoints, "checkpoint")} and no journal, so there is nothing to draw. Training that saves here writes one:`,
+        `zstore train --save ${summary.location}`,
+      );
+    }
+    return empty("No steps yet", "The run has begun. The first curve starts with its first step.");
+  }
+
+  close() {
+    this.closed = true;
+    this.ended();
+    this.actions?.close();
+    this.curves.close();
+    this.status.close();
+  }
+}
+
+/** Return where processes resumed and checkpoints were saved, as marks for charts. */
+function marks({ sessions, saves }) {
+  const resumed = sessions.slice(1).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
+  const saved = saves
+    .filter((save) => save.state === "committed" || save.state === "uploaded")
+    .map((save) => ({ x: save.step, kind: "save", label: `saved ${save.tag}` }));
+  return [...resumed, ...saved];
+}
