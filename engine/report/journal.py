@@ -2,11 +2,11 @@
 
 [Note: where the journal goes]
 It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
-along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
-none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
-that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its lines are sent
-about once a second.
+load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
+save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
+that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
+is in the local folder that its saves go through, and is sent along with each of them, and at the end; to a service of
+zstore its lines are sent about once a second.
 
 [Note: what a step's record costs]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
