@@ -14,6 +14,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -309,6 +310,8 @@ def main() -> None:
         leave_behind(folder / RUN)
         run.journal.at = time.time()
         run.journal.start(RUN_ID, pid=os.getpid())
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores the first
+            signal.signal(number, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             run.go_on()
         run.journal.at = time.time()
