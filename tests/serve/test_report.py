@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -78,6 +79,19 @@ def test_it_holds_what_the_service_answers(
     assert sum("/diff?" in path and "array=" not in path for path in paths) == (4 if name == RUN else 1)
     assert sum("/diff?" in path and "array=" in path for path in paths) > 10
     assert "Not in this file: statistics of 3 of 53 arrays." in note_in(tmp_path / "report.html")
+
+
+def test_it_is_made_of_a_run_behind_a_service_too(sample: Path, tmp_path: Path, serve: Serve, report: Report) -> None:
+    code, err = report(f"{serve(sample)}/{quote(HOSTILE_RUN)}", "--arrays", "2")
+    assert code == 0, err
+    data = data_in(tmp_path / "report.html")
+    (tmp_path / "report.html").unlink()
+    assert report(sample / HOSTILE_RUN, "--arrays", "2")[0] == 0
+    local = data_in(tmp_path / "report.html")
+    assert list(data) == list(local)
+    for path, answer in local.items():
+        if path.endswith(("/steps", "/arrays")) or "/stats?" in path or "/diff?" in path:
+            assert data[path] == answer
 
 
 def test_it_stays_within_its_size_and_says_what_it_lacks(sample: Path, tmp_path: Path, report: Report) -> None:

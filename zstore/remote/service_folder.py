@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ..checkpoint.folder import Entries
 from ..errors import CheckpointNotFoundError, StorageError, UsageError
@@ -127,7 +127,14 @@ class ServiceFolder(UrlFolder):
         return f"{self.url.base}{self.url.file('')}", options
 
     def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`; raises UsageError: a service takes whole checkpoints only."""
+        """See `Folder.write_small`. Beside a run's checkpoints a service takes a model's config and tokenizer, else nothing:
+        raises UsageError."""
+        if self.url.run and not self.url.folder and "/" not in file:
+            path = f"/api/uploads/beside/{quote(self.url.run, safe='')}/{quote(file, safe='')}"
+            self.connection.call(
+                lambda: self.connection.request("PUT", path, body=data), "write", self.location_of(file)
+            )
+            return
         raise UsageError(
             f"{self.location_of(file)} cannot be written: a service takes checkpoints, and no single files"
         )

@@ -58,6 +58,10 @@ class ServicePlace:
         """The URL, without a password."""
         return self.url.text
 
+    def location_of(self, file: str) -> str:
+        """Return the URL of a file or folder in it."""
+        return f"{self.location}/{quote_path(file)}"
+
     def __str__(self) -> str:
         return self.location
 
@@ -71,12 +75,16 @@ class ServicePlace:
             )
         return ServiceFolder(connection, self.url)
 
+    def require_uploads(self) -> None:
+        """Raise UsageError where the service takes no uploads of this run, or does not accept the token."""
+        self.open(Retries()).connection.ask("GET", f"/api/uploads?run={quote(self.url.run, safe='')}")
+
 
 class ServiceTarget(UploadTarget):
     """An upload to the run at `place`. Usable from any thread."""
 
     def __init__(self, place: ServicePlace, retries: Retries, tag: str, save_id: str) -> None:
-        self.location = f"{place.location}/{quote_path(tag_folder(tag))}"
+        self.location = place.location_of(tag_folder(tag))
         self._place = place
         self._retries = retries
         self._tag = tag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,17 @@ def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, 
     if isinstance(place, ServicePlace):
         return ServiceTarget(place, retries, tag, save_id)
     return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
+
+
+def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Raise StorageError, or UsageError, where nothing can be uploaded to a URL. What is written there for that is removed."""
+    place = place_of(url, storage_options)
+    if isinstance(place, ServicePlace):
+        place.require_uploads()
+        return
+    probe = f".probe-{uuid.uuid4().hex}"
+    place.write_small(probe, b"")
+    place.remove(probe)
 
 
 def upload_checkpoint(

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,24 +41,14 @@ from ..io.files import Files
 from ..io.pool import Workers
 from .jobs import Jobs, RunningJob
 from .runs import Runs
-from .upload import OFFER_FILE, UPLOADS_FOLDER, Upload
-from .upload_models import Committed, KeepRules, UploadOffer, UploadState
+from .upload import Upload
+from .upload_models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
 from .upload_plan import UploadPlan
 
 MOST_UPLOADS = 100
 """Uploads at a time, those whose clients are gone included."""
-ALIVE_S = 15 * 60.0
 KEPT_S = 24 * 3600.0
 """After so long without a word from its client, an upload is removed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedUpload:
-    """What is there of an upload that is not committed."""
-
-    tag: str
-    is_active: bool
-    num_bytes: int
 
 
 class Inbox:
@@ -119,14 +109,6 @@ class Inbox:
         with contextlib.suppress(OSError):  # a run that nothing was committed to
             os.rmdir(upload.folder)
 
-    def unfinished(self, folder: Path) -> list[UnfinishedUpload]:
-        """Return the uploads into a run's folder."""
-        return [
-            UnfinishedUpload(tag=one.record.tag, is_active=_is_alive(one), num_bytes=_bytes_below(one.path))
-            for one in self.all()
-            if one.folder == folder
-        ]
-
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def begin(self, offer: UploadOffer) -> UploadState:
@@ -164,7 +146,6 @@ class Inbox:
         if upload is None:
             if len(uploads) >= MOST_UPLOADS:
                 raise UsageError(f"{MOST_UPLOADS} uploads are under way: wait until some are done, or give some up")
-            self._files.make_folder(new.folder)
             self._require_room(new)
             upload = new
         upload.offer = new.offer  # what is to be kept and replaced may be asked for in another way
@@ -198,7 +179,9 @@ class Inbox:
         upload.progress = job.advance
 
     def _require_room(self, upload: Upload) -> None:
-        device = os.stat(upload.folder).st_dev
+        # The run's folder is made with the first of its uploads.
+        there = upload.folder if upload.folder.is_dir() else upload.folder.parent
+        device = os.stat(there).st_dev
         others = [
             one for one in self.all() if one is not upload and _is_alive(one) and os.stat(one.folder).st_dev == device
         ]
@@ -206,7 +189,7 @@ class Inbox:
         needed = upload.room_needed()
         beside = f", and {len(others)} other uploads {theirs}" if theirs else ""
         self._files.require_room(
-            upload.folder,
+            there,
             needed + theirs,
             f"the upload needs {needed} bytes{beside}",
             "make room where the service stores its runs, or save elsewhere",
@@ -348,12 +331,3 @@ def _check_free(upload: Upload) -> TagInfo | None:
         raise
     except CheckpointError as error:
         raise CheckpointExistsError(str(error)) from error
-
-
-def _bytes_below(path: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total

@@ -79,8 +79,10 @@ class Runs:
 
         Raises UsageError for a run behind a URL, and for names that no new run can have.
         """
-        self.forget()
         run = self.all().get(name)
+        if run is None:
+            self.forget()
+            run = self.all().get(name)
         if run is not None:
             if not run.folder.is_local:
                 raise UsageError(

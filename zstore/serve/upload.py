@@ -44,11 +44,10 @@ from ..errors import (
 )
 from ..io.files import Files, OpenFile
 from .arrivals import check_shard, file_sha256
-from .upload_models import UploadFile, UploadOffer, UploadState
+from .upload_models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
 from .upload_plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
 
-UPLOADS_FOLDER = ".uploads"
-OFFER_FILE = "upload.json"
+_TOUCH_S = 60.0
 _NUM_SEARCHED = 4
 """The newest checkpoints, in which shards that did not change are looked for."""
 
@@ -74,6 +73,7 @@ class Upload:
         self.started_at = self.active_at = time.time()
         self.lock = threading.RLock()
         """Held for what looks at all files."""
+        self._touched_at = 0.0
         self.total_bytes = 0
         self.progress: Callable[[int], None] = lambda num_bytes: None
         """Told of bytes of files that came, less than none where they were dropped."""
@@ -134,7 +134,7 @@ class Upload:
 
     def touch(self) -> None:
         """Note that its client is there."""
-        self.active_at = time.time()
+        self.active_at = self._touched_at = time.time()
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
 
@@ -325,6 +325,8 @@ class Upload:
         """Write bytes of a file that came."""
         self._files.write_from(opened, np.frombuffer(data, np.uint8), offset)
         self.active_at = time.time()
+        if self.active_at - self._touched_at > _TOUCH_S:
+            self.touch()
         self.progress(len(data))
 
     def take(self, file: str, content: Content, opened: OpenFile) -> None:

@@ -6,6 +6,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+UPLOADS_FOLDER = ".uploads"
+"""In a run's folder, what is not committed."""
+OFFER_FILE = "upload.json"
+ALIVE_S = 15 * 60.0
+"""So long after the last word from its client, an upload counts as going on."""
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -74,7 +80,7 @@ class UploadState(_Model):
 
 
 class UploadList(_Model):
-    """`GET /api/uploads`: those that are not committed; `files` is empty."""
+    """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
 
     uploads: list[UploadState]
 

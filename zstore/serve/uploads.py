@@ -7,6 +7,7 @@
     POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
     PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
     POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
+    GET    /api/uploads?run=RUN           which are under way; refused where the run takes none
     GET    /api/uploads/ID?rank=R         what is missing, of all or one rank's files
     GET    /api/uploads/ID/files/PATH     how much of a file is there; a client goes on from there that lost its connection
     DELETE /api/uploads/ID                gives it up
@@ -29,7 +30,7 @@ from starlette.routing import Route
 from ..errors import CheckpointError, CheckpointNotFoundError, UsageError
 from .auth import require_action
 from .replies import problem, reply
-from .service import service_of
+from .service import Service, service_of
 from .upload import Arrival, Upload
 from .upload_models import Claims, Linked, UploadList, UploadOffer
 
@@ -68,8 +69,15 @@ async def _begin(request: Request) -> Response:
 
 async def _list(request: Request) -> Response:
     require_action(request)
-    uploads = await run_in_threadpool(service_of(request).inbox.all)
-    return reply(UploadList(uploads=[upload.state(files=False) for upload in uploads]))
+    name = request.query_params.get("run")
+    return reply(await run_in_threadpool(_listed, service_of(request), name))
+
+
+def _listed(service: Service, name: str | None) -> UploadList:
+    if name is not None:
+        service.runs.folder_for_uploads(name)
+    states = [upload.state(files=False) for upload in service.inbox.all()]
+    return UploadList(uploads=[state for state in states if name in (None, state.run)])
 
 
 async def _state(request: Request) -> Response:

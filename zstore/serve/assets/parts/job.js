@@ -2,12 +2,13 @@
 
 import { api, get } from "../data.js";
 import { h, replace } from "../dom.js";
-import { ago, bytes, counted, duration, percent, rate } from "../format.js";
+import { bytes, counted, duration, percent, rate, when } from "../format.js";
 import { link, runUrl } from "../router.js";
 import { repeat } from "./poll.js";
 
 const KINDS = { verify: "Verification", prune: "Prune", upload: "Upload" };
 const STATES = { running: ["running", "tag dot"], done: ["done", "tag good"], failed: ["failed", "tag bad"] };
+const FAULTS = ["faults found", "tag bad"];
 const LINES_AT_FIRST = 20;
 
 /**
@@ -29,6 +30,11 @@ export function progressOf(job, now) {
   return { share, text: parts.join(" · ") };
 }
 
+/** Whether a verification was carried out, and found something. */
+export function hasFaults({ kind, state, lines }) {
+  return kind === "verify" && state === "done" && lines.length > 0 && !lines[0].startsWith("no faults");
+}
+
 /** A job as it is shown; `update` changes what is there, so that text stays selected. */
 export class JobView {
   constructor(job) {
@@ -42,7 +48,13 @@ export class JobView {
     this.element = h(
       "article",
       { class: "panel job", test: "job", "data-job": job.id },
-      h("div", { class: "row" }, h("h3", null, heading(job)), this.state, h("span", { class: "muted" }, `begun ${ago(job.started_at)}`)),
+      h(
+        "div",
+        { class: "row" },
+        h("h3", null, heading(job)),
+        this.state,
+        h("time", { class: "muted", datetime: new Date(job.started_at * 1000).toISOString() }, when(job.started_at)),
+      ),
       this.bar,
       this.text,
       this.problem,
@@ -54,7 +66,7 @@ export class JobView {
 
   update(job) {
     this.job = job;
-    const [text, name] = STATES[job.state];
+    const [text, name] = hasFaults(job) ? FAULTS : STATES[job.state];
     const { share, text: progress } = progressOf(job, Date.now() / 1000);
     this.state.className = name;
     put(this.state, text);
@@ -103,7 +115,8 @@ export function showJob(place, id, ended = () => {}) {
     const job = await get(api(["jobs", id]));
     if (view === null) {
       view = new JobView(job);
-      replace(place, view.element, h("p", { class: "hint" }, "It goes on when this page is left: see ", h("a", { href: link("/jobs") }, "Jobs"), "."));
+      const jobs = h("a", { href: link("/jobs") }, "Jobs");
+      replace(place, view.element, h("p", { class: "hint" }, "It goes on when this page is left: see ", jobs, "."));
     } else view.update(job);
     if (job.state === "running") return 1;
     ended(job);

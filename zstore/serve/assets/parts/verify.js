@@ -3,7 +3,7 @@
 import { api, post } from "../data.js";
 import { h, replace } from "../dom.js";
 import { act } from "./act.js";
-import { showJob } from "./job.js";
+import { hasFaults, showJob } from "./job.js";
 
 /**
  * Have the service verify a checkpoint, and show how far it is in `place`.
@@ -18,7 +18,7 @@ export function startVerify(place, run, checkpoint, context) {
       const path = api(["runs", run, "checkpoints", checkpoint, "verify"]);
       const job = await act(() => post(path), context, "The token is needed to verify a checkpoint.");
       if (job === null) replace(place);
-      else if (!ended) stop = showJob(place, job.id, (done) => context.announce(done.state === "done" ? "Verified." : "The verification failed."));
+      else if (!ended) stop = showJob(place, job.id, (done) => context.announce(outcome(done)));
     } catch (error) {
       replace(place, h("p", { class: "bad name", role: "alert" }, error.message));
     }
@@ -28,4 +28,9 @@ export function startVerify(place, run, checkpoint, context) {
     ended = true;
     stop();
   };
+}
+
+function outcome(job) {
+  if (job.state === "failed") return "The verification failed.";
+  return hasFaults(job) ? "The verification found faults." : "The verification found no fault.";
 }

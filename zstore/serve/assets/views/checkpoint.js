@@ -17,12 +17,14 @@ import { TreeView } from "../parts/tree.js";
 import { startVerify } from "../parts/verify.js";
 
 const DTYPES = ["bf16", "fp16", "fp32"];
+/** Of a name, encoded: a service takes no URL that is much longer. */
+const MOST_URL_LENGTH = 6000;
 
 export async function show(container, params, context) {
   const { run, checkpoint, query } = params;
   const base = ["runs", run, "checkpoints", checkpoint];
   const listPath = api([...base, "arrays"]);
-  const [detail, list] = await Promise.all([get(api(base)), has(listPath) ? get(listPath) : { arrays: [] }]);
+  const [detail, list] = await Promise.all([get(api(base)), has(listPath) ? get(listPath) : { arrays: null }]);
   const view = new CheckpointView({ run, checkpoint, query, context, detail, arrays: list.arrays });
   replace(container, view.element);
   view.start();
@@ -60,6 +62,7 @@ class CheckpointView {
 
   /** Fill what needs its place on the page. */
   start() {
+    if (this.arrays === null) return;
     this.tree.setRoot(buildTree(this.arrays));
     const filter = this.query.get("filter") ?? "";
     if (filter !== "") this.filter(filter);
@@ -128,6 +131,14 @@ class CheckpointView {
   }
 
   arraysPanel() {
+    if (this.arrays === null) {
+      return h(
+        "section",
+        { class: "panel", test: "no-arrays" },
+        h("h2", null, "Arrays"),
+        h("p", { class: "muted" }, "This report does not hold this checkpoint's arrays: ask the service that it was made from."),
+      );
+    }
     const input = h("input", {
       type: "search",
       value: this.query.get("filter") ?? "",
@@ -174,7 +185,7 @@ class CheckpointView {
     this.opened = new AbortController();
     this.histogram?.close();
     this.histogram = null;
-    note({ array: entry.name });
+    note({ array: encodeURIComponent(entry.name).length > MOST_URL_LENGTH ? null : entry.name });
     const values = h("div", { class: "array-values" }, h("p", { class: "loading", role: "status" }, "Reading its values"));
     replace(this.array, arrayHead(entry), values, this.arrayTools(entry));
     if (chosen && matchMedia("(max-width: 900px)").matches) this.array.scrollIntoView({ block: "start" });

@@ -4,7 +4,7 @@
 // open-selected, verify-selected, compare-selected, open-prune, prune (see parts/prune.js), timeline, axis-step, axis-time,
 // unfinished, refused, verify-job (see parts/job.js), and the buttons of parts/actions.js.
 
-import { api, get, has, isReport } from "../data.js";
+import { api, get, has, isReport, listen } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, bytes, count, counted, number, when } from "../format.js";
 import { here, note, runUrl } from "../router.js";
@@ -12,14 +12,11 @@ import { empty } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
 import { Grid } from "../parts/grid.js";
-import { repeat } from "../parts/poll.js";
 import { PrunePanel } from "../parts/prune.js";
 import { Timeline } from "../parts/timeline.js";
 import { startVerify } from "../parts/verify.js";
 
 const MOST_METRICS = 4;
-const BUSY_S = 5;
-const IDLE_S = 30;
 
 export async function show(container, params, context) {
   const view = new CheckpointsView(params, context);
@@ -95,20 +92,37 @@ class CheckpointsView {
 
   /** Put everything in its place, once; `drawData` does it each time. */
   draw() {
-    const first = this.list.checkpoints.length + this.list.unfinished.length + this.list.refused.length > 0;
     replace(
       this.element,
       h("section", { class: "panel" }, h("div", { class: "row spread" }, this.facts, this.buttons())),
       this.prunePlace,
       this.verifyPlace,
-      first ? [this.chartPanel(), this.tablePanel] : nothingYet(),
+      this.isEmpty ? nothingYet() : [this.chartPanel(), this.tablePanel],
       this.leavings,
       this.trouble,
     );
     this.drawData();
     if (this.grid.selected.length > 0) this.grid.reveal(this.grid.selected[0]);
     if (this.query.has("prune") && whyNot(this.context.service) === null) this.openPrune();
-    if (!isReport) this.closing.push(repeat(() => this.refresh(), (error) => this.fail(error), this.pauseS()));
+    if (!isReport) this.follow();
+  }
+
+  /** Take what changes while it is looked at. */
+  follow() {
+    const changed = () => void this.refresh();
+    const end = listen(api(["runs", this.run, "events"]), {
+      open: () => {
+        this.trouble.hidden = true;
+      },
+      lost: () => this.fail("the connection to the service is lost; it is tried again."),
+      again: changed,
+      checkpoints: changed,
+      run: (detail) => {
+        this.detail = detail;
+        this.actions.update(detail);
+      },
+    });
+    this.closing.push(end);
   }
 
   close() {
@@ -116,25 +130,25 @@ class CheckpointsView {
     for (const part of [this.actions, this.timeline, this.grid, this.prune]) part?.close();
   }
 
-  pauseS() {
-    return this.detail?.summary.state === "training" || this.list.unfinished.length > 0 ? BUSY_S : IDLE_S;
-  }
-
   async refresh() {
-    const before = JSON.stringify(this.list);
-    const wasEmpty = this.list.checkpoints.length === 0;
-    const [list, detail] = await Promise.all([get(api(["runs", this.run, "checkpoints"])), this.getRun()]);
-    this.trouble.hidden = true;
-    this.take(list, detail);
-    if (wasEmpty && list.checkpoints.length > 0) this.context.reload();
-    else if (before !== JSON.stringify(list)) this.drawData();
-    else if (this.detail !== null) this.actions.update(this.detail);
-    return this.pauseS();
+    const wasEmpty = this.isEmpty;
+    try {
+      await this.load();
+    } catch (error) {
+      this.fail(error.message);
+      return;
+    }
+    if (wasEmpty !== this.isEmpty) this.context.reload();
+    else this.drawData();
   }
 
-  fail(error) {
+  get isEmpty() {
+    return this.list.checkpoints.length === 0;
+  }
+
+  fail(text) {
     this.trouble.hidden = false;
-    this.trouble.textContent = `What is shown may be old: ${error.message}`;
+    this.trouble.textContent = `What is shown may be old: ${text}`;
   }
 
   drawData() {
@@ -156,7 +170,7 @@ class CheckpointsView {
 
   buttons() {
     if (isReport) return null;
-    const reason = this.list.checkpoints.length === 0 ? "There is no checkpoint to remove." : whyNot(this.context.service);
+    const reason = this.isEmpty ? "There is no checkpoint to remove." : whyNot(this.context.service);
     return h(
       "div",
       { class: "row" },
@@ -330,7 +344,7 @@ function time(at) {
 function nothingYet() {
   return empty(
     "No checkpoints yet",
-    "A run's checkpoints appear here as they are committed.",
+    "The run's checkpoints appear here as they are committed.",
     'engine.save_checkpoint("folder")',
   );
 }
