@@ -1,4 +1,5 @@
-// A tree of arrays, of any size: arrows, Home, End, Page keys, `*` and typing move in it; what is in sight is in the document.
+// A tree of arrays, of any size: arrows, Home, End, Page keys, `*` and typing move in it. Only rows in sight are in the
+// document.
 
 import { h } from "../dom.js";
 import { findArray, firstOpen, match, rowsOf } from "./names.js";
@@ -168,7 +169,7 @@ export class TreeView {
       End: () => this.moveTo(this.rows.length - 1),
       PageDown: () => this.moveTo(this.active + this.list.pageRows),
       PageUp: () => this.moveTo(this.active - this.list.pageRows),
-      ArrowRight: () => (row.open === false ? this.setOpen(row.node, true) : this.moveTo(this.active + Number(row.open === true))),
+      ArrowRight: () => this.into(row),
       ArrowLeft: () => (row.open === true ? this.setOpen(row.node, false) : this.toParent(row)),
       Enter: () => this.choose(),
       " ": () => this.choose(),
@@ -180,6 +181,11 @@ export class TreeView {
     } else if (event.key.length === 1) this.type(event.key);
     else return;
     event.preventDefault();
+  }
+
+  into(row) {
+    if (row.open === false) this.setOpen(row.node, true);
+    else if (row.open === true) this.moveTo(this.active + 1);
   }
 
   toParent(row) {
