@@ -132,6 +132,15 @@ def _check_memory(source: ArraySource, common: Common) -> None:
     require_memory(common, least, text)
 
 
+def check_arrays(num_arrays: int, location: str, common: Common) -> None:
+    """Raise BudgetError where a limit that was given does not hold the metadata of so many arrays."""
+    metadata_bytes = num_arrays * _ARRAY_BYTES
+    least = LEAST_MEMORY_BYTES + max(0, metadata_bytes - BESIDE_BYTES // 4)
+    require_memory(
+        common, least, f"{location} has {num_arrays} arrays, whose metadata takes about {metadata_bytes} bytes"
+    )
+
+
 def require_memory(common: Common, least_bytes: int, why: str) -> None:
     """Raise BudgetError, with the reason `why`, where a limit that was given is below `least_bytes`."""
     if common.memory_bytes is not None and common.memory_bytes < least_bytes:

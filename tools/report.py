@@ -13,7 +13,8 @@ from zstore.io.files import Files
 from zstore.serve.report import MAX_BYTES, NUM_ARRAYS, Limits, Report, open_run
 from zstore.sizes import format_bytes
 
-from .opening import DEFAULT_MEMORY_BYTES, DEFAULTS, Common, reporting
+from .listing import check_listing
+from .opening import DEFAULT_MEMORY_BYTES, DEFAULTS, Common, check_arrays, reporting
 from .options import parse_size
 
 RunLocation = Annotated[
@@ -44,12 +45,15 @@ def report_command(
 
     With `json`, one object: `path`, `run`, `size_bytes`, `left_out` (a text for each kind of thing), and what was read.
     Raises CheckpointExistsError where `out` exists, CheckpointNotFoundError where there is no run, UsageError where there
-    are several, or `max_size` does not hold the least that a report has.
+    are several, or `max_size` does not hold the least that a report has, BudgetError where a limit of memory does not hold
+    the metadata.
     """
     _refuse_existing(out)
     memory_bytes = common.memory_bytes or DEFAULT_MEMORY_BYTES
-    with open_run(run, common.storage_options, memory_bytes) as (service, found):
-        report = Report(service, found, Limits(max_bytes=max_size, num_arrays=arrays))
+    with open_run(run, common.storage_options, memory_bytes) as (library, found):
+        check_listing(found.folder, common)
+        report = Report(library, found, Limits(max_bytes=max_size, num_arrays=arrays))
+        check_arrays(report.most_arrays, found.folder.location, common)
         title = f"report {found.folder.location}"
         with reporting(title, common, total_bytes=report.read_bytes) as progress:
             progress.say(f"plan: {report.plan_text}, to {out}")

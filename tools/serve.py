@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +36,50 @@ class Listening:
             "--allow-actions", help="Take uploads, and save, stop, verify and prune when asked; needs a token."
         ),
     ] = False
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            help="After an upload, remove all but the newest N checkpoints of its run, though its client would keep more; what "
+            "the client keeps by step, metric or tag stays.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", metavar="FILE")
     ] = None
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key (PEM).", metavar="FILE")] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Answer requests to this host name too, as that of a proxy; repeat it for more.", metavar="NAME"
+        ),
+    ] = None
     storage_option: StorageOption = None
 
     @property
     def token(self) -> str | None:
-        """The token, None where none was given."""
+        """The token, None where none was given. Raises UsageError for a file that cannot be read, or is empty."""
         if self.token_file is not None:
-            return self.token_file.read_text(encoding="utf-8").strip()
+            return _read_token(self.token_file)
         return os.environ.get(_TOKEN_VARIABLE) or None
 
 
 DEFAULTS = Listening()
+
+
+def _read_token(file: Path) -> str:
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+        mode = file.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"cannot read the token file {file}: {reason}") from error
+    if not token:
+        raise UsageError(f"the token file {file} is empty: expected one line with the token")
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        print(f"warning: others can read the token file {file}: run chmod 600 {file}", file=sys.stderr)
+    return token
 
 
 def serve_command(
@@ -76,11 +106,11 @@ def serve_command(
         port=listening.port,
         token=listening.token,
         allow_actions=listening.allow_actions,
+        keep_last=listening.keep_last,
         tls_certificate=listening.tls_certificate,
         tls_key=listening.tls_key,
+        hosts=tuple(listening.allow_host or ()),
         storage_options=parse_options(listening.storage_option or ()),
     )
-    scheme = "http" if listening.tls_certificate is None else "https"
-    print(f"serving on {scheme}://{listening.host}:{listening.port}", file=sys.stderr)
-    run(settings)
+    run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

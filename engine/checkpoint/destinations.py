@@ -12,8 +12,8 @@ from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.request import SaveRequest
 from zstore.checkpoint.save import save_checkpoint
 from zstore.checkpoint.source import ArraySource
-from zstore.remote.folder import open_fsspec_folder
 from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.upload import place_of
 from zstore.remote.url import is_url
 
 from ..config.config import Config
@@ -50,7 +50,7 @@ def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Des
     """
     if not is_url(location):
         return Destination(Path(location))
-    remote = open_fsspec_folder(location, config.storage_options)
+    remote = place_of(location, config.storage_options)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
     above = config.own.upload_folder or _chosen_folder(drives)

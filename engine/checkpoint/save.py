@@ -34,7 +34,8 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
-from ..report.journal import JournalPlace, RunJournal, SaveNotes
+from ..report.journal import JournalPlace, RunJournal
+from ..report.save_notes import SaveNotes
 from . import client_state as client
 from .base import BaseWeights
 from .destinations import Destination, destination_of

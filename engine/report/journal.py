@@ -2,10 +2,11 @@
 
 [Note: where the journal goes]
 It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
-save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
-that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
-is in the local folder that its saves go through, and is sent along with each of them, and at the end.
+load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
+along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
+none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
+that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its lines are sent
+about once a second.
 
 [Note: what a step's record costs]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at twice a second at
@@ -16,45 +17,33 @@ to host memory behind the computation, and the journal's thread waits for it.
 from __future__ import annotations
 
 import logging
-import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from zstore._version import __version__
-from zstore.checkpoint.request import SaveSummary
 from zstore.io.links import LinkStatistics
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink, JournalWriter
+from zstore.remote.journal_tail import JournalTail
+from zstore.remote.service_upload import ServicePlace
 
 from ..config.keys import acting
-from .memory import memory_now
 from .placement import plan_record
+from .records import Samples, Warnings, has_uncaught_error, start_record
+from .save_notes import SaveNotes
 from .statistics import link_statistics
 from .timers import PhaseTimes
 
 if TYPE_CHECKING:
-    from zstore.remote.folder import RemoteFolder
+    from zstore.remote.upload import UploadPlace
+    from zstore.store.statistics import StoreStatistics
 
     from ..training import Training
     from .losses import Loss
 
 _log = logging.getLogger("zstore")
-
-_SAMPLE_S = 0.5
-_SHARE = 1000
-"""Links and memory are looked at for less than one part in so many of the time."""
-_SAMPLES = 2000
-"""They are looked at so often in the time that has passed: journals of long runs stay quick to read."""
-_PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
-"""Whose versions are written down where they are in use."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +51,7 @@ class JournalPlace:
     """A local folder that journals are in, and the URL that they are sent to besides."""
 
     folder: Path
-    remote: RemoteFolder | None = None
-
-
-@dataclass
-class _Clock:
-    """When a step last ended, and when links and memory were last looked at."""
-
-    began_s: float
-    step_s: float | None = None
-    sample_s: float = 0.0
-    next_sample_s: float = 0.0
-    step: int = 0
+    remote: UploadPlace | None = None
 
 
 class RunJournal:
@@ -92,12 +70,14 @@ class RunJournal:
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
+        self._tail: JournalTail | None = None
+        """Sends the file to a service, where the run saves to one."""
         self._run_id = training.run_id
         self.started_at = time.time()
         self._first_step = training.counters.global_steps
         self._last_times = PhaseTimes()
-        self._last_links: Mapping[str, LinkStatistics] = {}
-        self._clock = _Clock(time.perf_counter(), step=self._first_step)
+        self._samples = Samples(training.state.store, training.world.device, self._links, self._first_step)
+        self._step_ended_s: float | None = None
         self._loop = "engine"
         self._tokens: int | None = None
         self._total_steps: int | None = None
@@ -105,7 +85,7 @@ class RunJournal:
         self._problem_said = False
         self.saves_s: Callable[[], Mapping[str, float]] = dict
         """Returns the seconds for which saves held training up, by their kind."""
-        self._warnings = _Warnings(self._writer)
+        self._warnings = Warnings(self._writer)
         if self.enabled:
             _log.addFilter(self._warnings)
             for line in training.config.report():  # they were said before there was a journal
@@ -138,7 +118,7 @@ class RunJournal:
 
     def step_ended(self, loss: Loss) -> None:
         """Write down the step that has just ended."""
-        training, clock = self._training, self._clock
+        training = self._training
         now_s = time.perf_counter()
         times = replace(self._times)
         spent, self._last_times = times - self._last_times, times
@@ -154,36 +134,20 @@ class RunJournal:
             "samples": training.accumulation.batch.train_batch_size,
             "tokens": self._tokens,
             "skipped": not training.was_applied,
-            "step_s": phases_s if clock.step_s is None else now_s - clock.step_s,
+            "step_s": phases_s if self._step_ended_s is None else now_s - self._step_ended_s,
             "forward_s": spent.forward_s,
             "backward_s": spent.backward_s,
             "optimizer_s": spent.optimizer_s,
         }
-        if now_s >= clock.next_sample_s:
-            record |= self._sample(now_s, step)
-        clock.step_s = now_s
+        if now_s >= self._samples.next_s:
+            record |= self._samples.take(now_s, step)
+        self._step_ended_s = now_s
         self._writer.append(record)
         if self._sink is None or self._run_id != training.run_id:
             self._open()
 
-    def _sample(self, now_s: float, step: int) -> dict[str, Any]:
-        training, clock = self._training, self._clock
-        store = training.state.store
-        statistics = store.statistics()
-        links = link_statistics(training.world, store, statistics, self.saves_s())
-        none = LinkStatistics()
-        moved = {name: link.since(self._last_links.get(name, none)) for name, link in links.items()}
-        found = {
-            "links": {name: found for name, link in moved.items() if (found := _link_record(link)) is not None},
-            "links_s": now_s - clock.sample_s if clock.sample_s else None,
-            "links_steps": max(1, step - clock.step),
-            "memory": memory_now(statistics, training.world.device),
-        }
-        self._last_links = links
-        took_s = time.perf_counter() - now_s
-        clock.sample_s, clock.step = now_s, step
-        clock.next_sample_s = now_s + max(_SAMPLE_S, _SHARE * took_s, (now_s - clock.began_s) / _SAMPLES)
-        return found
+    def _links(self, store: StoreStatistics) -> Mapping[str, LinkStatistics]:
+        return link_statistics(self._training.world, self._training.state.store, store, self.saves_s())
 
     def save_begins(self, tag: str, location: str) -> SaveNotes | None:
         """Write down that a save begins; return what is to be told how it goes on; None where nothing is written."""
@@ -204,11 +168,11 @@ class RunJournal:
         if not self.enabled:
             return
         step = self._training.counters.global_steps
-        if self._sink is None and self._clock.step_s is None:
+        if self._sink is None and self._step_ended_s is None:
             self._first_step = step
+        self._step_ended_s = None
         self._last_times = replace(self._times)
-        self._sample(time.perf_counter(), step)  # what the load moved is no step's
-        self._clock = _Clock(self._clock.began_s, step=step)
+        self._samples.begin_anew(step)  # what the load moved is no step's
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
         self._writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
 
@@ -246,7 +210,10 @@ class RunJournal:
 
     def _opened(self, place: JournalPlace) -> FileSink | None:
         try:
-            return FileSink(place.folder / journal_file(self._run_id))
+            sink = FileSink(place.folder / journal_file(self._run_id))
+            if isinstance(place.remote, ServicePlace):
+                self._tail = JournalTail(sink.path, place.remote, self._run_id, sink.begin_bytes, self._say_failure)
+            return sink
         except OSError as error:
             self._say_failure(f"{type(error).__name__}: {error}")
             return None
@@ -274,11 +241,17 @@ class RunJournal:
     def _close_file(self) -> None:
         self._writer.close_sink()
         self._sink = None
+        self._close_tail()
+
+    def _close_tail(self) -> None:
+        tail, self._tail = self._tail, None
+        if tail is not None:
+            tail.close()
 
     def _send(self) -> None:
         """Send the journal as it is to the URL that the run saves to."""
         place, sink = self._place, self._sink
-        if place is None or place.remote is None or sink is None:
+        if place is None or place.remote is None or sink is None or isinstance(place.remote, ServicePlace):
             return
         self._writer.flush()
         try:
@@ -293,22 +266,16 @@ class RunJournal:
 
     def _start_record(self) -> dict[str, Any]:
         training = self._training
-        return {
-            "kind": "start",
-            "at": self.started_at,
-            "version": 1,
-            "run": self._run_id,
-            "step": self._first_step,
-            "total_steps": self._total_steps,
-            "loop": self._loop,
-            "world_size": training.world.world_size,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "versions": _versions(),
-            "device": _device_name(training.world.device),
-            "parameters": sum(record.numel for record in training.state.records),
-            "config": acting(training.config.settings),
-        }
+        return start_record(
+            training.world,
+            at=self.started_at,
+            run=self._run_id,
+            step=self._first_step,
+            total_steps=self._total_steps,
+            loop=self._loop,
+            parameters=sum(record.numel for record in training.state.records),
+            config=acting(training.config.settings),
+        )
 
     def _end_record(self, reason: str) -> dict[str, Any]:
         return {"kind": "end", "at": time.time(), "step": self._training.counters.global_steps, "reason": reason}
@@ -320,85 +287,9 @@ class RunJournal:
         self.enabled = False
         _log.removeFilter(self._warnings)
         if self._sink is not None:
-            uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-            failed = self._reason == "done" and uncaught is not None and not hasattr(sys, "ps1")
+            failed = self._reason == "done" and has_uncaught_error()
             self._writer.append(self._end_record("failed" if failed else self._reason))
             self._send()
         self._writer.close()
         self._sink = None
-
-
-class SaveNotes:
-    """How one save goes on, told from any thread."""
-
-    def __init__(self, writer: JournalWriter, base: Mapping[str, Any], when_uploaded: Callable[[], None]) -> None:
-        self._writer = writer
-        self._base = base
-        self._when_uploaded = when_uploaded
-        self._has_failed = False
-        self.stall_s: float | None = None
-        """Seconds for which the save held training up; set when they are known."""
-
-    def add(self, **values: Any) -> None:
-        """Write down a state of the save."""
-        self._writer.append({**self._base, "at": time.time(), **values})
-
-    def __call__(self, outcome: SaveSummary | BaseException) -> None:
-        """Write down what was done, or what went wrong; see `SaveRequest.told`."""
-        if isinstance(outcome, BaseException):
-            if not self._has_failed:
-                self._has_failed = True
-                self.add(state="failed", problem=f"{type(outcome).__name__}: {outcome}")
-            return
-        done = {
-            # Often known only once the save was committed.
-            "stall_s": lambda: self.stall_s,
-            "elapsed_s": outcome.elapsed_s,
-            "linked_bytes": outcome.linked_bytes,
-            "written_bytes": outcome.written_bytes,
-        }
-        if outcome.url is None:
-            self.add(state="committed", **done)
-            return
-        self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.uploaded_bytes})
-        self._when_uploaded()
-
-
-class _Warnings(logging.Filter):
-    """Sees the warnings of the logger on their way. Not a handler, beside which nothing would be shown any more where nobody
-    configured logging."""
-
-    def __init__(self, writer: JournalWriter) -> None:
-        super().__init__()
-        self._writer = writer
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record pass."""
-        if record.levelno >= logging.WARNING:
-            self.note(record.getMessage(), record.created)
-        return True
-
-    def note(self, text: str, at: float) -> None:
-        """Write a warning down."""
-        self._writer.append({"kind": "warning", "at": at, "text": text})
-
-
-def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
-    """Return what a link did; None where that is nothing."""
-    stall_s = {cause: round(seconds, 6) for cause, seconds in link.stall_s.items() if seconds > 0}
-    if not link.operations and not stall_s:
-        return None
-    return {"bytes": link.bytes, "busy_s": round(link.busy_s, 6), "stall_s": stall_s}
-
-
-def _versions() -> dict[str, str]:
-    found = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str):
-            found[name] = version
-    return found
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._close_tail()

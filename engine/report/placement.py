@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..params.record import Residency
 
 if TYPE_CHECKING:
+    from ..optim.state import OptimizerState
     from ..training import Training
 
 _STATE = "optimizer state"
@@ -24,7 +25,7 @@ Placed = tuple[str, str, str, int]
 
 def plan_record(training: Training) -> dict[str, Any]:
     """Return the journal's record of the plan beside what rank 0 holds."""
-    arrays = list(placed_arrays(training))
+    arrays = list(placed_arrays(training.state))
     device = training.world.device
     return {
         "kind": "plan",
@@ -41,27 +42,33 @@ def _parts(training: Training, arrays: list[Placed]) -> list[dict[str, Any]]:
     for kind, held in training.plan.held.items():
         for tier, nbytes in (("device", held.device), ("host", held.host + held.pinned), ("disk", held.disk)):
             planned[tier, _KINDS.get(kind, _STATE)] += nbytes
+    return parts_of(arrays, training.state, planned)
+
+
+def parts_of(
+    arrays: Iterable[Placed], state: OptimizerState, planned: Mapping[tuple[str, str], int] | None
+) -> list[dict[str, Any]]:
+    """Return bytes by tier and kind: those of `arrays` and of buffers, beside what was `planned`, None: nothing was."""
     measured: Counter[tuple[str, str]] = Counter()
     for _, tier, kind, nbytes in arrays:
         measured[tier, kind] += nbytes
-    measured["host", "buffers"] += training.state.store.statistics().pool_bytes
+    measured["host", "buffers"] += state.store.statistics().pool_bytes
     return [
         {
             "tier": tier,
             "kind": kind,
-            "planned_bytes": planned[tier, kind],
+            "planned_bytes": None if planned is None else planned.get((tier, kind), 0),
             # They come and go within a step.
             "measured_bytes": None if kind == "gradients" else measured[tier, kind],
         }
         for tier in ("device", "host", "disk")
         for kind in ("parameters", "gradients", _STATE, "buffers")
-        if planned[tier, kind] or measured[tier, kind]
+        if measured[tier, kind] or (planned is not None and planned.get((tier, kind)))
     ]
 
 
-def placed_arrays(training: Training) -> Iterator[Placed]:
+def placed_arrays(state: OptimizerState) -> Iterator[Placed]:
     """Yield what this rank holds of every parameter between two steps: its values, master and slots."""
-    state = training.state
     store = state.store
     for record in state.records:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0

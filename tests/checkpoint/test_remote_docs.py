@@ -16,7 +16,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reader import tags as list_tags
 from zstore.remote.folder import open_folder
 from zstore.remote.send import PART_BYTES
-from zstore.remote.upload import NUM_THREADS
+from zstore.remote.target import NUM_THREADS
 from zstore.tools.cli import app
 
 TEXT = (Path(__file__).parents[2] / "docs/remote.md").read_text()

@@ -41,7 +41,8 @@ from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
-from zstore.remote.upload import files_at_a_time, upload_checkpoint
+from zstore.remote.target import files_at_a_time
+from zstore.remote.upload import upload_checkpoint
 from zstore.tools import cli
 
 Array = npt.NDArray[Any]

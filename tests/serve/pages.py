@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from playwright.sync_api import Browser, Page
 
-from tests.serve.browser import PHONE, WIDE, Scheme, Watched, new_context, open_browser, watch
+from tests.serve.browser import WIDE, Scheme, Watched, new_context, open_browser, watch
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, RUN, make_sample
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
@@ -95,6 +95,3 @@ def open_site(folder: Path) -> Iterator[Site]:
     guarded = Settings(roots=(Root.parse(str(folder / "guarded")),), port=0, token=TOKEN, allow_actions=True)
     with serving(free) as base, serving(guarded) as guarded_base, open_browser() as browser:
         yield Site(folder / "runs", base, folder / "guarded", guarded_base, browser)
-
-
-__all__ = ["PHONE", "WIDE", "HOSTILE_VIEWS", "VIEWS", "Site", "open_site"]

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.serve.browser import PHONE, WIDE, needs_chromium, overflow_px
-from tests.serve.pages import ARRAY, BEFORE, HOSTILE_VIEWS, LAST, TOKEN, VIEWS, Site, View, open_site
+from tests.serve.large import make_large
+from tests.serve.pages import ARRAY, BEFORE, HOSTILE_VIEWS, LAST, TOKEN, VIEWS, Site, View, open_site, views_of
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+from zstore.tools import cli
 
 pytestmark = needs_chromium
 
@@ -24,7 +30,7 @@ def view(name: str) -> View:
     return next(view for view in VIEWS if view.name == name)
 
 
-def test_every_view_has_a_url_that_shows_it_again(site: Site) -> None:
+def test_every_view_has_a_url_that_shows_it_again_and_fits_a_phone(site: Site) -> None:
     watched = site.page()
     for each in VIEWS:
         page = site.open(each, watched)
@@ -35,25 +41,22 @@ def test_every_view_has_a_url_that_shows_it_again(site: Site) -> None:
         page.wait_for_selector(each.ready)
         assert page.url == url
         assert page.locator("h1, h2").all_inner_texts() == heading, each
-    watched.check()
-
-
-def test_no_view_is_wider_than_a_phone(site: Site) -> None:
-    watched = site.page(size=PHONE, scheme="dark")
-    for each in [*VIEWS, *HOSTILE_VIEWS]:
-        page = site.open(each, watched)
         assert overflow_px(page) <= 0, each
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        assert overflow_px(page) <= 0, each
+        page.set_viewport_size({"width": WIDE[0], "height": WIDE[1]})
     watched.check()
 
 
 def test_names_from_files_are_text(site: Site) -> None:
-    watched = site.page()
+    watched = site.page(size=PHONE, scheme="dark")
     page = site.open(view("runs"), watched)
     assert HOSTILE_RUN in page.locator("[data-test=run] a").all_inner_texts()
     for each in HOSTILE_VIEWS:
         page = site.open(each, watched)
         assert page.locator("[data-test=run-name]").inner_text() == HOSTILE_RUN
         assert page.locator("img, main script, iframe").count() == 0
+        assert overflow_px(page) <= 0, each
         if each.name == "array":
             assert page.locator("[data-test=array-name]").inner_text() == HOSTILE_ARRAY
     page = site.open(view("run"), watched)
@@ -178,3 +181,53 @@ def test_an_action_needs_the_token(site: Site) -> None:
     assert folders - left == {"step-00000060", "step-00000120", "step-00000180"}
     page.click("[data-test=sign-out]")
     page.wait_for_selector("[data-test=token]")
+
+
+def test_a_report_shows_every_view_from_a_disk(site: Site, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(cli.app, ["report", str(site.folder / RUN), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    watched = site.page("file://")
+    page = watched.page
+    page.goto(out.as_uri())
+    page.wait_for_selector(view("run").ready)
+    assert page.url.endswith(f"#/run/{RUN}")
+    for each in VIEWS:
+        if each.name != "jobs":
+            page.goto("about:blank")
+            page.goto(f"{out.as_uri()}#{each.path}")
+            page.wait_for_selector(each.ready)
+            assert page.locator("[data-test=problem]").count() == 0, each
+    page.click("[data-test=tab-checkpoints]")
+    page.locator("[data-test=checkpoint-link]").first.click()
+    page.wait_for_selector("[data-test=tree-array]")
+    page.go_back()
+    page.wait_for_selector("[data-test=checkpoint-link]")
+    assert page.locator("button:enabled", has_text="Verify").count() == 0
+    watched.check()
+    # What is not in it runs nothing: neither a script that was put into the page, nor a request.
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    assert page.evaluate("window.ran") is None
+    assert page.evaluate("fetch('https://example.com').then(() => 1, () => 0)") == 0
+    assert all("Content Security Policy" in error for error in watched.errors)
+
+
+@pytest.mark.soak
+def test_ten_thousand_arrays_and_a_thousand_checkpoints(site: Site, tmp_path: Path) -> None:
+    folder = make_large(tmp_path / "large")
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert out.stat().st_size < 20 * 10**6
+    assert "statistics of 9,951 of 10,001 arrays" in out.read_text()
+    views = views_of("large", "step-00001000", "step-00000999", "model/h.7.part3.weight")[2:]
+    with serving(Settings(roots=(Root.parse(str(folder)),), port=0)) as base:
+        for size, scheme in ((WIDE, "light"), (PHONE, "dark")):
+            watched = site.page(base, size=size, scheme=scheme)
+            for each in views:
+                started_s = time.monotonic()
+                page = site.open(each, watched)
+                assert time.monotonic() - started_s < 5, each
+                assert overflow_px(page) <= 0, each
+                assert page.locator("*").count() < 3000, each
+            watched.check()

@@ -90,3 +90,14 @@ def test_html_and_styles_load_only_files_of_the_page() -> None:
     assert {path for path in loaded if not path.startswith(("/assets/", "#"))} == set()
     assert {path.removeprefix("/assets/") for path in loaded if path.startswith("/assets/")} <= set(_FILES)
     assert re.findall(r"<script(?![^>]* src=)|\sstyle=|\son\w+=|<style", html) == []  # a strict policy forbids them
+
+
+def test_the_page_learns_whether_it_has_to_ask_for_the_token(
+    tmp_path: Path, serve: Serve, http: urllib3.PoolManager
+) -> None:
+    save_arrays(tmp_path / "one", {"model/a": np.arange(8.0)})
+    guarded = f"{serve(tmp_path / 'one', token='0123456789abcdef')}/api"
+    shown = {"Authorization": "Bearer 0123456789abcdef"}
+    assert http.request("GET", guarded).json()["needs_token"] is True
+    assert http.request("GET", guarded, headers=shown).json()["needs_token"] is False
+    assert http.request("GET", f"{serve(tmp_path / 'one')}/api").json()["needs_token"] is False

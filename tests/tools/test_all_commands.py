@@ -36,6 +36,7 @@ WRITING = {
     "convert": ["convert", "{last}", "{out}", "--world-size", "3"],
     "convert --to torch": ["convert", "{last}", "{out}", "--to", "torch"],
     "convert --to safetensors": ["convert", "{last}", "{out}", "--to", "safetensors"],
+    "report": ["report", "{run}", "--out", "{out}"],
     "prune": ["prune", "{run}", "--keep-last", "1"],
     "prune URL": ["prune", URL, "--keep-last", "1"],
 }
@@ -78,7 +79,7 @@ def run(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_no_command_is_left_out() -> None:
-    assert {words[0] for words in ALL.values()} == set(cli.COMMANDS) - {"train", "run", "plan", "doctor"}
+    assert {words[0] for words in ALL.values()} == set(cli.COMMANDS) - {"train", "run", "plan", "doctor", "serve"}
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])

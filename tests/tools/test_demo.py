@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.engine.runs import make_config, start, step
+from zstore.serve.runs import Runs
+from zstore.serve.settings import Root, Settings
 from zstore.tools import cli
 from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
 
@@ -65,12 +67,16 @@ def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
     for program, *words in commands:
         assert Path(program).name == "zstore"
         names.append(words[0])
+        if words[0] == "serve":
+            roots = tuple(Root.parse(place) for place in words[1:])
+            assert list(Runs(Settings(roots=roots)).all()) == ["run", "run-1"]
+            continue
         if words[0] == "train":
             assert words[words.index("--steps") + 1] == str(3 * SAVE_EVERY)
             words[words.index("--steps") + 1] = "2"
         done = CliRunner().invoke(cli.app, words)
         assert done.exit_code == (1 if words[0] == "diff" else 0), (words, done.output)
-    assert names == ["ls", "inspect", "diff", "train", "doctor", "plan"]
+    assert names == ["serve", "ls", "inspect", "diff", "train", "doctor", "plan"]
     assert (tmp_path / "run-1/step-00000002").is_dir()
 
 

@@ -45,7 +45,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_file_is_packed_once_under_its_installed_name(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert len(names) == len(set(names))
-    assert set(names) == python_files() | {"zstore/py.typed"}
+    page = {f"zstore/{path.relative_to(ROOT / 'zstore')}" for path in (ROOT / "zstore/serve/assets").rglob("*.*")}
+    assert len(page) > 10
+    assert set(names) == python_files() | page | {"zstore/py.typed"}
 
 
 def test_nothing_but_zstore_is_at_the_top(wheel: Path) -> None:

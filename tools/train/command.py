@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.errors import storage_error
-from zstore.remote.folder import open_fsspec_folder
+from zstore.remote.upload import require_uploads
 from zstore.remote.url import is_url
 
 from .config import TrainOptions, answers, load_train_config, offloads
@@ -80,9 +79,7 @@ def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
     """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training. A
     folder that is not there yet is not made."""
     if is_url(location):
-        place, probe = open_fsspec_folder(location, storage_options), f".probe-{uuid.uuid4().hex}"
-        place.write_small(probe, b"")
-        place.remove(probe)
+        require_uploads(location, storage_options)
         return
     folder = Path(location)
     try:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, ZstoreError
 from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary
-from .catalog import Refusal, TagInfo, list_tags, resolve, scan
+from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, Manifest, parse_json, sha256
 from .metadata import parse_root
@@ -133,9 +133,23 @@ class CheckpointReader(ArraySource):
         target = self.room_for(name, first, stop, out)
         with self._lock:
             self.asked_bytes += out.nbytes
-        for part in plan_reads(array.grid, first, stop):
-            piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
-            self.open_shard(name, part.shard).read(part.first, part.stop, piece, priority)
+        try:
+            for part in plan_reads(array.grid, first, stop):
+                piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
+                self.open_shard(name, part.shard).read(part.first, part.stop, piece, priority)
+        except CorruptionError as error:
+            if (what := self._what_became()) is not None:
+                raise CorruptionError(f"{self.location} {what} while it was read: open it again") from error
+            raise
+
+    def _what_became(self) -> str | None:
+        """Return what was done to the checkpoint since it was opened; None where it is there still."""
+        try:
+            return None if read_record(self.folder).id == self.record.id else "was replaced by another save"
+        except (FileNotFoundError, NotADirectoryError):
+            return "was removed"
+        except (OSError, ZstoreError):
+            return None
 
     def read_array(self, name: str) -> npt.NDArray[Any]:
         """See `ArraySource.read_array`."""

@@ -21,7 +21,7 @@ from zstore.io.files import Files
 from zstore.io.pool import Workers
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.folder import RemoteFolder
-from zstore.remote.upload import NUM_THREADS, send_all
+from zstore.remote.target import NUM_THREADS, send_all
 
 from .work import PIECES_FOLDER
 

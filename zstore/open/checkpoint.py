@@ -171,8 +171,18 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         from ..format import zarr_dtypes  # noqa: F401 - registers bfloat16
 
         if "://" in self.location:
-            return zarr.open_group(self.location, mode="r", storage_options=dict(self._storage_options))
+            url, options = self._for_fsspec()
+            return zarr.open_group(url, mode="r", storage_options=options)
         return zarr.open_group(zarr.storage.LocalStore(self.location, read_only=True), mode="r")
+
+    def _for_fsspec(self) -> tuple[str, dict[str, Any]]:
+        """Return URL and storage options by which fsspec opens the tag's folder."""
+        if self.location.startswith("http") and isinstance(self.source, CheckpointReader):
+            from ..remote.service_folder import ServiceFolder
+
+            if isinstance(self.source.folder, ServiceFolder):
+                return self.source.folder.for_fsspec()
+        return self.location, self._storage_options
 
     def close(self) -> None:
         """Give threads, buffers and files back; a second call does nothing. Arrays cannot be read any more."""

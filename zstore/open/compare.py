@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,14 +89,17 @@ class ComparisonPlan:
         return sum((stop - low) * source.array(n).spec.itemsize for n, low, stop in self.ranges for source in sources)
 
 
-def plan_comparison(before: ArraySource, after: ArraySource, *, values: bool) -> ComparisonPlan:
+def plan_comparison(
+    before: ArraySource, after: ArraySource, *, values: bool, names: Collection[str] | None = None
+) -> ComparisonPlan:
     """Compare names, shapes, types and checksums; plan to read where these cannot tell, and with `values` where
     they differ.
 
-    Checksums tell only where both checkpoints have them and are cut alike.
+    Checksums tell only where both checkpoints have them and are cut alike. `names` are the arrays to compare, which one of
+    the two has; None: all.
     """
     plan = ComparisonPlan({}, [])
-    for name in sorted({*before.arrays, *after.arrays}, key=natural_key):
+    for name in sorted({*before.arrays, *after.arrays} if names is None else names, key=natural_key):
         old, new = before.arrays.get(name), after.arrays.get(name)
         if old is None or new is None:
             status: Status = "added" if old is None else "removed"

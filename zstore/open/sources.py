@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ _MAKERS = (
     ("Hugging Face", "*.safetensors"),
 )
 """Whose checkpoint has a file of such a name."""
+
+
+_ADDRESS = re.compile(r"https?://[^/]*:\d+")
+"""An HTTP server and no more."""
 
 
 def open_source(
@@ -62,6 +67,8 @@ def split_location(location: str | os.PathLike[str], tag: str | None = None) -> 
     if is_url(text):
         # The last one alone: others belong to the URL.
         places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
+        if _ADDRESS.fullmatch(text):  # what follows the colon is the port
+            places = []
     elif Path(text).is_dir():
         places = []
     else:

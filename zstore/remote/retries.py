@@ -25,7 +25,7 @@ _FINAL = (
     ZstoreError,
 )
 """What another try would meet again. All else may pass: file systems raise errors of many packages."""
-_MISSING = (FileNotFoundError, NotADirectoryError)
+_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Retries:
     def run(self, operation: Callable[[], T], what: str, url: str) -> T:
         """Return what `operation` returns, tried again where it fails.
 
-        Raises FileNotFoundError or NotADirectoryError as they come, StorageError with `what`, `url` and the last failure
+        Raises FileNotFoundError, IsADirectoryError or NotADirectoryError as they come, StorageError with `what`, `url` and the last failure
         for others.
         """
         pause_s = self.first_pause_s

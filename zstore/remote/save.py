@@ -5,7 +5,7 @@ The save into the local folder is the usual one, and so are its errors. Then eve
 rank 0 the others too, and rank 0 commits. As in a local save there are no collectives; ranks see each other through
 `<tag>.tmp-<upload id>/` in the local folder, which rank 0 holds a lock for:
 
-    begin.json              by rank 0: the remote folder that the files go to
+    begin.json              by rank 0, once the local checkpoint is committed: what the others must know of the upload
     rank-00001.json         by each other rank, last: that its files are there, or why not
     abort.json              by rank 0: that the upload was given up, and why
 
@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from ..checkpoint.catalog import noting
 from ..checkpoint.commit import discard
@@ -30,15 +30,13 @@ from ..checkpoint.lock import SaveLock, owner_is_dead
 from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.retention import retire
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Workers
 from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
-from .commit import RemoteCommitter, remove_checkpoint
-from .folder import RemoteFolder
 from .retries import PATIENT, Retries
-from .upload import NUM_THREADS, commit_upload, common_files, send_all, shard_files
+from .target import NUM_THREADS
+from .upload import UploadPlace, target_for
 
 _BEGIN_FILE = "begin.json"
 _COMPLETE = "complete"
@@ -51,7 +49,7 @@ _END_S = 30.0
 class UploadOptions:
     """Where a save is uploaded to, and what becomes of the local copy."""
 
-    folder: RemoteFolder
+    folder: UploadPlace
     keep_local: bool = False
     """Leave the local checkpoint where it is after the upload."""
     retries: Retries = PATIENT
@@ -102,17 +100,20 @@ class _Upload:
         self._options = options
         self._local = local
         self._cancelled = threading.Event()
-        self._folder = options.folder.with_retries(replace(options.retries, cancelled=self._cancelled))
+        self._folder = options.folder
         self._files = request.resources.files
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
         folder = request.folder / own_name(name, TEMPORARY, upload_id)
         self._rendezvous = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
-        self._committer = RemoteCommitter(self._folder, request.tag, request.save_id, request.run_id)
+        retries = replace(options.retries, cancelled=self._cancelled)
+        self._target = target_for(
+            self._folder, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id
+        )
         self._messages: list[str] = []
         self._started = time.monotonic()
-        self.location = self._committer.location
+        self.location = self._target.location
 
     @property
     def title(self) -> str:
@@ -158,13 +159,16 @@ class _Upload:
         try:
             self._files.make_folder(self._rendezvous.folder)
             # While the local save runs.
-            self._messages += self._committer.begin(overwrite=self._request.overwrite, replaces_own=True)
-            self._rendezvous.post(_BEGIN_FILE, {"slot": self._committer.slot})
+            self._messages += self._target.begin(
+                overwrite=self._request.overwrite, replaces_own=True, keep=self._request.keep
+            )
             summary = self._local.wait()
             with open_checkpoint(summary.path) as reader:
-                nbytes = self._send(workers, reader, [*common_files(reader), *shard_files(reader, 0)])
+                self._target.offer(reader)
+                self._rendezvous.post(_BEGIN_FILE, self._target.ticket())
+                nbytes = self._send(workers, reader)
                 self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
-                self._messages += commit_upload(self._committer, reader, range(self._request.world_size))
+                self._messages += self._target.commit(reader)
             self._clean_up(summary)
             return self._summarise(summary, nbytes)
         except BaseException as error:
@@ -196,13 +200,7 @@ class _Upload:
             self._files.remove_tree(self._rendezvous.folder)
             if not self._options.keep_local:
                 discard(self._files, summary.path)
-        if self._request.keep is not None:
-            self._messages += retire(
-                self._folder,
-                keep=self._request.keep,
-                run=self._request.run_id,
-                remove=partial(remove_checkpoint, self._folder),
-            )
+        self._messages += self._target.retire()
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks why the upload ended, and remove what it wrote once none of them writes any more.
@@ -215,7 +213,7 @@ class _Upload:
         deadline = time.monotonic() + _END_S
         while not (ended := self._all_ended()) and time.monotonic() < deadline:
             time.sleep(MOST_PAUSE_S)
-        self._committer.abort(ended=ended)
+        self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
                 self._files.remove_tree(self._rendezvous.folder)
@@ -235,9 +233,9 @@ class _Upload:
             self._rendezvous.wait_until(
                 lambda: self._rendezvous.posted(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
             )
-            self._committer.slot = str((self._rendezvous.posted(_BEGIN_FILE) or {})["slot"])
+            self._target.join(self._rendezvous.posted(_BEGIN_FILE) or {})
             with open_checkpoint(summary.path) as reader:
-                nbytes = self._send(workers, reader, list(shard_files(reader, rank)))
+                nbytes = self._send(workers, reader)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
@@ -257,7 +255,7 @@ class _Upload:
         """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
         if self._rendezvous.folder.is_dir():
             return False
-        if not self._committer.is_committed():
+        if not self._target.is_committed():
             raise CheckpointError("rank 0 ended without committing it")
         return True
 
@@ -269,12 +267,12 @@ class _Upload:
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def _send(self, workers: Workers, reader: CheckpointReader, files: list[str]) -> int:
+    def _send(self, workers: Workers, reader: CheckpointReader) -> int:
         def advance(nbytes: int) -> None:
             if nbytes > 0:
                 self._check_alive()
 
-        return send_all(workers, reader.path, self._committer.target, files, advance)
+        return self._target.send(workers, reader, [self._request.rank], advance)
 
     def _summarise(self, summary: SaveSummary, uploaded_bytes: int) -> SaveSummary:
         return replace(

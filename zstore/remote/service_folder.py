@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ..checkpoint.folder import Entries
 from ..errors import CheckpointNotFoundError, StorageError, UsageError
 from .retries import Retries
-from .service import ServiceConnection
+from .service import Answer, ServiceConnection
 from .service_url import ServiceUrl, quote_path
 from .url_folder import UrlFolder
 
@@ -58,19 +59,27 @@ class ServiceFolder(UrlFolder):
     def _read(self, file: str, start: int, stop: int) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         path = self.url.file(file)
-        with self.connection.request("GET", path, headers=headers, stream=True, accept=(416,)) as answer:
+        with self.connection.request("GET", path, headers=headers, stream=True, accept=(307, 416)) as answer:
             if answer.status == 206:
                 return answer.read()
+            self._check_file(answer, file)
             if answer.status == 416:  # it ends before
                 answer.drain_conn()
                 return b""
             return answer.read(stop)[start:]
 
+    def _check_file(self, answer: Answer, file: str) -> None:
+        """Raise IsADirectoryError where the service leads to a folder's listing."""
+        if answer.status == 307:
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+
     def size(self, file: str) -> int:
         """See `UrlFolder.size`."""
 
         def ask() -> str | None:
-            return self.connection.request("HEAD", self.url.file(file)).headers.get("Content-Length")
+            answer = self.connection.request("HEAD", self.url.file(file), accept=(307,))
+            self._check_file(answer, file)
+            return answer.headers.get("Content-Length")
 
         found = self.connection.call(ask, "get the size", self.location_of(file))
         if found is None or not found.isdecimal():
@@ -110,8 +119,22 @@ class ServiceFolder(UrlFolder):
             pass
         raise StorageError("expected a list of folders and files, got something else", path=f"{self.url.base}{path}")
 
+    def for_fsspec(self) -> tuple[str, dict[str, Any]]:
+        """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
+        options: dict[str, Any] = {"headers": dict(self.connection.headers)}
+        if self.connection.ca_certs is not None:
+            options["ssl"] = ssl.create_default_context(cafile=self.connection.ca_certs)
+        return f"{self.url.base}{self.url.file('')}", options
+
     def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`; raises UsageError: a service takes whole checkpoints only."""
+        """See `Folder.write_small`. Beside a run's checkpoints a service takes a model's config and tokenizer, else nothing:
+        raises UsageError."""
+        if self.url.run and not self.url.folder and "/" not in file:
+            path = f"/api/uploads/beside/{quote(self.url.run, safe='')}/{quote(file, safe='')}"
+            self.connection.call(
+                lambda: self.connection.request("PUT", path, body=data), "write", self.location_of(file)
+            )
+            return
         raise UsageError(
             f"{self.location_of(file)} cannot be written: a service takes checkpoints, and no single files"
         )

@@ -110,7 +110,7 @@ class _UrlFiles(Files):
         """See `Files.read_into`; one request."""
         try:
             data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
         if len(data) != out.size:
             raise StorageError(

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from . import api, files, page, sessions, weights
+from . import api, beside, files, page, sessions, uploads, weights
 from .guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
 from .service import Service
@@ -41,4 +41,12 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 def _routes() -> list[BaseRoute]:
     # The page's come last: `/<run>` takes what no other route has.
-    return [*sessions.routes(), *api.routes(), *files.routes(), *weights.routes(), *page.routes()]
+    return [
+        *sessions.routes(),
+        *api.routes(),
+        *files.routes(),
+        *beside.routes(),
+        *uploads.routes(),
+        *weights.routes(),
+        *page.routes(),
+    ]

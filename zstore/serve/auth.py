@@ -155,6 +155,12 @@ def is_authorized(request: Request) -> bool:
     return bool(request.scope.get("state", {}).get("authorized", False))
 
 
+def may_read(request: Request) -> bool:
+    """Return whether a request may read: with the token, or where there is none."""
+    settings: Settings = request.app.state.service.settings
+    return settings.token is None or is_authorized(request)
+
+
 def require_token(request: Request) -> None:
     """Raise HTTPException (401) unless a request showed the token."""
     if not is_authorized(request):

@@ -46,19 +46,24 @@ def row_of(line: Mapping[str, Any]) -> dict[str, float]:
     row = {name: number(line.get(name)) for name in ("step", "at", "loss", "lr", "grad_norm", *_TIMES)}
     row["loss_min"] = row["loss_max"] = row["loss"]
     step_s = row["step_s"]
-    row["tokens_per_s"] = number(line.get("tokens")) / step_s if step_s > 0 else math.nan
+    row["tokens_per_s"] = _ratio(number(line.get("tokens")), step_s)
     passed_s, count = number(line.get("links_s")), number(line.get("links_steps"))
     passed_s, count = passed_s if passed_s > 0 else step_s, count if count > 0 else 1.0
     stalls: dict[str, float] = {}
     for name, link in _mapping(line.get("links")).items():
         used = _mapping(link)
-        row[f"rate/{name}"] = number(used.get("bytes")) / passed_s if passed_s > 0 else math.nan
+        row[f"rate/{name}"] = _ratio(number(used.get("bytes")), passed_s)
         for cause, stall_s in _mapping(used.get("stall_s")).items():
-            stalls[cause] = stalls.get(cause, 0.0) + number(stall_s) / count
+            known_s = number(stall_s)
+            stalls[cause] = stalls.get(cause, 0.0) + (0.0 if math.isnan(known_s) else known_s / count)
     row["stall_s"] = sum(stalls.values()) if "links" in line else math.nan
     row |= {f"stall/{cause}": stall_s for cause, stall_s in stalls.items()}
     row |= {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(line.get("memory")).items()}
     return row
+
+
+def _ratio(value: float, duration_s: float) -> float:
+    return number(value / duration_s) if duration_s > 0 else math.nan
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

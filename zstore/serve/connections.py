@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
+import struct
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .guard import HEADERS
 from .models import Problem
@@ -85,7 +87,7 @@ class _Protocol(HttpToolsProtocol):
         if self._held_bytes > self.limits.most_head_bytes:
             self._refuse_head()
         elif self._ignored_bytes > self.limits.most_ignored_bytes:
-            self.transport.abort()
+            self._abort()
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._ignored_bytes = 0
@@ -132,7 +134,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _body_late(self) -> None:
         if self._window_bytes < self.limits.body_bytes and not self.flow.read_paused:
-            self.transport.abort()
+            self._abort()
         else:
             self._window_bytes = 0
             self._expect(self.limits.body_s, self._body_late)
@@ -152,7 +154,7 @@ class _Protocol(HttpToolsProtocol):
         super().pause_writing()
         if self._sending is None:
             # Closing would wait until the client takes what it does not take.
-            self._sending = self.loop.call_later(self.limits.send_s, self.transport.abort)
+            self._sending = self.loop.call_later(self.limits.send_s, self._abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -169,11 +171,28 @@ class _Protocol(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         self._refuse(431, f"the headers of a request may have {self.limits.most_head_bytes} bytes")
 
+    def shutdown(self) -> None:
+        if self.scheme == "https" and not self._answers():
+            self.transport.abort()  # closing waits until the client closes too
+        else:
+            super().shutdown()
+
+    def _answers(self) -> bool:
+        """Return whether an answer is under way."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def _abort(self) -> None:
+        """End the connection, and what the kernel has still to send."""
+        if (connection := self.transport.get_extra_info("socket")) is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def _refuse(self, status: int, text: str) -> None:
         """Answer without asking the application, and end the connection; silently where an answer is under way."""
         self._stop_receiving()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
+        if self._answers():
+            self._abort()
             return
         body = Problem(error=text).model_dump_json().encode()
         headers = {

@@ -33,9 +33,9 @@ def compare(
     if array is not None and array not in before.arrays and array not in after.arrays:
         raise CheckpointNotFoundError(f"neither of {pair[0]!r} and {pair[1]!r} has an array {array!r}")
     try:
-        plan = plan_comparison(before, after, values=array is not None)
+        names = None if array is None else [array]
+        plan = plan_comparison(before, after, values=array is not None, names=names)
         if array is not None:
-            plan = ComparisonPlan({array: plan.comparisons[array]}, [one for one in plan.ranges if one[0] == array])
             compare_values(before, after, plan, advance)
     except CorruptionError:
         for info in infos:

@@ -13,9 +13,9 @@ class Endless:
         self.is_over = False
         """Whether the service ends."""
 
-    def add(self) -> None:
-        """Take up the present task."""
-        if (task := asyncio.current_task()) is not None:
+    def add(self, task: asyncio.Task[object] | None) -> None:
+        """Take up the task that answers a request."""
+        if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -9,6 +9,7 @@ as it stands. A decoded component never has a `/`, so neither reading leads anyw
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import unquote
@@ -27,14 +28,17 @@ from .service import service_of
 from .transfers import Transfers
 from .visible import Place
 
+_AT_ONCE_BYTES = 256 * 1024
+"""What is read where the file is opened: less than going to a thread once more costs."""
+
 _T = TypeVar("_T")
 
 
 class FileResponse(Response):
-    """Part of a file. Reading ends where the client has gone."""
+    """Part of a file; `data` are its bytes where they were read already. Reading ends where the client has gone."""
 
-    def __init__(self, opened: Opened, part: Part, transfers: Transfers) -> None:
-        self._opened, self._part, self._transfers = opened, part, transfers
+    def __init__(self, opened: Opened, part: Part, transfers: Transfers, data: bytes | None = None) -> None:
+        self._opened, self._part, self._transfers, self._data = opened, part, transfers, data
         self.status_code = part.status
         self.background = None
         headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", **part.headers}
@@ -53,6 +57,9 @@ class FileResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if scope["method"] == "GET" and self._data is not None:
+            await send({"type": "http.response.body", "body": self._data, "more_body": False})
+            return
         if scope["method"] == "GET" and self._part.nbytes:
             gone = asyncio.create_task(_disconnected(receive))
             try:
@@ -89,10 +96,10 @@ async def _file(request: Request) -> Response:
         listing = await run_in_threadpool(_list, request, parts, recursive)
         return _index(request, listing)
     try:
-        opened, part = await run_in_threadpool(_open, request, parts)
+        opened, part, data = await run_in_threadpool(_open, request, parts)
     except IsFolderError:
         return _with_slash(request)
-    return FileResponse(opened, part, service.transfers)
+    return FileResponse(opened, part, service.transfers, data)
 
 
 def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -114,8 +121,8 @@ def _first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T])
     raise CheckpointNotFoundError(f"the run {run.name!r} has no file {'/'.join(parts[1:])!r}") from missing
 
 
-def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part]:
-    """Return the file that a request names, and what it gets of it."""
+def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:
+    """Return the file that a request names, what it gets of it, and the bytes of that where they are few."""
 
     def use(place: Place) -> Opened:
         if place.is_folder or (place.info is not None and not place.path):
@@ -124,7 +131,11 @@ def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part]:
 
     opened = _first(request, parts, use)
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return opened, choose(request.method, headers, opened.etag, opened.size)
+    part = choose(request.method, headers, opened.etag, opened.size)
+    if opened.file is None or not 0 < part.nbytes <= _AT_ONCE_BYTES or request.method != "GET":
+        return opened, part, None
+    data = os.pread(opened.file.fileno(), part.nbytes, part.start)
+    return opened, part, data if len(data) == part.nbytes else None
 
 
 def _list(request: Request, parts: tuple[str, ...], recursive: bool) -> Listing:

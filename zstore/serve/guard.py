@@ -109,6 +109,7 @@ class _Answer:
     def __init__(self, send: Send, endless: Endless) -> None:
         self._send = send
         self._endless = endless
+        self._task = asyncio.current_task()  # what sends may be a task of its own
         self.started = False
 
     async def send(self, message: Message) -> None:
@@ -119,7 +120,7 @@ class _Answer:
                 headers.setdefault(name, value)
             message = {**message, "headers": headers.raw}
             if headers.get("content-type", "").startswith("text/event-stream"):
-                self._endless.add()
+                self._endless.add(self._task)
         await self._send(message)
 
 

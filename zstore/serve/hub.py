@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from ..errors import ZstoreError
 from .history import JournalView
 from .models import CheckpointsChanged, Ended, Steps
+from .replies import json_of
 from .runs import Run
 from .service import Service
 from .views import run_detail
@@ -191,7 +192,7 @@ class Hub:
             listed = self._service.timeline(self._run).listed()
             events.append(("checkpoints", CheckpointsChanged(num_checkpoints=len(listed))))
         events += [("job", job) for job in self._service.jobs.changed(self._run.name, seen.jobs)]
-        return News(tuple((name, model.model_dump_json()) for name, model in events), now)
+        return News(tuple((name, json_of(model)) for name, model in events), now)
 
 
 def _of_journal(view: JournalView, seen: Cursor) -> list[tuple[str, BaseModel]]:

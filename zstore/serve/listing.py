@@ -80,9 +80,9 @@ def _sizes_beside(folder: Folder, names: list[str]) -> dict[str, int]:
     if folder.is_local:
         found = {name: os.lstat(folder.path / name) for name in names}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
-    from ..remote.folder import RemoteFolder
+    from ..remote.url_folder import UrlFolder
 
-    return {name: folder.size(name) for name in names} if isinstance(folder, RemoteFolder) else {}
+    return {name: folder.size(name) for name in names} if isinstance(folder, UrlFolder) else {}
 
 
 def _list_inside(

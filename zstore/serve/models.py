@@ -27,6 +27,8 @@ class ServiceInfo(_Model):
     """Whether the service takes uploads and actions at all."""
     authorized: bool
     """Whether this request showed the token."""
+    needs_token: bool = False
+    """Whether reading needs the token, and this request did not show it."""
 
 
 class Newest(_Model):

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from .auth import may_read
 from .replies import problem
 from .service import run_of
 
@@ -102,6 +103,8 @@ async def _answer(assets: Assets, name: str, request: Request) -> Response:
 
 
 async def _redirect(request: Request) -> Response:
-    """Lead people who open the address of a run to its page."""
-    run = await run_in_threadpool(run_of, request)
-    return RedirectResponse(f"/run/{quote(run.name, safe='')}", 307, headers={"Cache-Control": "no-store"})
+    """Lead people who open the address of a run to its page; to all others none is missing."""
+    if may_read(request):
+        await run_in_threadpool(run_of, request)
+    name = quote(request.path_params["run"], safe="")
+    return RedirectResponse(f"/run/{name}", 307, headers={"Cache-Control": "no-store"})

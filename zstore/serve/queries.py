@@ -48,7 +48,14 @@ def _of_checkpoint(request: Request, view: Callable[[Service, Run, str], BaseMod
 async def _info(request: Request, values: Values) -> Response:
     settings = service_of(request).settings
     authorized = is_authorized(request)
-    return reply(ServiceInfo(version=__version__, allows_actions=settings.allow_actions, authorized=authorized))
+    return reply(
+        ServiceInfo(
+            version=__version__,
+            allows_actions=settings.allow_actions,
+            authorized=authorized,
+            needs_token=settings.token is not None and not authorized,
+        )
+    )
 
 
 async def _runs(request: Request, values: Values) -> Response:

@@ -22,7 +22,7 @@ NUM_HEAVY = 2
 _MOST_POOL_BYTES = 64 * 1024 * 1024
 _LEAST_POOL_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 8
-_ARRAY_BYTES = 10_000
+_ARRAY_BYTES = 2_000
 """What the metadata of an array takes in memory, about."""
 
 
@@ -48,6 +48,8 @@ class Readers(Closing):
                 self._kept.move_to_end(key)
                 return kept
         reader = CheckpointReader(info, self._resources)
+        # Parsed metadata as JSON is most of what a reader takes, and only verifying asks for it.
+        reader.documents.clear()
         with self._lock:
             self._kept[key] = reader
             while sum(len(one.arrays) for one in self._kept.values()) > self._most_arrays and self._kept:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from .._version import __version__
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ..remote.url import is_url
 from ..sizes import format_bytes
 from .arrays import array_statistics, list_arrays
 from .bundle import Inside, answer_bytes, api_path, one_file, read_assets
@@ -32,7 +34,7 @@ NUM_CHECKPOINTS = 5
 """The newest, whose arrays a report lists."""
 MOST_READ_BYTES = 2**30
 """Of arrays' values, for statistics."""
-_NUM_POINTS = 2000
+NUM_POINTS = 2000
 
 M = TypeVar("M", bound=_Model)
 Advance = Callable[[int], None]
@@ -87,10 +89,10 @@ class Answers:
 class Report:
     """The report of one run, while it is made. Methods block on file systems."""
 
-    def __init__(self, service: Library, run: Run, limits: Limits) -> None:
+    def __init__(self, library: Library, run: Run, limits: Limits) -> None:
         """Collect all but what is read of arrays' values. Raises UsageError where the limit is too small for it."""
         self.run = run
-        self._service = service
+        self._library = library
         self._limits = limits
         self._assets = read_assets()
         self._page = self._assets["index.html"].decode()
@@ -100,6 +102,8 @@ class Report:
                 f"--max-size: the page itself takes {format_bytes(page_bytes)}, got {format_bytes(limits.max_bytes)}"
             )
         self._answers = Answers(limits.max_bytes - page_bytes)
+        self.most_arrays = 0
+        """Arrays of the checkpoint that has most."""
         self._add_run()
         self._checkpoints = self._add_checkpoints()
         self._chosen, self._changed = self._add_arrays()
@@ -136,21 +140,21 @@ class Report:
         return api_path("runs", self.run.name, *segments, **query)
 
     def _add_run(self) -> None:
-        answers, service, run = self._answers, self._service, self.run
-        detail = run_detail(service, run)
+        answers, library, run = self._answers, self._library, self.run
+        detail = run_detail(library, run)
         answers.require(api_path(), ServiceInfo(version=__version__, allows_actions=False, authorized=False))
         answers.require(api_path("runs"), RunList(runs=[detail.summary]))
         answers.require(api_path("jobs"), JobList(jobs=[]))
         answers.add_newest(self._path(), detail, "sessions", "sessions")
-        answers.require(self._path("steps"), run_steps(service, run, points=_NUM_POINTS))
-        placement = run_placement(service, run)
+        answers.require(self._path("steps"), run_steps(library, run, points=NUM_POINTS))
+        placement = run_placement(library, run)
         ordered = sorted(placement.arrays, key=lambda array: array.nbytes)
         placement = placement.model_copy(update={"arrays": ordered})
         answers.add_newest(self._path("placement"), placement, "arrays", "smaller arrays of the memory view")
 
     def _add_checkpoints(self) -> list[str]:
         """Add the list of checkpoints; return the newest, the oldest of them first."""
-        answer = list_checkpoints(self._service, self.run)
+        answer = list_checkpoints(self._library, self.run)
         self._answers.add_newest(self._path("checkpoints"), answer, "checkpoints", "older checkpoints")
         newest = [entry.checkpoint for entry in answer.checkpoints[-NUM_CHECKPOINTS:]]
         if (older := len(answer.checkpoints) - len(newest)) > 0:
@@ -178,8 +182,9 @@ class Report:
 
     def _arrays_of(self, checkpoint: str) -> ArrayList | None:
         with self._trying(f"the arrays of {checkpoint}") as adding:
-            detail = checkpoint_detail(self._service, self.run, checkpoint)
-            arrays = list_arrays(self._service, self.run, checkpoint)
+            detail = checkpoint_detail(self._library, self.run, checkpoint)
+            arrays = list_arrays(self._library, self.run, checkpoint)
+            self.most_arrays = max(self.most_arrays, len(arrays.arrays))
             adding(self._path("checkpoints", checkpoint), detail)
             adding(self._path("checkpoints", checkpoint, "arrays"), arrays)
             return arrays
@@ -187,7 +192,7 @@ class Report:
 
     def _difference(self, before: str, after: str) -> Difference | None:
         with self._trying(f"the difference of {before} and {after}") as adding:
-            difference = compare(self._service, self.run, (before, after))
+            difference = compare(self._library, self.run, (before, after))
             adding(self._path("diff", before=before, after=after), difference)
             return difference
         return None
@@ -205,15 +210,15 @@ class Report:
 
     def _add_values(self, advance: Advance) -> None:
         """Add statistics of the chosen arrays, and how their values differ from those of the checkpoint before."""
-        service, run, newest = self._service, self.run, self._checkpoints[-1:]
+        library, run, newest = self._library, self.run, self._checkpoints[-1:]
         for array in self._chosen:
             with self._trying(f"statistics of {array.name}") as adding:
-                found = array_statistics(service, run, newest[0], array.name, advance)
+                found = array_statistics(library, run, newest[0], array.name, advance)
                 adding(self._path("checkpoints", newest[0], "stats", array=array.name), found)
         for name in self._changed:
             before, after = self._checkpoints[-2:]
             with self._trying(f"the difference of {name} by its values") as adding:
-                compared = compare(service, run, (before, after), name, advance)
+                compared = compare(library, run, (before, after), name, advance)
                 adding(self._path("diff", before=before, after=after, array=name), compared)
 
     @contextmanager
@@ -239,22 +244,30 @@ _NOTE_BYTES = 4000
 
 @contextmanager
 def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) -> Iterator[tuple[Library, Run]]:
-    """Yield the one run at a path or URL, and a service over it that listens nowhere.
+    """Yield the one run at a path or URL, and the library that holds it.
 
     Raises CheckpointNotFoundError where there is no run, UsageError where there are several.
     """
     root = Root.parse(location)
-    service = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
+    if is_url(root.location):
+        root = replace(root, name=unquote(root.name))
+    library = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
     try:
-        found = list(service.runs.all().values())
+        found = list(library.runs.all().values())
         if not found:
             raise CheckpointNotFoundError(
                 f"{root.location} has no run: expected a folder of checkpoints, or one with a journal, which training writes "
                 "there; of a checkpoint's own folder name the folder above"
             )
-        if len(found) > 1 or found[0].folder.location.rstrip("/") != root.location.rstrip("/"):
+        if len(found) > 1 or _plain(found[0].folder.location) != _plain(root.location):
             places = ", ".join(run.folder.location for run in found[:5])
             raise UsageError(f"{root.location} is a folder of runs: name one of them, like {places}")
-        yield service, found[0]
+        yield library, found[0]
     finally:
-        service.close()
+        library.close()
+
+
+def _plain(location: str) -> str:
+    """Return a location as it compares with others: of a URL, without percent codes."""
+    location = location.rstrip("/")
+    return unquote(location) if is_url(location) else location

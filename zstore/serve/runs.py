@@ -12,16 +12,20 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..checkpoint.catalog import scan
-from ..checkpoint.folder import Folder
-from ..checkpoint.names import RECORD_FILE
-from ..errors import CheckpointNotFoundError, ZstoreError
+from ..checkpoint.folder import Folder, LocalFolder
+from ..checkpoint.names import RECORD_FILE, tag_folder
+from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..open.sources import folder_of
+from ..remote.url import is_url
 from .settings import Root, Settings
 
 _JOURNAL = re.compile(r"journal-.*\.jsonl")
 _LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
+_TAKEN = frozenset({"api", "assets"})
+"""First parts of the service's own URLs."""
 _FRESH_S = 2.0
 """How long a list of runs counts: people look again and again, folders change seldom."""
 
@@ -66,6 +70,43 @@ class Runs:
             some = ", ".join(sorted(runs)[:5]) or "none"
             raise CheckpointNotFoundError(f"there is no run {name!r}; runs that are served: {some}") from None
 
+    def local_roots(self) -> list[Path]:
+        """Return the roots that are folders of this machine."""
+        return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]
+
+    def folder_for_uploads(self, name: str) -> Path:
+        """Return the folder of the run of that name, or where a new run of it is made: in the first root that is no run.
+
+        Raises UsageError for a run behind a URL, and for names that no new run can have.
+        """
+        run = self.all().get(name)
+        if run is None:
+            self.forget()
+            run = self.all().get(name)
+        if run is not None:
+            if not run.folder.is_local:
+                raise UsageError(
+                    f"the run {name!r} is at {run.folder}, behind a URL: this service takes uploads into folders of its own "
+                    "machine"
+                )
+            return run.folder.path
+        if not _may_name_a_run(name):
+            raise UsageError(
+                f"{name!r:.200} cannot name a run: expected up to 180 letters, digits and `-_.~=+@,`, no leading dot, and no "
+                "name that checkpoints or the service use themselves"
+            )
+        roots = self.local_roots()
+        folder = next((root for root in roots if root.is_dir() and not _is_run(LocalFolder(root))), None)
+        if folder is None:
+            some = ", ".join(sorted(self._found)[:5]) or "none"
+            raise UsageError(
+                f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
+                "folder above it"
+            )
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UsageError(f"{name!r} is a file in the folder of runs: choose another name")
+        return folder / name
+
     def _look(self) -> dict[str, Run]:
         found: dict[str, Run] = {}
         for root in self._settings.roots:
@@ -89,6 +130,14 @@ def _runs_in(root: Root, folder: Folder) -> Iterator[tuple[str, Folder]]:
         child = folder.child(name)
         if not name.startswith(".") and _is_run(child):
             yield name, child
+
+
+def _may_name_a_run(name: str) -> bool:
+    try:
+        plain = tag_folder(name) == name
+    except UsageError:
+        return False
+    return plain and name not in _TAKEN and _LOOPS_FOLDER.fullmatch(name) is None
 
 
 def _is_run(folder: Folder) -> bool:

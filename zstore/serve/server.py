@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from .tls import make_context
 _GRACE_S = 3
 """How long requests may take to end once the service is to."""
 _BACKLOG = 2048
+_LIMITS = Limits()
 
 
 def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
@@ -51,19 +53,21 @@ class Server(uvicorn.Server):
         log.setLevel(logging.CRITICAL)  # it tells of each request that was cut off, with its traceback
         try:
             await super().shutdown(sockets)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
             await asyncio.sleep(0)
         finally:
             log.setLevel(level)
 
 
-def make_server(settings: Settings, limits: Limits = Limits()) -> Server:
+def make_server(settings: Settings, limits: Limits = _LIMITS) -> Server:
     """Return the server, which serves once it runs."""
     app: Starlette = make_app(settings)
     config = uvicorn.Config(
         app,
         http=limits.protocol(),
         ws="none",
-        lifespan="off",
+        lifespan="auto",
         log_level="error",
         access_log=False,
         server_header=False,
@@ -87,7 +91,7 @@ def listen(settings: Settings) -> socket.socket:
         raise UsageError(f"{host!r} is no address of this machine: {error.strerror}") from error
     except OSError as error:
         advice = "choose another with --port, or 0 for a free one"
-        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror}; {advice}") from error
+        raise UsageError(f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; {advice}") from error
 
 
 def url_of(settings: Settings, listening: socket.socket) -> str:
@@ -107,7 +111,7 @@ def _allow_many_files() -> None:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, limits: Limits = Limits()) -> Iterator[str]:
+def serving(settings: Settings, limits: Limits = _LIMITS) -> Iterator[str]:
     """Serve from a thread for the length of a `with` block; yields the base URL, without a `/` at its end."""
     server = make_server(settings, limits)
     with listen(settings) as listening:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from .auth import Access
 from .downloads import Downloads
 from .endless import Endless
+from .inbox import Inbox
 from .jobs import Jobs
 from .library import Library
 from .opened import RemoteSizes
@@ -18,6 +19,7 @@ from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
 from .transfers import Transfers
+from .upload_limits import UploadLimits
 from .visible import Checkpoints
 
 
@@ -34,6 +36,8 @@ class Service(Library):
         self.downloads = Downloads(settings.memory_bytes // 4)
         self.plans = Plans()
         self.jobs = Jobs()
+        self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.upload_limits = UploadLimits()
 
     @functools.cached_property
     def heavy(self) -> anyio.CapacityLimiter:

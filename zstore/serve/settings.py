@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..io.files import Files
 
 DEFAULT_PORT = 8700
 
@@ -47,17 +48,23 @@ class Settings:
     """Who shows it may do what the service does. None: anybody may read, and nobody act."""
     allow_actions: bool = False
     """Take uploads, and carry out what the page asks for: save, stop, verify, prune."""
+    keep_last: int | None = None
+    """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     hosts: tuple[str, ...] = ()
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
     memory_bytes: int = 512 * 1024 * 1024
     """Most that buffers of all requests take together."""
+    files: Files = field(default_factory=Files, repr=False)
+    """Through which uploads are written."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.roots:
             raise UsageError("name at least one folder or URL to serve")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise UsageError("TLS takes two files: give --tls-certificate and --tls-key, or neither")
         if self.token is not None and not (

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..checkpoint.folder import Folder
+from ..checkpoint.format import Record
 from ..checkpoint.lock import owner_is_dead
-from ..checkpoint.names import LOCK, RECORD_FILE, TEMPORARY, own_name, parse_own_name
+from ..checkpoint.names import LOCK, RECORD_FILE, TEMPORARY, own_name, parse_own_name, tag_folder
 from ..errors import ZstoreError
 from ..remote.commit import has_ended
 from .models import Unfinished
+from .upload_models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, UploadOffer
 
 
 def find_unfinished(folder: Folder) -> list[Unfinished]:
@@ -37,11 +42,31 @@ def _find_here(folder: Folder, start: str) -> list[Unfinished]:
         if own is not None and own[1] in (TEMPORARY, LOCK):
             nbytes = _bytes_below(os.path.join(folder.path, name)) if own[1] == TEMPORARY else 0
             saves[own[0], own[2]] = saves.get((own[0], own[2]), 0) + nbytes
-    found: list[Unfinished] = []
+    found = _find_uploads(folder.path) if not start else []
     for (name, save_id), nbytes in saves.items():
         with owner_is_dead(folder.path / own_name(name, LOCK, save_id)) as dead:
             found.append(Unfinished(name=f"{start}{name}", state="interrupted" if dead else "under way", nbytes=nbytes))
     return found
+
+
+def _find_uploads(path: Path) -> list[Unfinished]:
+    found: list[Unfinished] = []
+    for offer in path.glob(f"{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
+        with contextlib.suppress(OSError, ValueError, ZstoreError):  # one that was just committed
+            found.append(_upload_in(offer))
+    return found
+
+
+def _upload_in(path: Path) -> Unfinished:
+    """Return an upload to this service, by what its client offered."""
+    offer = UploadOffer.model_validate_json(path.read_bytes())
+    record = Record.decode(offer.record.encode(), str(path))
+    alive = time.time() - path.stat().st_mtime < ALIVE_S
+    return Unfinished(
+        name=tag_folder(record.tag),
+        state="under way" if alive else "interrupted",
+        nbytes=_bytes_below(os.path.join(path.parent, "checkpoint")) + _bytes_below(os.path.join(path.parent, "parts")),
+    )
 
 
 def _bytes_below(path: str) -> int:

@@ -33,7 +33,7 @@ _NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f]")
 
 def is_plain(name: str) -> bool:
     """Return whether `name` can be one component of a path and no more."""
-    return name not in ("", ".", "..") and _NOT_PLAIN.search(name) is None
+    return name not in ("", ".", "..") and len(os.fsencode(name)) <= 255 and _NOT_PLAIN.search(name) is None
 
 
 def is_beside(name: str) -> bool:

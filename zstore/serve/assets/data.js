@@ -49,37 +49,52 @@ export function has(path) {
 
 /**
  * Take live events from `path`. `handlers` are functions by the name of an event, called with its JSON, and also `open` and
- * `lost`, called when the connection stands and when it broke. It is opened again by itself. Returns what ends it.
+ * `lost`, called when the connection stands and when it broke, and `again`, called when it stands after events may have been
+ * missed. It is opened again by itself, and rests while nobody looks: a browser opens few connections to one service, and
+ * pages in the background would take them all. Returns what ends it.
  */
 export function listen(path, handlers) {
   if (isReport) return () => {};
-  const { open = () => {}, lost = () => {}, ...named } = handlers;
+  const { open = () => {}, lost = () => {}, again = () => {}, ...named } = handlers;
   let source = null;
   let timer = 0;
   let tries = 0;
-  let ended = false;
+  let opened = false;
 
   const connect = () => {
     source = new EventSource(path);
+    let missed = opened; // One that tries again by itself says what it has seen, a new one does not.
     source.addEventListener("open", () => {
       tries = 0;
+      opened = true;
       open();
+      if (missed) again();
+      missed = false;
     });
     source.addEventListener("error", (event) => {
-      if (ended || event.target !== source) return;
+      if (event.target !== source) return;
       lost();
-      if (source.readyState !== EventSource.CLOSED) return; // The browser tries again.
+      if (source.readyState !== EventSource.CLOSED) return;
       timer = setTimeout(connect, RETRY_S[Math.min(tries++, RETRY_S.length - 1)] * 1000);
     });
     for (const [name, handle] of Object.entries(named)) {
       source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
     }
   };
-  connect();
-  return () => {
-    ended = true;
+  const rest = () => {
     clearTimeout(timer);
-    source.close();
+    source?.close();
+    source = null;
+  };
+  const look = () => {
+    if (document.hidden) rest();
+    else if (source === null) connect();
+  };
+  document.addEventListener("visibilitychange", look);
+  look();
+  return () => {
+    document.removeEventListener("visibilitychange", look);
+    rest();
   };
 }
 

@@ -8,7 +8,7 @@
 
 import { get, isReport } from "./data.js";
 import { h, replace } from "./dom.js";
-import { follow, go, here, link, match } from "./router.js";
+import { follow, go, here, link, match, runUrl } from "./router.js";
 import { runBar } from "./runbar.js";
 import { askForToken, sessionButton } from "./session.js";
 import { empty, loading, problem } from "./states.js";
@@ -17,7 +17,7 @@ import { ROUTES } from "./views.js";
 
 const main = document.getElementById("main");
 const announcer = document.getElementById("announcer");
-let service = { version: "", allows_actions: false, authorized: false };
+let service = { version: "", allows_actions: false, authorized: false, needs_token: false };
 let shown = 0;
 let stop = null;
 let lastPath = null;
@@ -26,8 +26,15 @@ start();
 
 async function start() {
   follow(() => void show());
+  if (isReport && location.hash === "") await openRun();
   await learn();
   await show();
+}
+
+/** Begin a report of one run with it: there is nothing to choose in the list of runs. */
+async function openRun() {
+  const { runs } = await get("/api/runs");
+  if (runs.length === 1) history.replaceState(null, "", runUrl(runs[0].name));
 }
 
 /** Ask the service what it allows here, and show that in the header. */
@@ -60,6 +67,10 @@ async function show() {
   lastPath = path;
   if (found === null) {
     replace(container, empty("There is no such page", `Nothing is at ${path}. The list of runs is at the top left.`));
+    return;
+  }
+  if (service.needs_token) {
+    replace(container, askForToken(again));
     return;
   }
   try {

@@ -53,12 +53,12 @@ export function askForToken(done, text = "This service asks for its token before
 export function sessionButton(service, changed) {
   if (service.authorized) {
     const leave = async () => {
-      await remove(PATH);
+      await remove(PATH).catch(() => {}); // What the service says then shows whether it worked.
       await changed();
     };
     return h("button", { type: "button", class: "quiet", onclick: leave, test: "sign-out" }, "Sign out");
   }
-  if (!service.allows_actions) return null;
+  if (!service.allows_actions || service.needs_token) return null; // The view asks for it, where it is needed to read.
   return h("button", { type: "button", class: "quiet", onclick: () => openBox(changed), test: "open-sign-in" }, "Sign in");
 }
 

@@ -117,6 +117,7 @@ class CheckpointsView {
         this.trouble.hidden = true;
       },
       lost: () => this.fail("the connection to the service is lost; it is tried again."),
+      again: changed,
       checkpoints: changed,
       run: (detail) => {
         this.detail = detail;

@@ -18,7 +18,7 @@ const COLUMNS = [
 ];
 
 /** Characters of a name that are shown in any case. */
-const TAIL = 14;
+const TAIL = 22;
 
 export async function show(container, params) {
   const placement = await get(api(["runs", params.run, "placement"]));

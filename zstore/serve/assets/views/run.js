@@ -64,6 +64,7 @@ class RunView {
     this.ended = listen(api([...this.path, "events"]), {
       open: () => this.status.setLive(true),
       lost: () => this.status.setLive(false),
+      again: () => void this.catchUp(),
       steps: (steps) => this.take(steps),
       run: (detail) => {
         this.detail = detail;
@@ -79,7 +80,14 @@ class RunView {
     this.draw();
   }
 
-  /** Ask for all steps anew, once live ones have become many. */
+  /** Ask for all that came while there was no connection. */
+  async catchUp() {
+    await this.thin();
+    this.detail = await get(api(this.path)).catch(() => this.detail);
+    this.draw();
+  }
+
+  /** Ask for all steps anew: live ones have become many, or some were missed. */
   async thin() {
     if (this.thinning) return;
     this.thinning = true;

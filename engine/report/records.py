@@ -1,0 +1,136 @@
+"""What journals of engines and of optimizers have in common: how a run starts, links and memory, warnings, how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zstore._version import __version__
+from zstore.io.links import LinkStatistics
+from zstore.journal.writer import JournalWriter
+
+from .memory import memory_now
+
+if TYPE_CHECKING:
+    from zstore.ranks.world import World
+    from zstore.store import TensorStore
+    from zstore.store.statistics import StoreStatistics
+
+_SAMPLE_S = 0.5
+_SHARE = 1000
+"""Links and memory are looked at for less than one part in so many of the time."""
+_SAMPLES = 2000
+"""They are looked at so often in the time that has passed: journals of long runs stay quick to read."""
+_PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
+"""Whose versions are written down where they are in use."""
+
+VERSION = 1
+"""Of the journal's format."""
+
+
+def start_record(world: World, **values: Any) -> dict[str, Any]:
+    """Return the record of a start: `values`, and what can be told of the process."""
+    return {
+        "kind": "start",
+        "version": VERSION,
+        "world_size": world.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": _versions(),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+        **values,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found
+
+
+def has_uncaught_error() -> bool:
+    """Return whether the interpreter ends because of an error that nobody caught."""
+    ends = not threading.main_thread().is_alive()
+    return ends and (getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)) is not None
+
+
+class Samples:
+    """Looks at links and memory now and then: `links` returns the counters of all links, given the store's."""
+
+    def __init__(
+        self,
+        store: TensorStore,
+        device: torch.device,
+        links: Callable[[StoreStatistics], Mapping[str, LinkStatistics]],
+        step: int,
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._links = links
+        self._began_s = time.perf_counter()
+        self._last: Mapping[str, LinkStatistics] = {}
+        self._last_s: float | None = None
+        self._last_step = step
+        self.next_s = 0.0
+        """When to look again, by `time.perf_counter`."""
+
+    def take(self, now_s: float, step: int) -> dict[str, Any]:
+        """Return what a step's record has of links, since the last look, and of memory."""
+        statistics = self._store.statistics()
+        links = self._links(statistics)
+        none = LinkStatistics()
+        moved = {name: link.since(self._last.get(name, none)) for name, link in links.items()}
+        found = {
+            "links": {name: found for name, link in moved.items() if (found := _link_record(link)) is not None},
+            "links_s": None if self._last_s is None else now_s - self._last_s,
+            "links_steps": max(1, step - self._last_step),
+            "memory": memory_now(statistics, self._device),
+        }
+        took_s = time.perf_counter() - now_s
+        self._last, self._last_s, self._last_step = links, now_s, step
+        self.next_s = now_s + max(_SAMPLE_S, _SHARE * took_s, (now_s - self._began_s) / _SAMPLES)
+        return found
+
+    def begin_anew(self, step: int) -> None:
+        """Count from here on."""
+        self.take(time.perf_counter(), step)
+        self._last_s, self.next_s = None, 0.0
+
+
+def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
+    """Return what a link did; None where that is nothing."""
+    stall_s = {cause: round(seconds, 6) for cause, seconds in link.stall_s.items() if seconds > 0}
+    if not link.operations and not stall_s:
+        return None
+    return {"bytes": link.bytes, "busy_s": round(link.busy_s, 6), "stall_s": stall_s}
+
+
+class Warnings(logging.Filter):
+    """Sees the warnings of a logger on their way. Not a handler, beside which nothing would be shown any more where nobody
+    configured logging."""
+
+    def __init__(self, writer: JournalWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        if record.levelno >= logging.WARNING:
+            self.note(record.getMessage(), record.created)
+        return True
+
+    def note(self, text: str, at: float) -> None:
+        """Write a warning down."""
+        self._writer.append({"kind": "warning", "at": at, "text": text})

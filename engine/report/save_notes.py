@@ -1,0 +1,46 @@
+"""What a journal has of one save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zstore.checkpoint.request import SaveSummary
+from zstore.journal.writer import JournalWriter
+
+
+class SaveNotes:
+    """How one save goes on, told from any thread."""
+
+    def __init__(self, writer: JournalWriter, base: Mapping[str, Any], when_uploaded: Callable[[], None]) -> None:
+        self._writer = writer
+        self._base = base
+        self._when_uploaded = when_uploaded
+        self._has_failed = False
+        self.stall_s: float | None = None
+        """Seconds for which the save held training up; set when they are known."""
+
+    def add(self, **values: Any) -> None:
+        """Write down a state of the save."""
+        self._writer.append({**self._base, "at": time.time(), **values})
+
+    def __call__(self, outcome: SaveSummary | BaseException) -> None:
+        """Write down what was done, or what went wrong; see `SaveRequest.told`."""
+        if isinstance(outcome, BaseException):
+            if not self._has_failed:
+                self._has_failed = True
+                self.add(state="failed", problem=f"{type(outcome).__name__}: {outcome}")
+            return
+        done = {
+            # Often known only once the save was committed.
+            "stall_s": lambda: self.stall_s,
+            "elapsed_s": outcome.elapsed_s,
+            "linked_bytes": outcome.linked_bytes,
+            "written_bytes": outcome.written_bytes,
+        }
+        if outcome.url is None:
+            self.add(state="committed", **done)
+            return
+        self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.uploaded_bytes})
+        self._when_uploaded()

@@ -1,0 +1,92 @@
+"""A TCP proxy that does something once so many bytes went from the client to the server: a fault at a moment that is known."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Proxy:
+    """Forwards connections to a local port. `after` says when `happen` is called: by the thread that forwards, before the
+    bytes from that one on are. Counts bytes over all connections."""
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._due: list[tuple[int, Callable[[], object]]] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self.sent_bytes = 0
+        """From clients to the server."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def after(self, num_bytes: int, happen: Callable[[], object]) -> None:
+        """Call `happen` once so many bytes more have been forwarded."""
+        with self._lock:
+            self._due.append((self.sent_bytes + num_bytes, happen))
+
+    def cut(self) -> None:
+        """End all connections, as a network does that breaks."""
+        with self._lock:
+            broken, self._sockets = self._sockets, set()
+        for one in broken:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Accept nothing more, and end all."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection(self._target) as server:
+            with self._lock:
+                self._sockets |= {client, server}
+            with selectors.DefaultSelector() as selector:
+                selector.register(client, selectors.EVENT_READ, server)
+                selector.register(server, selectors.EVENT_READ, client)
+                while True:
+                    for key, _ in selector.select():
+                        source, target = key.fileobj, key.data
+                        assert isinstance(source, socket.socket)
+                        data = source.recv(16384)
+                        if not data:
+                            return
+                        if source is client:
+                            data = self._count(data, target)
+                        target.sendall(data)
+
+    def _count(self, data: bytes, target: socket.socket) -> bytes:
+        """Do what is due within `data`; return what is still to be forwarded of it."""
+        with self._lock:
+            before, self.sent_bytes = self.sent_bytes, self.sent_bytes + len(data)
+            due = [one for one in self._due if one[0] <= self.sent_bytes]
+            self._due = [one for one in self._due if one not in due]
+        done = 0
+        for at, happen in sorted(due, key=lambda one: one[0]):
+            target.sendall(data[done : max(at - before, done)])
+            done = max(at - before, done)
+            happen()
+        return data[done:]
+
+
+@contextlib.contextmanager
+def proxy_to(port: int) -> Iterator[Proxy]:
+    """Yield a proxy for the length of a `with` block."""
+    proxy = Proxy(port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

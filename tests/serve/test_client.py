@@ -1,0 +1,375 @@
+"""Checkpoints of a running service, through every reader and command: as from their folder."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import zstore
+from tests.checkpoint.checkpoints import open_world, save_arrays
+from tests.engine.runs import make_config, start, state_of, step
+from tests.serve.conftest import Serve
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    DiskFullError,
+    StorageError,
+    UsageError,
+)
+from zstore.open.sources import folder_of, split_location
+from zstore.remote.folder import RemoteFolder, open_folder
+from zstore.remote.retries import Retries
+from zstore.remote.service import ServiceBusyError, ServiceConnection, refuse
+from zstore.remote.service_folder import ServiceFolder
+from zstore.remote.service_url import ServiceUrl
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+from zstore.testing.ranks import run_ranks
+from zstore.tools.cli import app
+
+RNG = np.random.default_rng(3)
+TOKEN = "sesame-open"
+OPTIONS = {"token": TOKEN}
+ARRAYS = {
+    "model/h.0.weight": RNG.standard_normal((600, 300)).astype(np.float32),
+    "model/odd name/ü%": RNG.standard_normal(77).astype(np.float32),
+    "optimizer/exp_avg/h.0.weight": RNG.standard_normal((600, 300)).astype(np.float32),
+}
+QUICK = Retries(attempts=3, first_pause_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with two checkpoints of two ranks, whose tags are no plain names."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    with open_world(ARRAYS, world_size=2) as world:
+        world.save(folder, step=1, tag="first 50%")
+        world.arrays["model/h.0.weight"][:10] += 1
+        world.fill()
+        world.save(folder, step=2, tag="second")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(run: Path) -> Iterator[str]:
+    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN)) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZSTORE_TOKEN", raising=False)
+
+
+def command(*words: str, exit_code: int = 0) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == exit_code, result.output + result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_commands_say_what_they_say_of_the_folder(
+    run: Path, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZSTORE_TOKEN", TOKEN)
+    url = f"{base}/a%20run"
+    here, there = command("ls", str(run))["checkpoints"], command("ls", url)["checkpoints"]
+    assert [entry["path"] for entry in there] == [f"{url}/first%252050%2525", f"{url}/second"]
+    for ours, theirs in zip(here, there, strict=True):
+        assert {key: ours[key] for key in ("tag", "step", "size_bytes")} == {
+            key: theirs[key] for key in ("tag", "step", "size_bytes")
+        }
+    assert command("inspect", url)["arrays"] == command("inspect", str(run))["arrays"]
+    assert command("inspect", there[0]["path"])["checkpoint"]["tag"] == "first 50%"
+    assert command("verify", f"{url}:first 50%")["faults"] == []
+    assert command("diff", url, str(run))["bytes"] == 0
+    (entry,) = command("diff", f"{url}:first 50%", url, "--values", exit_code=1)["arrays"]
+    assert (entry["name"], entry["changed"]) == ("model/h.0.weight", 10 * 300)
+    command("consolidate", url, str(tmp_path / "theirs"), "--dtype", "bf16")
+    command("consolidate", str(run), str(tmp_path / "ours"), "--dtype", "bf16")
+    name = "model.safetensors"
+    assert (tmp_path / "theirs" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+    command("reshard", url, str(tmp_path / "three"), "--world-size", "3")
+    with open_checkpoint(tmp_path / "three") as copy, open_checkpoint(run) as original:
+        assert copy.record.world_size == 3
+        assert verify_checkpoint(copy) == []
+        for each in original.arrays:
+            assert np.array_equal(copy.read_array(each), original.read_array(each))
+
+
+def test_python_reads_what_is_there_and_counts_it(run: Path, base: str) -> None:
+    with (
+        zstore.open_checkpoint(f"{base}/a%20run", storage_options=OPTIONS) as there,
+        zstore.open_checkpoint(run) as here,
+    ):
+        assert list(there) == list(here)
+        for name in here:
+            assert np.array_equal(there[name].numpy(), here[name].numpy())
+        assert np.array_equal(there["model/h.0.weight"][7:9, ::3], here["model/h.0.weight"][7:9, ::3])
+        assert there.verify() == []
+        reading = there.source.reading()
+        assert reading is not None
+        assert reading.read_bytes > reading.asked_bytes > 0
+        group = there.zarr()
+        assert np.array_equal(group["model/h.0.weight"][:], here["model/h.0.weight"].numpy())
+    weights = zstore.load_state_dict(f"{base}/a%20run", dtype="bf16", storage_options=OPTIONS)
+    assert weights["h.0.weight"].equal(zstore.load_state_dict(run, dtype="bf16")["h.0.weight"])
+
+
+@pytest.mark.parametrize("path", ["a%20run", "zarr/a%20run", "run/a%20run", "run/a%20run/timeline", "a%20run/second/"])
+def test_urls_from_a_browser_mean_the_same(path: str, base: str) -> None:
+    with open_checkpoint(open_folder(f"{base}/{path}", OPTIONS)) as reader:
+        assert reader.location == f"{base}/a%20run/second"
+
+
+def test_the_contract_of_a_folder(run: Path, base: str) -> None:
+    there, here = folder_of(f"{base}/a%20run", OPTIONS), folder_of(run)
+    assert isinstance(there, ServiceFolder)
+    assert sorted(there.entries().folders) == sorted(here.entries().folders)
+    tag = there.child("second")
+    assert tag.parent == there
+    assert (there.name, tag.name) == ("a run", "second")
+    assert there.sizes("second") == here.sizes("second")
+    assert tag.sizes("") == {file.removeprefix("second/"): size for file, size in here.sizes("second").items()}
+    assert there.sizes("nowhere") == {}
+    assert (tag.has("zstore.json"), tag.has("nothing"), tag.has("model")) == (True, False, False)
+    data = (run / "second" / "zarr.json").read_bytes()
+    assert tag.read_range("zarr.json", 5, 5) == tag.read_range("zarr.json", len(data), len(data) + 9) == b""
+    assert tag.read_range("zarr.json", len(data) - 3, len(data) + 9) == data[-3:]
+    with pytest.raises(CorruptionError, match="more than 10 bytes"):
+        tag.read_small("zarr.json", 10)
+    found = there.read_all(["second/zarr.json", "none", "first%2050%25/zstore.json"])
+    assert found[0] == data
+    assert isinstance(found[1], FileNotFoundError)
+    assert isinstance(found[2], bytes)
+    for missing in (tag.child("nothing"), there.parent):
+        with pytest.raises(FileNotFoundError):
+            missing.entries()
+    with pytest.raises(UsageError, match="has no path on this machine"):
+        _ = tag.path
+    with pytest.raises(UsageError, match="no single files"):
+        tag.write_small("x", b"")
+
+
+def test_what_is_wrong_is_said_and_no_token_with_it(base: str) -> None:
+    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        ("a%20run", {}, UsageError, r"needs a token: give it by storage_options=.*ZSTORE_TOKEN"),
+        ("a%20run", {"token": "wrong-token"}, UsageError, "does not accept the token given"),
+        ("a%20run", {"token": "two words"}, UsageError, "blanks"),
+        ("a%20run", {"token": 12345}, UsageError, "must be text"),
+        (
+            "a%20run",
+            {**OPTIONS, "anon": True},
+            UsageError,
+            r"expected the storage options token, ca_certs, got \['anon'\]",
+        ),
+        ("a%20run", {"ca_certs": "/none"}, UsageError, "expected a file of certificates"),
+        ("other", OPTIONS, CheckpointNotFoundError, "there is no run 'other'; runs that are served: a run"),
+        ("a%20run/third", OPTIONS, CheckpointNotFoundError, "third does not exist or is not a folder"),
+        ("", OPTIONS, UsageError, rf"name one of its runs.*It has: {base}/a%20run"),
+        ("a%20run/../x", OPTIONS, UsageError, "`..`"),
+    ]
+    for path, options, kind, message in cases:
+        with pytest.raises(kind, match=message) as caught:
+            zstore.open_checkpoint(f"{base}/{path}", storage_options=options)
+        assert not any(secret in str(caught.value) for secret in (TOKEN, "wrong-token", "two words", "12345"))
+    with pytest.raises(UsageError, match="needs a token") as caught:
+        zstore.open_checkpoint(f"{base.replace('://', '://me:secret@')}/a%20run")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError, match="room for one"):
+        zstore.open_checkpoint(f"{base.replace('://', '://me:secret@')}/a%20run", storage_options=OPTIONS)
+    assert TOKEN not in repr(vars(folder_of(f"{base}/a%20run", OPTIONS)))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (404, FileNotFoundError),
+        (401, UsageError),
+        (403, UsageError),
+        (409, CheckpointExistsError),
+        (507, DiskFullError),
+        (422, CheckpointError),
+        (400, UsageError),
+        (503, ServiceBusyError),
+        (418, StorageError),
+    ],
+)
+def test_every_status_is_an_error_of_its_kind(status: int, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"what is wrong|needs a token"):
+        refuse(status, "what is wrong", path="http://host/x", has_token=False)
+
+
+def test_where_a_service_is_and_what_is_meant() -> None:
+    def parsed(url: str) -> tuple[str, str, str]:
+        found = ServiceUrl.parse(url)
+        assert ServiceUrl.parse(found.text) == ServiceUrl(base=found.base, run=found.run, folder=found.folder)
+        return found.base, found.run, found.folder
+
+    assert parsed("http://store:8700/run") == ("http://store:8700", "run", "")
+    assert parsed("http://store:8700/run/run/x") == ("http://store:8700", "run", "")
+    assert parsed("http://store:8700/zarr/run/step-1") == ("http://store:8700", "run", "step-1")
+    assert parsed("https://[::1]/a%2520b/checkpoint-6/step-6/") == ("https://[::1]", "a%20b", "checkpoint-6/step-6")
+    assert ServiceUrl.parse("http://me:p%40ss@store/run").user == ("me", "p@ss")
+    assert split_location("http://store:8700") == ("http://store:8700", None)
+    assert split_location("http://store:8700/run:tag") == ("http://store:8700/run", "tag")
+    with pytest.raises(UsageError):
+        ServiceUrl.parse("http:///run")
+
+
+def test_a_service_that_goes_away_is_asked_again_and_then_given_up(tmp_path: Path) -> None:
+    save_arrays(tmp_path / "one", {"model/a": np.arange(100.0)})
+    settings = Settings(roots=(Root.parse(str(tmp_path)),), port=0)
+    with serving(settings) as base:
+        folder = open_folder(f"{base}/one", retries=QUICK)
+        reader = open_checkpoint(folder)
+    with reader, pytest.raises(StorageError, match=r"cannot read \(tried 3 times\).*no connection|ConnectionRefused"):
+        reader.read_array("model/a")
+    with pytest.raises(StorageError, match=r"cannot reach the server \(tried 3 times\)"):
+        open_folder(f"{base}/one", retries=QUICK)
+    # It comes back at the same address: the connection that broke is made anew.
+    port = int(base.rpartition(":")[2])
+    with serving(Settings(roots=settings.roots, port=port)):
+        assert np.array_equal(reader.read_array("model/a"), np.arange(100.0))
+
+
+def test_a_checkpoint_that_is_replaced_or_removed_is_never_mixed(tmp_path: Path, serve: Serve) -> None:
+    save_arrays(tmp_path / "one", {"model/a": np.zeros(100_000)})
+    base = serve(tmp_path)
+    with zstore.open_checkpoint(f"{base}/one") as checkpoint, zstore.open_checkpoint(f"{base}/one") as begun:
+        assert begun["model/a"][0] == 0
+        save_arrays(tmp_path / "one", {"model/a": np.ones(100_000)}, overwrite=True)
+        for old in (checkpoint, begun):
+            with pytest.raises(CorruptionError, match=r"was replaced by another save while it was read: open it again"):
+                old["model/a"].numpy()
+        with zstore.open_checkpoint(f"{base}/one") as again:
+            assert again["model/a"].numpy().all()
+            shutil.rmtree(tmp_path / "one" / again.tag)
+            with pytest.raises(CorruptionError, match="was removed while it was read"):
+                again["model/a"].numpy()
+
+
+def test_other_servers_are_read_through_fsspec(run: Path) -> None:
+    handler = functools.partial(_Silent, directory=str(run.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/a run/second"
+            folder = open_folder(url)
+            assert isinstance(folder, RemoteFolder)
+            assert folder.read_small("zstore.json") == (run / "second/zstore.json").read_bytes()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_certificate_is_checked(run: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    settings = Settings(
+        roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN, tls_certificate=certificate, tls_key=key
+    )
+    with serving(settings) as base:
+        assert base.startswith("https://")
+        with pytest.raises(UsageError, match=r"cannot be trusted: .*ca_certs"):
+            zstore.open_checkpoint(f"{base}/a%20run", storage_options=OPTIONS)
+        options = {**OPTIONS, "ca_certs": str(certificate)}
+        with zstore.open_checkpoint(f"{base}/a%20run", storage_options=options) as checkpoint:
+            rows = checkpoint["model/h.0.weight"][:3]
+            assert np.array_equal(checkpoint.zarr()["model/h.0.weight"][:3], rows)
+
+
+def test_a_redirect_does_not_get_the_token(base: str) -> None:
+    """A server that sends its clients to a service: what they would send there is theirs to say."""
+
+    class Redirects(_Silent):
+        def do_GET(self) -> None:
+            assert "Authorization" not in self.headers
+            self.send_response(302)
+            self.send_header("Location", f"{base}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with pytest.raises(UsageError, match=rf"is at {base}: name that"):
+                open_folder(f"http://127.0.0.1:{server.server_port}/a run", OPTIONS)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_that_falls_silent_or_cuts_the_answer_is_asked_again(base: str) -> None:
+    """A proxy that cuts the first answers short: no byte of those is used."""
+    place = ServiceUrl.parse(f"{base}/a%20run/second")
+    whole = ServiceConnection(base, token=TOKEN).request("GET", place.file("zarr.json")).data
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answers = [
+            b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        ]
+        answers.append(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole) + whole)
+
+        def answer() -> None:
+            for text in answers:
+                with listening.accept()[0] as connection:
+                    connection.recv(65536)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        connection = ServiceConnection(url, retries=QUICK)
+        folder = ServiceFolder(connection, ServiceUrl.parse(f"{url}/a%20run/second"))
+        assert folder.read_small("zarr.json") == whole
+        thread.join()
+
+
+def _load(rank: int, run: str, url: str) -> list[dict[str, Any]]:
+    states = []
+    for place in (run, url):
+        os.environ["ZSTORE_TOKEN"] = TOKEN
+        with start(make_config(3)) as engine:
+            engine.load_checkpoint(place)
+            step(engine)
+            states.append(state_of(engine))
+    return states
+
+
+def test_two_ranks_go_on_from_the_url_with_the_bits_of_the_folder(tmp_path: Path, serve: Serve) -> None:
+    with start(make_config(1)) as engine:
+        step(engine)
+        engine.save_checkpoint(str(tmp_path / "run"))
+    base = serve(tmp_path, token=TOKEN)
+    for here, there in run_ranks(_load, 2, str(tmp_path / "run"), f"{base}/run"):
+        assert here == there
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,72 @@
+"""The examples of `docs/service.md` run against a service, and what it says of commands holds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.serve.conftest import Serve
+from tests.serve.sample import RUN_ID, JournalWriter
+from zstore.serve import report
+from zstore.sizes import format_bytes
+from zstore.tools.cli import app
+
+TEXT = (Path(__file__).parents[2] / "docs/service.md").read_text()
+
+
+def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weight = np.arange(32, dtype=np.float32).reshape(8, 4)
+    save_arrays(tmp_path / "runs" / "gpt", {"model/0.weight": weight, "model/0.bias": np.ones(8, np.float32)})
+    journal = JournalWriter(tmp_path / "runs" / "gpt" / f"journal-{RUN_ID}.jsonl", 1e9)
+    journal.start(RUN_ID)
+    journal.steps(5)
+    base = serve(tmp_path / "runs")
+    names: dict[str, Any] = {}
+    ran: list[str] = []
+    for language, block in re.findall(r"```(python|bash)\n(.*?)```", TEXT, re.DOTALL):
+        code = block.replace("http://127.0.0.1:8700", base).replace("/data/runs", str(tmp_path / "runs"))
+        if language == "python":
+            exec(code, names)
+            continue
+        for line in code.splitlines():
+            program, *words = shlex.split(line)
+            ran.append(f"{program} {words[0]}" if program == "zstore" else program)
+            if program == "curl":
+                subprocess.run([program, *words], check=True, timeout=60)
+            elif words[0] != "serve":
+                done = CliRunner().invoke(app, words)
+                assert done.exit_code == 0, done.output
+    assert ran == ["zstore serve", "curl", "zstore verify", "zstore consolidate", "zstore report"]
+    for values in (names["weight"], names["same"], names["weights"]["0.weight"]):
+        np.testing.assert_array_equal(values, weight)
+    np.testing.assert_array_equal(names["first_rows"], weight[:2])
+    downloaded = Path("weights/model.safetensors").read_bytes()
+    assert downloaded == Path("consolidated/model.safetensors").read_bytes()
+    pulled = load_file("pulled/model.safetensors")
+    assert torch.equal(pulled["0.weight"], torch.from_numpy(weight).bfloat16())
+    assert list(names["losses"]) == [1, 2, 3, 4, 5]
+    assert Path("report.html").stat().st_size > 100_000
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert f"stays under {report.MAX_BYTES // 10**6} MB" in TEXT
+    assert (report.NUM_ARRAYS, report.NUM_CHECKPOINTS, report.NUM_POINTS) == (50, 5, 2000)
+    assert format_bytes(report.MOST_READ_BYTES) == "1.07 GB"  # 1 GiB
+
+
+def test_every_option_of_the_command_is_described() -> None:
+    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    options = set(re.findall(r"--[a-z-]+", done.output)) - {"--help"}
+    table = TEXT[TEXT.index("| option |") : TEXT.index("## Who may do what")]
+    assert {option for option in options if f"`{option}" not in table} == set()

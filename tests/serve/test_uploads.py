@@ -1,0 +1,302 @@
+"""Checkpoints that are uploaded to a service: the same bytes arrive, nothing half-made is seen, only changes are sent."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import urllib3
+
+from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.serve.conftest import Serve
+from tests.serve.proxy import proxy_to
+from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.retention import Keep
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DiskFullError,
+    StorageError,
+)
+from zstore.io.pool import Workers
+from zstore.remote.retries import Retries
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.upload import place_of, target_for, upload_checkpoint
+from zstore.testing.faults import Fault, FaultyFiles
+
+Array = npt.NDArray[Any]
+RNG = np.random.default_rng(5)
+TOKEN = "secret"
+OPTIONS = {"token": TOKEN}
+QUICK = Retries(attempts=3, first_pause_s=0.0)
+
+
+def make_arrays() -> dict[str, Array]:
+    return {
+        "model/h.0.weight": RNG.standard_normal((1000, 30)).astype(np.float32),
+        "model/frozen": RNG.standard_normal((900, 40)).astype(np.float32),
+        "optimizer/exp_avg/h.0.weight": RNG.standard_normal((1000, 30)).astype(np.float32),
+    }
+
+
+@pytest.fixture
+def url(tmp_path: Path, serve: Serve) -> str:
+    """A service over the empty folder `runs`."""
+    (tmp_path / "runs").mkdir()
+    return serve(tmp_path / "runs", token=TOKEN, allow_actions=True)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The content of every file of a checkpoint; of the record all that a commit does not set."""
+    found = {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    record = json.loads((folder / "zstore.json").read_bytes())
+    for key in ("committed_ns", "digest"):
+        del record[key]
+    return found | {"zstore.json": json.dumps(record)}
+
+
+def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
+    save_id = new_save_id()
+    options = UploadOptions(folder=place_of(url, OPTIONS), keep_local=fields.pop("keep_local", True))
+    return wait_all(
+        [
+            save_to_url(world.request(local, rank, save_id, **{"run_id": "run", "timeout_s": 60.0, **fields}), options)
+            for rank in range(len(world.stores))
+        ]
+    )
+
+
+def whole(folder: Path) -> list[str]:
+    found = [info.tag for info in tags(folder)]
+    for tag in found:
+        with open_checkpoint(folder, tag) as opened:
+            assert verify_checkpoint(opened) == []
+    return found
+
+
+@pytest.fixture(params=[1, 2])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with open_world(make_arrays(), world_size=request.param, small={"buffer/n": np.array(7)}) as world:
+        yield world
+
+
+def test_a_save_arrives_with_the_same_bytes(tmp_path: Path, url: str, world: World) -> None:
+    summary = save(world, tmp_path / "local", f"{url}/one")[0]
+    assert summary.url == f"{url}/one/step-00000001"
+    arrived = tmp_path / "runs" / "one" / "step-00000001"
+    assert digests(arrived) == digests(summary.path)
+    assert whole(arrived.parent) == ["step-00000001"]
+    assert {path.name for path in arrived.parent.iterdir()} == {"latest", "step-00000001"}
+
+
+def change(world: World, *names: str) -> None:
+    for name in names:
+        world.arrays[name][:] += 1
+    world.fill()
+
+
+def sent_bytes(summaries: list[Any]) -> int:
+    return sum(summary.uploaded_bytes for summary in summaries)
+
+
+def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World) -> None:
+    local, arrived = tmp_path / "local", tmp_path / "runs" / "one"
+    first = save(world, local, f"{url}/one")
+    shards = {path: path.stat().st_size for path in arrived.rglob("c.*")}
+    assert sent_bytes(first) == sum(shards.values())
+    change(world, "model/h.0.weight")
+    second = save(world, local, f"{url}/one", step=2)
+    changed = sum(size for path, size in shards.items() if path.parent == arrived / "step-00000001/model/h.0.weight")
+    assert sent_bytes(second) == changed
+    for tag in ("step-00000001", "step-00000002"):
+        assert digests(arrived / tag) == digests(local / tag)
+    assert whole(arrived) == ["step-00000001", "step-00000002"]
+    frozen = "model/frozen/c.0.0"
+    assert (arrived / "step-00000001" / frozen).samefile(arrived / "step-00000002" / frozen)
+
+
+def test_a_file_with_the_same_checksums_and_other_bytes_is_sent(tmp_path: Path, url: str) -> None:
+    arrays = make_arrays()
+    path = save_arrays(tmp_path / "a", arrays, run_id="run")
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    # As if the checksums of two contents agreed: the service's copy has other bytes than its manifest says.
+    stored = tmp_path / "runs/one/step-00000001/model/frozen/c.0.0"
+    data = bytearray(stored.read_bytes())
+    data[5000] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(data)
+    path = save_arrays(tmp_path / "a", arrays, run_id="run", step=2)
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    with open_checkpoint(tmp_path / "runs/one", "step-00000002") as opened:
+        assert verify_checkpoint(opened) == []
+    assert digests(tmp_path / "runs/one/step-00000002") == digests(path)
+
+
+def test_an_upload_goes_on_where_its_connection_broke(tmp_path: Path, url: str) -> None:
+    path = save_arrays(tmp_path / "a", {"model/a": RNG.standard_normal((3000, 500))}, run_id="run")
+    with proxy_to(int(url.rpartition(":")[2])) as proxy:
+        for at in (2_000_000, 5_000_000, 9_000_000):
+            proxy.after(at, proxy.cut)
+        advanced: list[int] = []
+        upload_checkpoint(path, f"http://127.0.0.1:{proxy.port}/one", OPTIONS, advance=advanced.append)
+        total = (path / "model/a/c.0.0").stat().st_size
+        # What was under way in sockets is sent twice, the rest once.
+        assert proxy.sent_bytes < total + 3 * 2_500_000
+        assert sum(advanced) == total
+    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
+    tmp_path: Path, url: str, http: urllib3.PoolManager
+) -> None:
+    path = save_arrays(tmp_path / "a", {"model/a": RNG.standard_normal((3000, 500))}, run_id="run")
+    with proxy_to(int(url.rpartition(":")[2])) as proxy:
+        proxy.after(6_000_000, proxy.close)
+        through = place_of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
+        target = target_for(through, QUICK, tag="step-00000001", save_id="0" * 32, run_id="run")
+        with open_checkpoint(path) as reader, Workers(1, "test") as workers:
+            target.begin(overwrite=False)
+            target.offer(reader)
+            with pytest.raises(StorageError, match="no connection"):
+                target.send(workers, reader, [0], lambda _: None)
+    runs = tmp_path / "runs"
+    assert [one.name for one in (runs / "one").iterdir()] == [".uploads"]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert http.request("GET", f"{url}/api/runs", headers=headers).json()["runs"] == []
+    with pytest.raises(CheckpointNotFoundError):
+        open_checkpoint(runs / "one")
+    (state,) = http.request("GET", f"{url}/api/uploads", headers=headers).json()["uploads"]
+    assert 4_000_000 < state["done_bytes"] < state["total_bytes"]
+    advanced: list[int] = []
+    with proxy_to(int(url.rpartition(":")[2])) as proxy:
+        upload_checkpoint(path, f"http://127.0.0.1:{proxy.port}/one", OPTIONS, advance=advanced.append)
+        assert proxy.sent_bytes < state["total_bytes"] - state["done_bytes"] + 100_000
+    assert whole(runs / "one") == ["step-00000001"]
+    assert not (runs / "one" / ".uploads").exists()
+    # Once more: it is there, and nothing is sent.
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    jobs = http.request("GET", f"{url}/api/jobs", headers=headers).json()["jobs"]
+    assert [(job["kind"], job["state"], job["done_bytes"] == job["total_bytes"]) for job in jobs] == [
+        ("upload", "done", True)
+    ]
+
+
+def test_a_tag_is_replaced_by_its_own_run_and_else_only_where_that_is_asked_for(tmp_path: Path, url: str) -> None:
+    local, runs = tmp_path / "a", tmp_path / "runs"
+    first = save_arrays(local, make_arrays(), run_id="run")
+    upload_checkpoint(first, f"{url}/one", OPTIONS)
+    with open_world(make_arrays()) as world:
+        (summary,) = save(world, tmp_path / "b", f"{url}/one")
+    assert any("was replaced" in message for message in summary.messages)
+    assert digests(runs / "one/step-00000001") == digests(summary.path)
+    again = save_arrays(tmp_path / "c", make_arrays(), run_id="run")
+    with pytest.raises(CheckpointExistsError, match="pass overwrite=True"):
+        upload_checkpoint(again, f"{url}/one", OPTIONS)
+    upload_checkpoint(again, f"{url}/one", OPTIONS, overwrite=True)
+    assert digests(runs / "one/step-00000001") == digests(again)
+    assert {path.name for path in (runs / "one").iterdir()} == {"latest", "step-00000001"}
+
+
+def test_two_runs_cannot_write_one_name(tmp_path: Path, url: str) -> None:
+    upload_checkpoint(save_arrays(tmp_path / "a", make_arrays(), run_id="a"), f"{url}/one", OPTIONS)
+    other = save_arrays(tmp_path / "b", make_arrays(), run_id="b", step=2)
+    with pytest.raises(CheckpointExistsError, match=r"another training run.*save under another name"):
+        upload_checkpoint(other, f"{url}/one", OPTIONS, overwrite=True)
+    with (
+        open_world(make_arrays()) as world,
+        pytest.raises(CheckpointError, match=r"zstore reshard .* --to http") as info,
+    ):
+        save(world, tmp_path / "c", f"{url}/one", run_id="c", step=3)
+    assert "another training run" in str(info.value)
+    assert whole(tmp_path / "runs/one") == ["step-00000001"]
+    upload_checkpoint(other, f"{url}/two", OPTIONS)
+    # Of two that begin at a name without checkpoints it is the first one's.
+    third = place_of(f"{url}/three", OPTIONS)
+    with open_checkpoint(other) as reader:
+        target_for(third, QUICK, tag="step-00000002", save_id="0" * 32, run_id="b").offer(reader)
+    with pytest.raises(CheckpointExistsError, match="another training run uploads"):
+        upload_checkpoint(tmp_path / "a", f"{url}/three", OPTIONS)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "left"), [(2, None, 2), (None, 1, 1), (2, 3, 2), (3, 1, 1)])
+def test_retention_is_the_client_s_and_the_service_s(
+    theirs: int | None, ours: int | None, left: int, tmp_path: Path, serve: Serve
+) -> None:
+    (tmp_path / "runs").mkdir()
+    base = serve(tmp_path / "runs", token=TOKEN, allow_actions=True, keep_last=ours)
+    keep = None if theirs is None else Keep(last=theirs)
+    with open_world({"model/a": np.arange(4.0)}) as world:
+        for step in range(1, 5):
+            save(world, tmp_path / "a", f"{base}/one", step=step, keep=keep, keep_local=False)
+    assert [info.record.step for info in tags(tmp_path / "runs/one")] == list(range(5 - left, 5))
+
+
+def test_what_lies_beside_the_arrays_arrives_too(tmp_path: Path, url: str) -> None:
+    path = save_arrays(tmp_path / "a", make_arrays(), world_size=3, small={"buffer/n": np.array(7)})
+    (path / "config.json").write_text("{}")
+    (path / "empty").write_text("")
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+def test_an_archive_arrives(tmp_path: Path, url: str) -> None:
+    with open_checkpoint(save_arrays(tmp_path / "a", make_arrays(), world_size=2)) as reader:
+        path = reshard_checkpoint(reader, tmp_path / "b", 2, lambda _: None, codec="zstd")
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+class SmallDrive(FaultyFiles):
+    """Files of a drive with as much room as a test says."""
+
+    free: int | None = None
+
+    def free_bytes(self, path: str | Path) -> int:
+        return super().free_bytes(path) if self.free is None else self.free
+
+
+def test_a_drive_without_room_refuses_before_anything_is_sent(tmp_path: Path, serve: Serve) -> None:
+    files = SmallDrive()
+    (tmp_path / "runs").mkdir()
+    base = serve(tmp_path / "runs", token=TOKEN, allow_actions=True, files=files)
+    path = save_arrays(tmp_path / "a", make_arrays(), run_id="run")
+    files.free = sum(one.stat().st_size for one in path.rglob("c.*"))
+    with pytest.raises(DiskFullError, match=r"the upload needs \d+ bytes, but only \d+ are free: make room"):
+        upload_checkpoint(path, f"{base}/one", OPTIONS)
+    assert not list((tmp_path / "runs/one").rglob("c.*"))
+    # A drive that somebody else fills meanwhile: what came stays, and the next try goes on.
+    files.free = None
+    files.inject(Fault(kind="write", pattern="*/parts/*", first=1, times=None, error_number=errno.ENOSPC))
+    with pytest.raises(DiskFullError, match="No space left"):
+        upload_checkpoint(path, f"{base}/one", OPTIONS)
+    assert list((tmp_path / "runs/one/.uploads").rglob("c.0.0"))
+    files.heal()
+    upload_checkpoint(path, f"{base}/one", OPTIONS)
+    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+def test_uploads_under_way_leave_their_room_to_nobody(tmp_path: Path, serve: Serve) -> None:
+    files = SmallDrive()
+    (tmp_path / "runs").mkdir()
+    base = serve(tmp_path / "runs", token=TOKEN, allow_actions=True, files=files)
+    first, second = (save_arrays(tmp_path / name, make_arrays(), run_id=name) for name in "ab")
+    files.free = 3 * sum(one.stat().st_size for one in first.rglob("c.*")) // 2
+    with open_checkpoint(first) as reader:
+        target_for(place_of(f"{base}/a", OPTIONS), QUICK, tag="x", save_id="0" * 32, run_id="a").offer(reader)
+    with pytest.raises(DiskFullError, match="and 1 other uploads"):
+        upload_checkpoint(second, f"{base}/b", OPTIONS)

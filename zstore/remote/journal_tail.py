@@ -1,0 +1,99 @@
+"""Sends what a journal on this machine grows by to a service, about once a second, behind training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+from ..closing import Closing
+from ..errors import ZstoreError
+from .retries import Retries
+from .service_folder import ServiceFolder
+from .service_upload import ServicePlace
+
+_PAUSE_S = 1.0
+_MOST_BYTES = 512 * 1024
+"""Lines that go in one request, about."""
+_AT_THE_END = Retries(attempts=3)
+_ONCE = Retries(attempts=1)
+
+
+class JournalTail(Closing):
+    """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`.
+
+    What an earlier process of the run left unsent goes too, where it is still in the file. `failed` is told, once, of what the
+    service refuses, and of lines that could not be sent before `close`; a network that is gone for a while is no failure.
+    """
+
+    def __init__(self, path: Path, place: ServicePlace, run_id: str, start: int, failed: Callable[[str], None]) -> None:
+        self._path = path
+        self._place = place
+        self._url = f"/api/uploads/journals/{quote(place.url.run, safe='')}/{quote(run_id, safe='')}"
+        self._start = start
+        self._failed = failed
+        self._folder: ServiceFolder | None = None
+        self._sent = -1
+        """Bytes of the file that are there; -1: not known."""
+        self._shift = 0
+        """What the service's file has before the first byte of this one."""
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="zstore-journal-tail", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._ending.wait(_PAUSE_S):
+            try:
+                self._send(_ONCE)
+            except ZstoreError as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError):
+                    continue  # the network: the next time, or the end
+                self._failed(f"{error}")
+                return
+            except OSError:
+                continue
+
+    def _send(self, retries: Retries) -> None:
+        folder = self._folder = self._folder or self._place.open(retries)
+        connection = folder.connection.with_retries(retries)
+        if self._sent < 0:
+            self._find_place(int(connection.ask("GET", self._url)["bytes"]))
+        while lines := self._next():
+            path = f"{self._url}?offset={self._shift + self._sent}"
+
+            def post(path: str = path, lines: bytes = lines) -> None:
+                connection.request("POST", path, body=lines, headers={"Content-Type": "application/x-ndjson"})
+
+            connection.call(post, "send the journal", self._place.location)
+            self._sent += len(lines)
+
+    def _find_place(self, there: int) -> None:
+        """Go on where the service's file of `there` bytes ends: in ours, where that is the beginning of it."""
+        self._sent = self._start
+        if there <= self._start:
+            with self._path.open("rb") as file:
+                file.seek(max(there - 1, 0))
+                if there == 0 or file.read(1) == b"\n":
+                    self._sent = there
+        self._shift = there - self._sent
+
+    def _next(self) -> bytes:
+        """Return whole lines that were not sent."""
+        with self._path.open("rb") as file:
+            file.seek(self._sent)
+            data = file.read(_MOST_BYTES)
+            if len(data) == _MOST_BYTES and b"\n" not in data:
+                data += file.readline()
+        return data[: data.rfind(b"\n") + 1]
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._thread.join()
+        try:
+            self._send(_AT_THE_END)
+        except (ZstoreError, OSError) as error:
+            self._failed(f"{error}")

@@ -1,0 +1,161 @@
+"""Where a checkpoint is uploaded to: a file system behind a URL, or a service of zstore."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.names import METADATA_FILE
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.retention import Keep, retire
+from ..errors import BudgetError
+from ..io.pool import Workers
+from .commit import RemoteCommitter, remove_checkpoint
+from .folder import RemoteFolder
+from .send import held_bytes, part_bytes
+from .uploaded import common_files, shard_files
+
+NUM_THREADS = 4
+"""Files that one process uploads at a time; to a file system each takes about three parts of 8 MiB in memory."""
+
+Advance = Callable[[int], None]
+
+
+class UploadTarget(ABC):
+    """One checkpoint on its way. Calls:
+
+    (rank 0)       `begin`, which may come before the local checkpoint is committed; `offer`, once it is
+    (other ranks)  `join` with rank 0's `ticket`
+    (each rank)    `send`
+    (rank 0)       `commit` and `retire`, or `abort` where anything fails
+    """
+
+    location: str
+    """URL of the tag, as people name it."""
+
+    @abstractmethod
+    def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
+        """Prepare the upload; return what the user should know. `keep` is what `retire` goes by.
+
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` where the same run saved
+        it), here or from `offer`.
+        """
+
+    @abstractmethod
+    def offer(self, reader: CheckpointReader) -> None:
+        """Say what is to be uploaded."""
+
+    @abstractmethod
+    def ticket(self) -> Mapping[str, Any]:
+        """Return what other ranks must know, as JSON."""
+
+    @abstractmethod
+    def join(self, ticket: Mapping[str, Any]) -> None:
+        """Take part in rank 0's upload."""
+
+    @abstractmethod
+    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
+        """Send the shard files that `ranks` wrote, and with those of rank 0 all others; return the bytes that went."""
+
+    @abstractmethod
+    def commit(self, reader: CheckpointReader) -> list[str]:
+        """Publish the checkpoint, once every rank has sent its files; return what went wrong after that."""
+
+    @abstractmethod
+    def retire(self) -> list[str]:
+        """Remove what `keep` does not keep; return a message for each checkpoint that could not be removed."""
+
+    @abstractmethod
+    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
+        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will want to go on with it."""
+
+    @abstractmethod
+    def is_committed(self) -> bool:
+        """Return whether the tag's checkpoint is this upload's."""
+
+    @abstractmethod
+    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
+        """Return how many files go at a time, the largest of which has so many bytes, in so much memory.
+
+        Raises BudgetError where that is too little for one.
+        """
+
+
+class FileSystemTarget(UploadTarget):
+    """An upload into the folder of checkpoints `folder` of a file system. See [Note: the order of an upload]."""
+
+    def __init__(self, folder: RemoteFolder, tag: str, save_id: str, run_id: str) -> None:
+        self._committer = RemoteCommitter(folder, tag, save_id, run_id)
+        self._folder = folder
+        self._run_id = run_id
+        self._keep: Keep | None = None
+        self.location = self._committer.location
+
+    def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
+        """See `UploadTarget.begin`."""
+        self._keep = keep
+        return self._committer.begin(overwrite=overwrite, replaces_own=replaces_own)
+
+    def offer(self, reader: CheckpointReader) -> None:
+        """Do nothing: files go where they are to lie."""
+
+    def ticket(self) -> Mapping[str, Any]:
+        """See `UploadTarget.ticket`."""
+        return {"slot": self._committer.slot}
+
+    def join(self, ticket: Mapping[str, Any]) -> None:
+        """See `UploadTarget.join`."""
+        self._committer.slot = str(ticket["slot"])
+
+    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
+        """See `UploadTarget.send`."""
+        files = dict(common_files(reader)) if 0 in ranks else {}
+        for rank in ranks:
+            files |= shard_files(reader, rank)
+        return send_all(workers, reader.path, self._committer.target, files, advance)
+
+    def commit(self, reader: CheckpointReader) -> list[str]:
+        """See `UploadTarget.commit`; that all files arrived is checked by a listing."""
+        sizes = common_files(reader)
+        for rank in range(reader.record.world_size):
+            sizes |= shard_files(reader, rank)
+        return self._committer.commit(reader.record, reader.folder.read_small(METADATA_FILE), sizes)
+
+    def retire(self) -> list[str]:
+        """See `UploadTarget.retire`."""
+        if self._keep is None:
+            return []
+        return retire(self._folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, self._folder))
+
+    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
+        """See `UploadTarget.abort`; what was sent is removed."""
+        self._committer.abort(ended=ended)
+
+    def is_committed(self) -> bool:
+        """See `UploadTarget.is_committed`."""
+        return self._committer.is_committed()
+
+    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
+        """See `UploadTarget.files_at_a_time`."""
+        return files_at_a_time(largest_bytes, memory_bytes)
+
+
+def send_all(workers: Workers, source: Path, target: RemoteFolder, files: Iterable[str], advance: Advance) -> int:
+    """Copy `files` from the folder `source` to `target`, several at a time; return their bytes. See `RemoteFolder.send`."""
+    return sum(workers.run([partial(target.send, source / file, file, advance) for file in files]))
+
+
+def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
+    """Return how many files go to a file system at a time, the largest of which has so many bytes."""
+    if memory_bytes is None:
+        return NUM_THREADS
+    each = held_bytes(largest_bytes)
+    if each > memory_bytes:
+        raise BudgetError(
+            f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
+            f"bytes of memory, but {memory_bytes} are available: allow more"
+        )
+    return min(NUM_THREADS, memory_bytes // each)
