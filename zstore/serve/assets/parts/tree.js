@@ -44,14 +44,13 @@ export class TreeView {
 
   /** Show only arrays whose names hold all words of `text`. Returns how many do, null where there is no word. */
   filter(text) {
-    const at = this.rows[this.active]?.node;
+    const at = this.rows[this.active]?.node ?? null;
     this.found = match(this.root, text);
     this.closed = new Set();
-    this.layOut();
-    this.active = Math.max(0, this.rows.findIndex((row) => row.node === at));
     this.element.scrollTop = 0;
+    this.layOut(at);
     this.list.reveal(this.active);
-    this.list.redraw();
+    this.markActive();
     return this.found === null ? null : (this.found.get(this.root)?.count ?? 0);
   }
 
@@ -76,11 +75,13 @@ export class TreeView {
     this.list.close();
   }
 
-  layOut() {
+  /** Find the rows that are shown and draw them; the active one is that of `active` where it is among them. */
+  layOut(active = null) {
     const isOpen = (node) => (this.found === null ? this.open.has(node.path) : !this.closed.has(node.path));
     const isShown = this.found === null ? null : (node) => this.found.has(node);
     this.rows = rowsOf(this.root, isOpen, isShown);
-    this.active = Math.min(this.active, Math.max(0, this.rows.length - 1));
+    const place = active === null ? this.active : this.rows.findIndex((row) => row.node === active);
+    this.active = Math.max(0, Math.min(place, this.rows.length - 1));
     this.list.show(this.rows.length);
     this.markActive();
   }
