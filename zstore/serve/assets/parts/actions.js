@@ -60,7 +60,9 @@ export class RunActions {
   async stop() {
     const sure = await confirmed({
       title: "Stop the run?",
-      text: `${this.run} finishes the step it is at, and then ends as it would at its last step. To go on, start it again.`,
+      text:
+        `${this.run} finishes the step it is at, and then ends as after its last one. ` +
+        "A loop of your own does so where it looks at engine.stop_requested.",
       button: "Stop after this step",
       danger: true,
     });
