@@ -118,18 +118,17 @@ export class Timeline {
       replace(this.readout, `${hint}Click a bar to find it in the table.`);
       return;
     }
-    const { entries } = slot;
-    const steps = entries.map((entry) => entry.step);
-    const which =
-      entries.length === 1
-        ? `${entries[0].tag.slice(0, 60)}, step ${count(steps[0])}`
-        : `${counted(entries.length, "checkpoint")}, steps ${count(Math.min(...steps))} to ${count(Math.max(...steps))}, each`;
-    replace(
-      this.readout,
-      h("bdi", null, which),
-      `: ${bytes(slot.size)}, of that ${bytes(slot.shared)} shared; removing ${entries.length === 1 ? "it" : "one"} frees ${bytes(slot.freed)}`,
-    );
+    const one = slot.entries.length === 1 ? "it" : "one";
+    const sizes = `${bytes(slot.size)}, of that ${bytes(slot.shared)} shared; removing ${one} frees ${bytes(slot.freed)}`;
+    replace(this.readout, h("bdi", null, nameOf(slot)), `: ${sizes}`);
   }
+}
+
+function nameOf({ entries }) {
+  const steps = entries.map((entry) => entry.step);
+  if (entries.length === 1) return `${entries[0].tag.slice(0, 60)}, step ${count(steps[0])}`;
+  const range = `steps ${count(Math.min(...steps))} to ${count(Math.max(...steps))}`;
+  return `${counted(entries.length, "checkpoint")}, ${range}, each`;
 }
 
 function roundSteps(low, high, most) {
