@@ -25,7 +25,7 @@ export class Timeline {
     this.legend = h("p", { class: "legend" });
     this.element = h("div", null, this.legend, this.frame, this.readout);
     this.frame.addEventListener("pointermove", (event) => this.point(event));
-    this.frame.addEventListener("pointerleave", () => this.say(null));
+    this.frame.addEventListener("pointerleave", () => this.entries.length > 0 && this.say(null));
     this.frame.addEventListener("click", (event) => this.pick(event));
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.frame);
@@ -48,6 +48,12 @@ export class Timeline {
   draw() {
     const width = this.frame.clientWidth;
     if (width === 0) return;
+    if (this.entries.length === 0) {
+      this.slots = [];
+      replace(this.chart);
+      replace(this.readout, "No checkpoint matches the filter.");
+      return;
+    }
     const byTime = this.marks.axis === "time";
     const placed = layOut(this.entries, (entry) => (byTime ? entry.committed_at : entry.step), width - LEFT - RIGHT);
     this.slots = placed.slots.map((slot) => ({ ...slot, x: slot.x + LEFT }));
@@ -103,7 +109,7 @@ export class Timeline {
 
   point(event) {
     const slot = slotAt(this.slots ?? [], event.clientX - this.frame.getBoundingClientRect().left);
-    this.say(slot);
+    if (slot !== null) this.say(slot);
   }
 
   pick(event) {
