@@ -30,7 +30,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode() + b"\n"
 
 
-def decode(line: str) -> Record | None:
+def decode(line: bytes | str) -> Record | None:
     """Return the record in a line; None for what is none, as where something else wrote into the file."""
     try:
         found = json.loads(line)
