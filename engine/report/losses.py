@@ -26,12 +26,12 @@ class StepLosses:
         self._are_parts = is_part
 
     def take(self) -> torch.Tensor | None:
-        """Return the step's loss, 0-d, in fp32, where it was computed, and forget it; None where it is not known."""
+        """Return the step's loss, one element, where it was computed, and forget it; None where it is not known."""
         losses, self._losses = self._losses, []
         if not losses:
             return None
         if len(losses) == 1:
-            return losses[0].float().reshape(())
+            return losses[0]
         stacked = torch.stack([loss.float().reshape(()) for loss in losses])
         return stacked.sum() if self._are_parts else stacked.mean()
 
@@ -44,7 +44,7 @@ def value_of(loss: torch.Tensor | None) -> Loss:
     if loss.device.type != "cuda":
         return float(loss)
     here = torch.empty((), dtype=torch.float32, pin_memory=True)
-    here.copy_(loss, non_blocking=True)
+    here.copy_(loss.reshape(()), non_blocking=True)
     arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(loss.device))
 

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import zstore
 from tests import warm
 from tests.integrations.lightning_runs import Batches, LateNet, disk_config, fit, make_net, make_trainer, quiet
+from zstore.journal import read
+from zstore.journal.names import run_of
 from zstore.lightning import ZstoreStrategy
 from zstore.testing.ranks import run_ranks
 
@@ -142,8 +144,10 @@ def test_lightning_trains_as_ddp_and_resumes_within_an_epoch_and_on_more_ranks(t
     assert found["again"] == found["ours"][10:]
     assert found["same"]
     assert found["best"][0] == pytest.approx(found["best"][1])
-    kept = sorted(path.name for path in (tmp_path / "best").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "best").iterdir() if run_of(path.name) is None)
     assert len(kept) == 4, kept  # the best, its link, the last, and which is newest
+    (started, *_) = read(tmp_path / "best")
+    assert (started["loop"], started["total_steps"]) == ("lightning", found["steps"][0])
 
     for found in run_ranks(_on_two_ranks, 2, str(tmp_path)):
         assert found["ours"] == pytest.approx(found["plain"], rel=ROUNDING)

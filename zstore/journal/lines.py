@@ -9,7 +9,12 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=str)
+
+def _other(value: Any) -> Any:
+    return value() if callable(value) else str(value)
+
+
+_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_other)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -18,16 +23,14 @@ def encode(record: Mapping[str, Any]) -> bytes:
     Values that are functions are called for theirs. Numbers that are not finite become null, and what JSON has no type for its
     text.
     """
-    late = {name: value() for name, value in record.items() if callable(value)}
-    whole = {**record, **late} if late else record
     try:
-        text = _STRICT.encode(whole)
+        text = _STRICT.encode(record)
     except ValueError:
-        text = _STRICT.encode(_finite(whole))
+        text = _STRICT.encode(_finite(record))
     return text.encode() + b"\n"
 
 
-def decode(line: str) -> Record | None:
+def decode(line: bytes | str) -> Record | None:
     """Return the record in a line; None for what is none, as where something else wrote into the file."""
     try:
         found = json.loads(line)
@@ -43,4 +46,4 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return value
+    return _finite(value()) if callable(value) else value
