@@ -430,7 +430,7 @@ def test_no_request_makes_the_service_fail(
 
 
 @pytest.mark.soak
-@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @_REQUESTS
 def test_no_request_of_many_makes_the_service_fail(
     closed: str, method: str, path: str, query: str, headers: list[tuple[str, str]], body: bytes
