@@ -316,4 +316,8 @@ def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(
         client = Client(base, tmp_path, checkpoint, http)
         status, answer = client.ask("POST", "", client.offer(run="other"))
         assert (status, "save under the name of one that it serves (mine)" in answer["error"]) == (400, True)
-        client.begin(run="mine")
+        client.plan(client.begin(run="mine"))
+        listed = http.request("GET", f"{base}/api/runs/mine/checkpoints", headers=TOKEN).json()
+        assert [one["tag"] for one in listed["checkpoints"]] == ["step-00000002"]
+        ((name, state, nbytes),) = [tuple(one.values()) for one in listed["unfinished"]]
+        assert (name, state, nbytes > 500) == ("step-00000001", "under way", True)
