@@ -14,12 +14,9 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,7 @@ import numpy as np
 
 from bench import serve_load
 from bench.serve_clients import Connection, at_once, ranges
+from bench.serve_process import free_port, started
 from tests.checkpoint.checkpoints import save_arrays
 
 _MIB = 2**20
@@ -62,36 +60,6 @@ class Server:
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def started(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server; yield once it listens, end it after."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + 30
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"{command[0]} does not listen on port {port}") from None
-                    time.sleep(0.02)
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
@@ -223,7 +191,7 @@ def main() -> None:
         scratch.mkdir()
         figures: dict[str, object]
         if options.load:
-            figures = serve_load.measure(root, options)
+            figures = serve_load.measure(root, options, nbytes // 16)
         else:
             make_run(root, nbytes)
             compared = compare(root, scratch, nbytes, options.rounds)

@@ -9,9 +9,9 @@ is in the local folder that its saves go through, and is sent along with each of
 zstore its lines are sent about once a second.
 
 [Note: what a step's record costs]
-The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at twice a second at
-most, and so seldom that it takes a thousandth of the time; the longer a run goes on, the more seldom. On CUDA the loss goes
-to host memory behind the computation, and the journal's thread waits for it.
+The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
+at most, and so seldom that it takes a five-thousandth of the time; the longer a run goes on, the more seldom. On CUDA the
+loss goes to host memory behind the computation, and the journal's thread waits for it.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ class RunJournal:
         before, self._place, self._is_certain = self._place, place, certain
         if before is not None and before != place and self._sink is not None:
             self._move(self._sink)
+
+    def look_beside(self, look: Callable[[], None]) -> None:
+        """Have `look` called twice a second, in the journal's thread, while the journal is open; it must not raise."""
+        self._writer.beside = look
 
     @property
     def open_at(self) -> tuple[Path, str] | None:

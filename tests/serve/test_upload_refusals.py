@@ -164,7 +164,8 @@ def test_offers_that_lead_elsewhere_or_lie_are_refused(client: Client) -> None:
         assert status == expected, (number, answer)
     for body in (b"", b"[", b"[]", b"\xff"):
         assert client.ask("POST", "", body)[0] == 400
-    assert client.ask("POST", "", b"{}", **{"Content-Length": "9" * 12, "Connection": "close"})[0] == 400
+    answer = client.pool.request("POST", f"{client.base}/api/uploads", body=iter([b"{}"]), headers=TOKEN)
+    assert (answer.status, "its Content-Length" in answer.json()["error"]) == (400, True)
     client.nothing_is_visible()
 
 
