@@ -41,8 +41,8 @@ class Retries:
     def run(self, operation: Callable[[], T], what: str, url: str) -> T:
         """Return what `operation` returns, tried again where it fails.
 
-        Raises FileNotFoundError, IsADirectoryError or NotADirectoryError as they come, StorageError with `what`, `url` and the last failure
-        for others.
+        Raises FileNotFoundError, IsADirectoryError or NotADirectoryError as they come, StorageError with `what`, `url` and the
+        last failure for others.
         """
         pause_s = self.first_pause_s
         for attempt in range(1, self.attempts + 1):
