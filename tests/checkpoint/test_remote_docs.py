@@ -1,4 +1,4 @@
-"""The examples of `docs/remote.md` run, on an object store in memory in place of S3."""
+"""The examples of `docs/remote.md` run, on an object store in memory in place of S3; those of a service in `tests/serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zstore.remote.send import PART_BYTES
 from zstore.remote.target import NUM_THREADS
 from zstore.tools.cli import app
 
-TEXT = (Path(__file__).parents[2] / "docs/remote.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs/remote.md").read_text().partition("## Reading from a service")[0]
 URL = "memory://bucket/run"
 
 

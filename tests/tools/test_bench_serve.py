@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import serve
+from bench import serve, weights_serve
 
 
 def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,16 @@ def test_load_benchmark_counts_what_many_clients_get(tmp_path: Path, monkeypatch
     assert figures["clients"]["ranges"]["requests"] >= 3
     assert figures["clients"]["weights"]["requests"] >= 2
     assert figures["service_peak_bytes"] > 2**20
+
+
+def test_weights_benchmark_sets_files_made_on_the_way_beside_finished_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "weights.json"
+    arguments = ["--gib", "0.016", "--rounds", "1", "--dtypes", "bf16", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["weights_serve", "--path", str(tmp_path), *arguments])
+    weights_serve.main()
+    figures = json.loads(out.read_text())
+    assert set(figures) == {"bf16, 1 client", "bf16, 4 clients", "zstore consolidate --dtype bf16"}
+    assert {"zstore", "http.server"} <= set(figures["bf16, 1 client"])
+    assert all(row["gb_per_s"] > 0 for row in figures["bf16, 4 clients"].values())

@@ -194,7 +194,9 @@ class ServiceConnection:
                 headers={"User-Agent": f"zstore/{__version__}", **headers},
                 preload_content=False,
                 redirect=follow,
-                retries=urllib3.Retry(0, redirect=5) if follow else False,
+                retries=urllib3.Retry(total=None, connect=0, read=0, status=0, other=0, redirect=5)
+                if follow
+                else False,
                 timeout=timeout,
             )
         except HTTPError as error:

@@ -48,7 +48,7 @@ class ServiceUrl:
             raise UsageError(f"{shown(url)} has a part that is `.`, `..` or holds a `/`: name the run and its folder")
         if len(segments) > 1 and segments[0] in _PREFIXES:
             is_page = segments.pop(0) == _PAGE
-            if is_page and len(segments) > 1 and segments[0] not in _PREFIXES:
+            if is_page and len(segments) > 1:
                 segments = segments[:1] + _viewed(segments[1:])
         address = f"[{host}]" if ":" in host else host
         return cls(

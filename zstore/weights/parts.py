@@ -51,6 +51,8 @@ class Block:
 
 def cut_blocks(source: ArraySource, layout: FileLayout, start: int, stop: int, block_bytes: int) -> Iterator[Block]:
     """Yield bytes `[start, stop)` of a file in blocks that take at most `block_bytes` each, or one element."""
+    if stop <= start:
+        return
     header = layout.header[start : min(stop, len(layout.header))]
     for at in range(0, len(header), block_bytes):
         part = header[at : at + block_bytes]

@@ -1,0 +1,305 @@
+"""`/weights`: files that are made while they are downloaded are the ones that `zstore consolidate` writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import torch
+import transformers
+import urllib3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from tests.checkpoint.checkpoints import Array, open_world, save_arrays
+from tests.serve.conftest import Serve
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.serve.downloads import UNIT_BYTES, BusyError, Downloads
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+from zstore.tools.consolidate import consolidate_command
+from zstore.weights.from_checkpoint import DTYPES, list_weights
+from zstore.weights.layout import plan_files
+from zstore.weights.parts import cut_blocks, read_block
+
+RNG = np.random.default_rng(9)
+HALVES = RNG.standard_normal((130, 7)).astype(ml_dtypes.bfloat16)
+LOW = RNG.integers(0, 2**16, HALVES.shape, dtype=np.uint16)
+ARRAYS: dict[str, Array] = {
+    "model/h.10.weight": RNG.standard_normal((700, 300)).astype(np.float32),
+    "model/h.2.weight": RNG.standard_normal((300, 700)).astype(np.float32),
+    "model/odd name/ü%": RNG.standard_normal(77),
+    "model/none": np.zeros((0, 5), np.float16),
+    "buffer/steps": np.arange(5, dtype=np.int8),
+    "model/split": HALVES,
+    "optimizer/master_low/split": LOW,
+    "optimizer/master_tie/split": np.zeros(-(-HALVES.size // 8), np.uint8),
+    **{f"model/b.{i}": RNG.standard_normal(3).astype(np.float32) for i in range(20)},
+}
+FILE = "model.safetensors"
+SHARDED = "max_shard_size=600kB"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    with open_world(ARRAYS, world_size=2) as world:
+        world.save(folder, step=1)
+        world.save(folder / "checkpoint-2", step=2)
+    (folder / "config.json").write_text('{"model_type": "tiny"}')
+    (folder / "tokenizer.json").symlink_to(folder / "config.json")
+    (folder / "secret.txt").write_text("no")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(run: Path) -> Iterator[str]:
+    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0)) as url:
+        yield f"{url}/weights/one"
+
+
+@pytest.fixture(scope="module")
+def truth(run: Path) -> dict[str, Path]:
+    """What `zstore consolidate` writes."""
+    folders = {}
+    for dtype in DTYPES:
+        folders[dtype] = run.parent / dtype
+        consolidate_command(run / "step-00000001", folders[dtype], dtype)
+    folders["sharded"] = run.parent / "sharded"
+    consolidate_command(run / "step-00000001", folders["sharded"], "bf16", 600_000)
+    return folders
+
+
+def get(url: str, **headers: str) -> urllib3.BaseHTTPResponse:
+    with urllib3.PoolManager(retries=False, timeout=30) as pool:
+        return pool.request("GET", url, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+def test_a_file_is_the_one_that_consolidate_writes(dtype: str | None, base: str, truth: dict[str, Path]) -> None:
+    expected = (truth[dtype or "fp16"] / FILE).read_bytes()
+    url = f"{base}/step-00000001/{FILE}" + (f"?dtype={dtype}" if dtype else "")
+    answer = get(url)
+    assert (answer.status, answer.headers["Content-Length"]) == (200, str(len(expected)))
+    assert answer.data == expected
+    with urllib3.PoolManager(retries=False) as pool:
+        head = pool.request("HEAD", url)
+    assert {name: head.headers[name] for name in ("ETag", "Content-Length", "Accept-Ranges")} == {
+        name: answer.headers[name] for name in ("ETag", "Content-Length", "Accept-Ranges")
+    }
+    for start, stop in ((0, 1), (7, 9), (4095, 4097), (4096, 5001), (len(expected) - 3, len(expected) + 9)):
+        part = get(url, Range=f"bytes={start}-{stop - 1}")
+        assert (part.status, part.data) == (206, expected[start:stop])
+        assert part.headers["Content-Range"] == f"bytes {start}-{min(stop, len(expected)) - 1}/{len(expected)}"
+    assert get(url, Range=f"bytes={len(expected)}-").status == 416
+    assert get(url, If_None_Match=answer.headers["ETag"]).status == 304
+    assert get(url, If_Range='"old"', Range="bytes=5-9").data == expected
+
+
+def test_split_masters_become_whole(base: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(get(f"{base}/latest/{FILE}?dtype=fp32").data)
+    bits = (HALVES.view(np.uint16).astype(np.int32) << 16) + LOW.view(np.int16)
+    assert np.array_equal(load_file(tmp_path / FILE)["split"].view(np.int32), bits)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_range_in_blocks_of_any_size_is_that_of_the_file(
+    data: st.DataObject, run: Path, truth: dict[str, Path]
+) -> None:
+    dtype = data.draw(st.sampled_from(sorted(DTYPES)))
+    expected = (truth[dtype] / FILE).read_bytes()
+    start = data.draw(st.one_of(st.integers(0, len(expected)), st.integers(4000, 9000)))
+    stop = min(len(expected), start + data.draw(st.one_of(st.integers(0, 200), st.integers(0, len(expected)))))
+    block_bytes = data.draw(st.sampled_from([4096, 100_001, 1 << 20]))
+    with open_checkpoint(run / "step-00000001") as reader:
+        (layout,) = plan_files(list_weights(reader, DTYPES[dtype]), 10**9)
+        blocks = list(cut_blocks(reader, layout, start, stop, block_bytes))
+        assert b"".join(read_block(reader, block, "error") for block in blocks) == expected[start:stop]
+    assert all(sum(piece.nbytes for piece in block.pieces) <= block_bytes for block in blocks)
+    assert [block.nbytes for block in blocks if not block.nbytes] == []
+
+
+def test_numbered_files_their_index_and_what_lies_beside(base: str, truth: dict[str, Path]) -> None:
+    query = f"dtype=bf16&{SHARDED}"
+    folder = get(f"{base}/latest/?{query}").json()
+    assert (folder["checkpoint"], folder["dtype"]) == ("checkpoint-2/step-00000002", "bf16")
+    folder = get(f"{base}/step-00000001/?{query}").json()
+    assert {file["name"] for file in folder["files"]} == {path.name for path in truth["sharded"].iterdir()}
+    assert len(folder["files"]) > 3
+    for file in folder["files"]:
+        answer = get(f"{base}/step-00000001/{file['name']}?{query}")
+        assert answer.data == (truth["sharded"] / file["name"]).read_bytes()
+        assert (len(answer.data), answer.headers["ETag"]) == (file["size"], file["etag"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        (f"step-00000009/{FILE}", 404, "step-00000009"),
+        (f"step-00000001/{FILE}?{SHARDED}", 404, "model-00001-of-0000"),
+        ("step-00000001/tokenizer.json", 404, "tokenizer.json"),  # a link
+        ("step-00000001/secret.txt", 404, ""),
+        ("step-00000001/../config.json", 404, ""),
+        (f"latest/{FILE}?dtype=int8", 400, "fp16, bf16, fp32"),
+        (f"latest/{FILE}?max_shard_size=-1", 400, "size like 5GB"),
+        (f"latest/{FILE}?overflow=wrap", 400, "error, inf, clamp"),
+        (f"latest/{FILE}?quality=9", 400, "'quality'"),
+    ],
+)
+def test_what_is_not_there_is_said(path: str, status: int, text: str, base: str) -> None:
+    with urllib3.PoolManager(retries=False) as pool:
+        answer = pool.urlopen("GET", f"{base}/{path}", redirect=False)
+    assert answer.status == status
+    assert text in answer.json()["error"]
+
+
+def test_latest_gives_ranges_of_the_file_that_was_begun_alone(base: str) -> None:
+    url = f"{base}/latest/{FILE}"
+    whole = get(url)
+    assert whole.headers["Content-Location"] == f"/weights/one/checkpoint-2/step-00000002/{FILE}"
+    assert get(url, Range="bytes=9-11").status == 200
+    part = get(url, Range="bytes=9-11", If_Range=whole.headers["ETag"])
+    assert (part.status, part.data) == (206, whole.data[9:12])
+
+
+def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(tmp_path: Path, serve: Serve) -> None:
+    large = np.zeros((600, 4096), np.float32)
+    large[-1, -1], large[-1, -2] = 1e6, -np.inf
+    save_arrays(tmp_path / "one", {"model/a": np.ones((1024, 1024), np.float32), "model/large": large})
+    # 1 MiB in all: blocks of 1 MiB, so that the first ones are sent before the last is made.
+    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES)}/weights/one/latest/{FILE}"
+    with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
+        get(url)
+    answer = get(url)
+    assert answer.status == 422
+    assert "large has values that float16 cannot hold" in answer.json()["error"]
+    for overflow, value in (("inf", np.inf), ("clamp", 65504)):
+        (tmp_path / FILE).write_bytes(get(f"{url}?overflow={overflow}").data)
+        consolidate_command(tmp_path / "one", tmp_path / overflow, "fp16", overflow=overflow)
+        assert (tmp_path / FILE).read_bytes() == (tmp_path / overflow / FILE).read_bytes()
+        assert load_file(tmp_path / FILE)["large"][-1, -1] == value
+
+
+def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, serve: Serve) -> None:
+    values = np.ones((1024, 1500), np.float32)
+    save_arrays(tmp_path / "one", {"model/a": values, "model/b": values})
+    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES)}/weights/one/step-00000001/{FILE}?dtype=fp32"
+    whole = get(url)
+    shard = tmp_path / "one/step-00000001/model/b/c.0.0"
+    data = bytearray(shard.read_bytes())
+    data[-5000] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
+        get(url)
+    part = get(url, Range="bytes=4096-9999")
+    assert part.data == whole.data[4096:10000]
+    save_arrays(tmp_path / "one", {"model/a": values + 1, "model/b": values}, overwrite=True)
+    again = get(url, Range="bytes=4096-9999", If_Range=whole.headers["ETag"])
+    assert (again.status, len(again.data)) == (200, len(whole.data))
+    assert again.headers["ETag"] != whole.headers["ETag"]
+
+
+def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Serve) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    arrays = {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
+    save_arrays(tmp_path / "runs" / "one", arrays)
+    config.save_pretrained(tmp_path / "runs" / "one" / "step-00000001")
+    url = f"{serve(tmp_path / 'runs', token='sesame')}/weights/one/step-00000001/"
+    query, out = "dtype=fp32&max_shard_size=40kB", tmp_path / "pulled"
+    out.mkdir()
+    bearer = ["-H", "Authorization: Bearer sesame"]
+    assert get(f"{url}?{query}").status == 401
+    curl = ["curl", "-s", "-f", *bearer]
+    folder = json.loads(subprocess.run([*curl, f"{url}?{query}"], check=True, capture_output=True).stdout)
+    for file in folder["files"]:
+        target = out / file["name"]
+        subprocess.run(
+            [*curl, "-r", f"0-{file['size'] // 2}", "-o", target, f"{url}{file['name']}?{query}"], check=True
+        )
+        condition = ["-H", f"If-Range: {file['etag']}"]
+        subprocess.run([*curl, "-C", "-", *condition, "-o", target, f"{url}{file['name']}?{query}"], check=True)
+        assert target.stat().st_size == file["size"]
+    with safetensors.safe_open(next(out.glob("model-00001-*")), "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    pulled = transformers.LlamaForCausalLM.from_pretrained(out)
+    for name, value in model.state_dict().items():
+        assert value.equal(pulled.state_dict()[name])
+
+
+def test_slow_clients_hold_their_blocks_and_no_more(tmp_path: Path) -> None:
+    save_arrays(tmp_path / "one", {"model/a": np.zeros((2048, 4096), np.float32)})
+    config = Settings(roots=(Root.parse(str(tmp_path)),), port=0)
+    request = f"GET /weights/one/latest/{FILE}?dtype=fp32 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+    with serving(config) as base:
+        port = int(base.rpartition(":")[2])
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+        for client in slow:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(request)
+            assert client.recv(12) == b"HTTP/1.1 200"
+        assert len(get(f"{base}/weights/one/latest/{FILE}?dtype=fp32").data) > 2**25
+        for client in slow:
+            client.close()
+
+
+def test_memory_of_downloads_is_bounded_and_given_back() -> None:
+    """Clients that take nothing, some that go away, and more than there is room for."""
+    gate = threading.Event()
+
+    async def play() -> None:
+        shared = Downloads(16 * UNIT_BYTES, wait_s=0.05)
+
+        def cut(block_bytes: int) -> Iterator[object]:
+            return iter([lambda number=number: bytes([number]) for number in range(20)])
+
+        async def stall(begun: asyncio.Event) -> None:
+            async with shared.download(cut) as download:
+                await download.next()
+                begun.set()
+                await asyncio.Event().wait()
+
+        stalled = []
+        for _ in range(6):  # one with large blocks, then small ones
+            begun = asyncio.Event()
+            task = asyncio.create_task(stall(begun))
+            stalled.append(task)
+            done, _pending = await asyncio.wait(
+                {task, asyncio.create_task(begun.wait())}, return_when="FIRST_COMPLETED"
+            )
+            if task in done:
+                with pytest.raises(BusyError):
+                    task.result()
+        assert 8 * UNIT_BYTES < shared.peak_bytes <= 16 * UNIT_BYTES
+        for task in stalled:
+            task.cancel()
+        await asyncio.gather(*stalled, return_exceptions=True)
+        async with shared.download(cut) as download:
+            found = []
+            while (block := await download.next()) is not None:
+                found.append(block[0])
+        assert found == list(range(20))
+        # One whose thread is at work when it ends keeps its memory until that is done.
+        async with shared.download(lambda _: iter([gate.wait])) as download:
+            task = asyncio.create_task(download.next())
+            await asyncio.sleep(0)
+        task.cancel()
+        gate.set()
+        while shared.taken_bytes:  # noqa: ASYNC110 - nothing tells when a thread is done
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
