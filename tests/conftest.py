@@ -26,6 +26,7 @@ settings.load_profile("zstore")
 
 # What many ranks import, too: seconds in each of them that reads a model of transformers.
 ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
+ranks.PRELOADED += ["zstore.serve.server"]  # what uploads lose by kills
 
 
 WORKER_BYTES = 2**31

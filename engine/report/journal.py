@@ -20,11 +20,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.io.links import LinkStatistics
 from zstore.journal.names import journal_file
+from zstore.journal.requests import request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
@@ -216,7 +218,14 @@ class RunJournal:
         try:
             sink = FileSink(place.folder / journal_file(self._run_id))
             if isinstance(place.remote, ServicePlace):
-                self._tail = JournalTail(sink.path, place.remote, self._run_id, sink.begin_bytes, self._say_failure)
+                self._tail = JournalTail(
+                    sink.path,
+                    place.remote,
+                    self._run_id,
+                    sink.begin_bytes,
+                    failed=self._say_failure,
+                    asked=partial(request, place.folder, self._run_id),
+                )
             return sink
         except OSError as error:
             self._say_failure(f"{type(error).__name__}: {error}")

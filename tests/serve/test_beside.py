@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.errors import UsageError
-from zstore.journal.names import journal_file
+from zstore.journal.names import journal_file, request_file
+from zstore.journal.requests import request
 from zstore.remote.folder import open_folder
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
@@ -43,8 +45,8 @@ def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http:
         return answer.status, answer.json()
 
     first, second = _lines(1, 2), _lines(3)
-    assert post(first, 0) == (200, {"bytes": len(first)})
-    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second)})
+    assert post(first, 0) == (200, {"bytes": len(first), "request": None})
+    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second), "request": None})
     assert post(second, len(first))[0] == 200  # the answer was lost
     assert post(first + second + _lines(4), 0)[0] == 200
     assert stored.read_bytes() == _lines(1, 2, 3, 4)
@@ -75,14 +77,20 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
     tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zstore.remote.journal_tail._PAUSE_S", 0.01)
-    stored, problems = tmp_path / "runs/one" / journal_file("abc"), []
+    stored = tmp_path / "runs/one" / journal_file("abc")
+    problems: list[str] = []
+    asked: list[str] = []
+
+    def tail(path: Path, place: ServicePlace, start: int) -> JournalTail:
+        return JournalTail(path, place, "abc", start, failed=problems.append, asked=asked.append)
+
     with proxy_to(int(base.rpartition(":")[2])) as proxy:
         place = ServicePlace.of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
         path = tmp_path / "first.jsonl"
         path.write_bytes(_lines(1))
         arrived = threading.Event()
         proxy.after(500, lambda: (proxy.cut(), arrived.set()))
-        with JournalTail(path, place, "abc", 0, problems.append):
+        with tail(path, place, 0):
             for number in range(2, 40):
                 with path.open("ab") as file:
                     file.write(_lines(number))
@@ -94,13 +102,20 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
         # On another machine, whose folder has nothing of it; then there again.
         elsewhere = tmp_path / "second.jsonl"
         elsewhere.write_bytes(_lines(40))
-        JournalTail(elsewhere, place, "abc", 0, problems.append).close()
-        with elsewhere.open("ab") as file:
-            file.write(_lines(41))
-        JournalTail(elsewhere, place, "abc", len(_lines(40)), problems.append).close()
+        request(stored.parent, "abc", "save")
+        with tail(elsewhere, place, 0):
+            deadline = time.monotonic() + 20
+            while not asked and time.monotonic() < deadline:
+                arrived.wait(0.01)
+            with elsewhere.open("ab") as file:
+                file.write(_lines(41))
     assert stored.read_bytes() == _lines(*range(1, 42))
     assert problems == []
-    JournalTail(elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, problems.append).close()
+    assert asked == ["save"]
+    assert not (stored.parent / request_file("abc")).exists()
+    JournalTail(
+        elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append, asked=asked.append
+    ).close()
     assert len(problems) == 1
     assert "does not accept the token" in problems[0]
 

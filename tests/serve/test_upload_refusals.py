@@ -164,7 +164,8 @@ def test_offers_that_lead_elsewhere_or_lie_are_refused(client: Client) -> None:
         assert status == expected, (number, answer)
     for body in (b"", b"[", b"[]", b"\xff"):
         assert client.ask("POST", "", body)[0] == 400
-    assert client.ask("POST", "", b"{}", **{"Content-Length": "9" * 12, "Connection": "close"})[0] == 400
+    answer = client.pool.request("POST", f"{client.base}/api/uploads", body=iter([b"{}"]), headers=TOKEN)
+    assert (answer.status, "its Content-Length" in answer.json()["error"]) == (400, True)
     client.nothing_is_visible()
 
 
@@ -316,4 +317,8 @@ def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(
         client = Client(base, tmp_path, checkpoint, http)
         status, answer = client.ask("POST", "", client.offer(run="other"))
         assert (status, "save under the name of one that it serves (mine)" in answer["error"]) == (400, True)
-        client.begin(run="mine")
+        client.plan(client.begin(run="mine"))
+        listed = http.request("GET", f"{base}/api/runs/mine/checkpoints", headers=TOKEN).json()
+        assert [one["tag"] for one in listed["checkpoints"]] == ["step-00000002"]
+        ((name, state, nbytes),) = [tuple(one.values()) for one in listed["unfinished"]]
+        assert (name, state, nbytes > 500) == ("step-00000001", "under way", True)

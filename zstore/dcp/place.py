@@ -39,8 +39,8 @@ class Place:
         tag_text(place.tag)
         if text.startswith(("http://", "https://")):
             raise UsageError(
-                f"{shown(text)}: DCP saves to folders and storages like s3://bucket/run/step-100; to a service of zstore upload "
-                "what it saved in a folder, with `zstore reshard FOLDER --to URL`"
+                f"{shown(text)}: DCP saves to folders and storages like s3://bucket/run/step-100; to a service of zstore "
+                "upload what it saved in a folder, with `zstore reshard FOLDER --to URL`"
             )
         if is_url(text):
             open_fsspec_folder(text.rpartition("/")[0], storage_options)

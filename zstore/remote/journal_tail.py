@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ..closing import Closing
@@ -23,11 +24,21 @@ _ONCE = Retries(attempts=1)
 class JournalTail(Closing):
     """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`.
 
-    What an earlier process of the run left unsent goes too, where it is still in the file. `failed` is told, once, of what the
-    service refuses, and of lines that could not be sent before `close`; a network that is gone for a while is no failure.
+    What an earlier process of the run left unsent goes too, where it is still in the file. `asked` is told what the run is
+    asked for at the service, "save" or "stop"; `failed`, once, what the service refuses, and that lines could not be sent
+    before `close`: a network that is gone for a while is no failure.
     """
 
-    def __init__(self, path: Path, place: ServicePlace, run_id: str, start: int, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        place: ServicePlace,
+        run_id: str,
+        start: int,
+        *,
+        failed: Callable[[str], None],
+        asked: Callable[[str], object],
+    ) -> None:
         self._path = path
         self._place = place
         self._url = f"/api/uploads/journals/{quote(place.url.run, safe='')}/{quote(run_id, safe='')}"
@@ -39,6 +50,9 @@ class JournalTail(Closing):
         self._shift = 0
         """What the service's file has before the first byte of this one."""
         self._refused = False
+        self._asked = asked
+        self._taken: str | None = None
+        """Id of the last request that was told."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="zstore-journal-tail", daemon=True)
         self._thread.start()
@@ -60,13 +74,21 @@ class JournalTail(Closing):
         if self._sent < 0:
             self._find_place(int(connection.ask("GET", self._url)["bytes"]))
         while lines := self._next():
-            path = f"{self._url}?offset={self._shift + self._sent}"
+            taken = "" if self._taken is None else f"&taken={quote(self._taken, safe='')}"
+            path = f"{self._url}?offset={self._shift + self._sent}{taken}"
 
-            def post(path: str = path, lines: bytes = lines) -> None:
-                connection.request("POST", path, body=lines, headers={"Content-Type": "application/x-ndjson"})
+            def post(path: str = path, lines: bytes = lines) -> Any:
+                headers = {"Content-Type": "application/x-ndjson"}
+                return connection.request("POST", path, body=lines, headers=headers).json()
 
-            connection.call(post, "send the journal", self._place.location)
+            answer = connection.call(post, "send the journal", self._place.location)
             self._sent += len(lines)
+            self._pass_on(answer.get("request"))
+
+    def _pass_on(self, request: dict[str, str] | None) -> None:
+        if request is not None and request["id"] != self._taken:
+            self._asked(request["action"])
+            self._taken = request["id"]
 
     def _find_place(self, there: int) -> None:
         """Go on where the service's file of `there` bytes ends: in ours, where that is the beginning of it."""

@@ -3,7 +3,9 @@
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
 there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
-the service cut off is removed before the next ones come. Under `/api/uploads`, where bodies may be larger than JSON elsewhere.
+the service cut off is removed before the next ones come. What the run is asked for (see [Note: requests] in
+`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. Under
+`/api/uploads`, where bodies may be larger than JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from starlette.routing import Route
 from ..checkpoint.catalog import scan
 from ..errors import CheckpointExistsError, UsageError
 from ..io.files import Files
-from ..journal.names import journal_file
+from ..journal.names import journal_file, request_file
+from ..journal.requests import read_request
 from ..journal.writer import FileSink
 from ..weights.companions import is_companion
 from .auth import require_action
@@ -36,6 +39,15 @@ _LOCK = threading.Lock()
 """Journals grow by a few lines at a time."""
 
 
+class RunRequest(BaseModel):
+    """A request to a run that trains on another machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    action: str
+
+
 class JournalSize(BaseModel):
     """Answer to `GET` and `POST /api/uploads/journals/{run}/{run_id}`."""
 
@@ -43,6 +55,8 @@ class JournalSize(BaseModel):
 
     bytes: int
     """Of the whole lines that are there."""
+    request: RunRequest | None = None
+    """What the run is asked for."""
 
 
 def routes() -> list[Route]:
@@ -76,7 +90,14 @@ async def _append(request: Request) -> Response:
         or lines[-1:] != b"\n"
     ):
         raise UsageError("expected lines of a journal, a JSON object each, with a newline behind every one")
-    return reply(await run_in_threadpool(append_lines, service_of(request), run, run_id, int(offset), lines))
+    taken = request.query_params.get("taken")
+
+    def append() -> JournalSize:
+        size = append_lines(service_of(request), run, run_id, int(offset), lines)
+        path = service_of(request).runs.folder_for_uploads(run) / request_file(run_id)
+        return size.model_copy(update={"request": _pending(path, taken)})
+
+    return reply(await run_in_threadpool(append))
 
 
 async def _put(request: Request) -> Response:
@@ -124,6 +145,18 @@ def append_lines(service: Service, run: str, run_id: str, offset: int, lines: by
         finally:
             sink.close()
     return JournalSize(bytes=size)
+
+
+def _pending(path: Path, taken: str | None) -> RunRequest | None:
+    """Return what the run is asked for; what it has taken is removed."""
+    try:
+        found = read_request(path)
+    except FileNotFoundError:
+        return None
+    if found is None or found.id == taken:
+        path.unlink(missing_ok=True)
+        return None
+    return RunRequest(id=found.id, action=found.action)
 
 
 def _read(path: Path, offset: int, num_bytes: int) -> bytes:
