@@ -1,8 +1,8 @@
 """What a run's journal costs: its own time in the training thread and in its thread, against the time of a step.
 
 One GPT on one process, in fp32 at stage 0, a journal beside nothing else. Steps with and without a journal are taken in turn
-on two engines, so that noise meets both; but what a journal takes is far below that noise, so the time within its calls is
-counted besides, and the processor time of its thread, which makes the lines and writes them.
+on two engines, so that noise meets both; but what a journal takes is far below that noise, so the processor time within its
+calls is counted besides, and that of its thread, which makes the lines, writes them and looks for requests.
 
     python -m bench.journal [--steps 200] [--model gpt-tiny] [--path FOLDER] [--json FILE]
 """
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocab = SHIPPED[options.model].vocab_size
     ids = torch.randint(0, vocab, (options.batch, options.tokens + 1))
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    inside, behind = _Counted(time.perf_counter), _Counted(time.thread_time)
+    inside, behind = _Counted(time.thread_time), _Counted(time.thread_time)
     report, requests = engines["with"].report, engines["with"].requests
     report.journal.step_ended = inside.around(report.journal.step_ended)  # type: ignore[method-assign]
     requests.look = inside.around(requests.look)  # type: ignore[method-assign]

@@ -12,7 +12,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from zstore import zero
-    from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed, initialize
+    from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
+    from zstore.engine.initialize import initialize
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint

@@ -2,16 +2,16 @@
 
 [Note: where the journal goes]
 It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written: the first save to another one takes
-along what this process wrote. The file is opened at the first step or save, so that a process that only loads leaves
-none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the local folder
-that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its lines are sent
-about once a second.
+load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
+save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
+that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
+is in the local folder that its saves go through, and is sent along with each of them, and at the end; to a service of
+zstore its lines are sent about once a second.
 
 [Note: what a step's record costs]
-The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at twice a second at
-most, and so seldom that it takes a thousandth of the time; the longer a run goes on, the more seldom. On CUDA the loss goes
-to host memory behind the computation, and the journal's thread waits for it.
+The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
+at most, and so seldom that it takes a five-thousandth of the time; the longer a run goes on, the more seldom. On CUDA the
+loss goes to host memory behind the computation, and the journal's thread waits for it.
 """
 
 from __future__ import annotations
@@ -108,6 +108,10 @@ class RunJournal:
         before, self._place, self._is_certain = self._place, place, certain
         if before is not None and before != place and self._sink is not None:
             self._move(self._sink)
+
+    def look_beside(self, look: Callable[[], None]) -> None:
+        """Have `look` called twice a second, in the journal's thread, while the journal is open; it must not raise."""
+        self._writer.beside = look
 
     @property
     def open_at(self) -> tuple[Path, str] | None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
     from zstore.store.statistics import StoreStatistics
 
-_SAMPLE_S = 0.5
-_SHARE = 1000
+_SAMPLE_S = 2.0
+_SHARE = 5000
 """Links and memory are looked at for less than one part in so many of the time."""
 _SAMPLES = 2000
 """They are looked at so often in the time that has passed: journals of long runs stay quick to read."""

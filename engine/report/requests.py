@@ -1,10 +1,10 @@
 """Requests of people to a run: found by rank 0, carried out by all ranks after the same step.
 
 [Note: carrying out a request]
-Rank 0 looks for the file before an update, and what it finds travels with what the ranks tell each other in the update, as a
-signal does (see [Note: stopping by a signal]). So after that step all ranks know of it, at the cost of one `stat` a step.
-A loop that saves and stops in its own way takes requests with `Engine.take_requests`; else the engine saves by itself, and
-stops where signals are watched.
+On rank 0 the journal's thread looks for the file twice a second. What it found travels with what the ranks tell each other in
+the next update, as a signal does (see [Note: stopping by a signal]), so that after that step all ranks know of it, and a step
+costs nothing more. A loop that saves and stops in its own way takes requests with `Engine.take_requests`; else the engine
+saves by itself, and stops where signals are watched.
 """
 
 from __future__ import annotations
@@ -34,41 +34,15 @@ class Requests:
     def __init__(self, world: World, journal: RunJournal) -> None:
         self._world = world
         self._journal = journal
-        self._path = ""
-        """Where a request would be, once the journal is open."""
+        self._finder = _Finder(journal) if journal.enabled else None
         self.taker: Taker | None = None
         """The loop's; None: the engine carries requests out."""
 
     def look(self) -> None:
-        """Look for a request, before the update of a step; on other ranks than 0 do nothing."""
-        journal = self._journal
-        if journal.open_at is None:
-            return
-        folder, run_id = journal.open_at
-        path = os.path.join(folder, request_file(run_id))
-        if path != self._path:
-            self._path = path
-            self._forget_old(journal.started_at)
-        if os.path.exists(path) and (found := self._read()) is not None:
+        """Let all ranks know, with the update that comes next, of what was found; on other ranks than 0 do nothing."""
+        if self._finder is not None and self._finder.found is not None:
+            found, self._finder.found = self._finder.found, None
             self._world.asks = json.dumps([found.action, found.id])
-
-    def _read(self) -> Request | None:
-        """Return the request that is there, and remove its file."""
-        try:
-            found = read_request(Path(self._path))
-            os.unlink(self._path)
-        except OSError as error:
-            _log.warning("a request to the run cannot be read or removed: %s", error)
-            return None
-        if found is None:
-            _log.warning("%s was no request, and is removed", self._path)
-        return found
-
-    def _forget_old(self, started_at: float) -> None:
-        with contextlib.suppress(OSError):
-            found = read_request(Path(self._path))
-            if found is None or found.at < started_at:
-                os.unlink(self._path)
 
     @property
     def is_due(self) -> bool:
@@ -83,3 +57,44 @@ class Requests:
         self._journal.acted(action, request_id, problem)
         if problem is not None and self._world.rank == 0:
             _log.warning("a request to %s was refused: %s", action, problem)
+
+
+class _Finder:
+    """Finds requests, in the journal's thread (rank 0). Knows nothing of the engine, which may end before the thread."""
+
+    def __init__(self, journal: RunJournal) -> None:
+        self._journal = journal
+        self._path = ""
+        self.found: Request | None = None
+        """The last one, until the engine takes it."""
+        journal.look_beside(self.look)
+
+    def look(self) -> None:
+        """Take up the request that is there, if any."""
+        open_at = self._journal.open_at
+        if open_at is None:
+            return
+        path = os.path.join(open_at[0], request_file(open_at[1]))
+        if path != self._path:
+            self._path = path
+            self._forget_old()
+        if os.path.exists(path):
+            self.found = self._read() or self.found
+
+    def _read(self) -> Request | None:
+        """Return the request that is there, and remove its file."""
+        try:
+            found = read_request(Path(self._path))
+            os.unlink(self._path)
+        except OSError as error:
+            _log.warning("a request to the run cannot be read or removed: %s", error)
+            return None
+        if found is None:
+            _log.warning("%s was no request, and is removed", self._path)
+        return found
+
+    def _forget_old(self) -> None:
+        with contextlib.suppress(OSError):
+            found = read_request(Path(self._path))
+            if found is None or found.at < self._journal.started_at:
+                os.unlink(self._path)

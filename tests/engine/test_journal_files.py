@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from zstore.journal.names import journal_file
 from zstore.journal.requests import read_request, request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.folder import open_folder
+
+PAGE = Path(__file__).parents[2] / "docs" / "journal.md"
+SIZES = ("linked_bytes", "written_bytes", "stall_s")
 
 
 def failed(text: str) -> None:
@@ -212,6 +216,15 @@ def test_100_000_lines_are_read_in_about_a_second(tmp_path: Path) -> None:
     columns = steps(read(tmp_path))
     assert time.process_time() - started < 3  # the machine may be busy
     assert len(columns["step"]) == 100_000
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (example,) = re.findall(r"<!-- example -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    saved = {"kind": "save", "at": 1.0, "step": 2, "tag": "t", "state": "committed"}
+    write(tmp_path / "ckpt" / journal_file("a"), row(1, loss=0.5), saved | dict.fromkeys(SIZES, 7), row(2, loss=0.25))
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert capsys.readouterr().out == "1 0.5\n2 0.25\nt 7 7 7\n"
 
 
 def test_a_request_is_there_whole(tmp_path: Path) -> None:

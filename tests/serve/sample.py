@@ -14,6 +14,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ from zstore.checkpoint.commit import discard
 from zstore.checkpoint.lock import owner_document
 from zstore.checkpoint.names import own_name, step_tag
 from zstore.io.files import Files
+from zstore.journal.names import request_file
+from zstore.journal.requests import read_request
 
 RUN = "gpt-small"
 HOSTILE_RUN = "<img src=x onerror=alert(1)>"
@@ -194,10 +197,24 @@ class LiveRun:
             time.sleep(step_s)
             journal.at = time.time() - step_s
             journal.steps(1, step_s=step_s)
-            if journal.step % save_every == 0:
+            asked = self._take_request()
+            if journal.step % save_every == 0 or asked == "save":
                 self.save()
                 journal.at = time.time()
                 journal.saved(self.folder, linked_bytes=2**20, written_bytes=2**20)
+            if asked == "stop":
+                return
+
+    def _take_request(self) -> str | None:
+        path = self.folder / request_file(self.run_id)
+        try:
+            found = read_request(path)
+            path.unlink()
+        except FileNotFoundError:
+            return None
+        if found is not None:
+            self.journal.write("action", action=found.action, id=found.id)
+        return None if found is None else found.action
 
 
 @contextlib.contextmanager
@@ -293,6 +310,8 @@ def main() -> None:
         leave_behind(folder / RUN)
         run.journal.at = time.time()
         run.journal.start(RUN_ID, pid=os.getpid())
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores the first
+            signal.signal(number, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             run.go_on()
         run.journal.at = time.time()

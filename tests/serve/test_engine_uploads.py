@@ -60,7 +60,9 @@ def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, url: str) -
     assert whole(tmp_path / "runs/run") == ["step-00000002", "step-00000003", "again"]
 
 
-def test_what_is_wrong_surfaces_and_says_where_the_checkpoint_is(tmp_path: Path, url: str) -> None:
+def test_what_is_wrong_surfaces_and_says_where_the_checkpoint_is(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with start(make(tmp_path, token="other")) as engine:
         step(engine)
         ticket = engine.save_checkpoint(url, wait=False)
@@ -75,7 +77,11 @@ def test_what_is_wrong_surfaces_and_says_where_the_checkpoint_is(tmp_path: Path,
         with pytest.raises(UsageError, match=r"name it as http://.*/RUN"):
             engine.save_checkpoint(url.rpartition("/")[0])
     (left,) = (tmp_path / "local").glob("*/step-*")
-    assert cli.main(["reshard", str(left), "--to", url, "--storage-option", f"token={TOKEN}"]) == 0
+    command = f"zstore reshard {left} --to {url} --storage-option token={TOKEN}"
+    monkeypatch.setattr("sys.argv", command.split())
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
     assert whole(tmp_path / "runs/run") == ["step-00000001"]
 
 

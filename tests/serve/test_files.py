@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import fsspec
 import numpy as np
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from zstore.checkpoint.names import new_save_id
+from zstore.serve.listing import Listing
 from zstore.serve.ranges import choose
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
@@ -252,3 +256,15 @@ def test_any_range_gives_a_part_of_the_file(text: str, size: int) -> None:
         assert 0 <= part.start <= part.stop <= size
         assert part.status != 206 or part.nbytes > 0
         assert part.status != 200 or part.nbytes == size
+
+
+def test_hostile_names_are_text_in_an_index() -> None:
+    names = ['"><img src=x onerror=alert(1)>', "a&b", "javascript:alert(1)", "%2e%2e", "\udcff", "a\nb", "ź"]
+    listing = Listing(folders=tuple(names), files=tuple((name, 1) for name in names))
+    page = listing.as_html("</title><script>").encode("utf-8", "replace").decode()
+    assert "<img" not in page
+    assert "<script" not in page
+    links = re.findall(r'href="([^"]*)"', page)
+    assert [os.fsdecode(unquote_to_bytes(link)).rstrip("/") for link in links] == [*names, *names]
+    assert all(re.fullmatch(r"[A-Za-z0-9%._~/-]*", link) for link in links)  # relative, with no scheme
+    assert [file["name"] for file in json.loads(listing.as_json())["files"]] == names

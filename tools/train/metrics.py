@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+from zstore.journal.writer import FileSink, JournalWriter
 
 from ..progress import PLAIN_LINE_S, Bar
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from zstore.engine import Engine
+
+_log = logging.getLogger("zstore")
 
 
 class StepMeter:
@@ -76,21 +81,29 @@ class StepMeter:
 
 
 class MetricsFile(contextlib.AbstractContextManager["MetricsFile"]):
-    """One JSON object per line and step. A resumed run drops the lines of steps that it repeats."""
+    """One JSON object per line and step, by the writer of journals. A resumed run drops the lines of steps that it repeats.
+
+    A file that cannot be written is a warning; training goes on.
+    """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(path, first_step) if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(kept), encoding="utf-8")
+        self._path = path
+        self._writer = JournalWriter(self._warn)
+        self._writer.open(FileSink(path))
+
+    def _warn(self, text: str) -> None:
+        _log.warning("--metrics %s: lines may be missing; training goes on: %s", self._path, text)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row; it is in the file when this returns."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._writer.append(row)
+        self._writer.flush()
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._writer.close()
 
 
 def _lines_before(path: Path, first_step: int) -> list[str]:

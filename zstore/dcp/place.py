@@ -37,6 +37,11 @@ class Place:
         text = text.rstrip("/")
         place = cls(location=text, storage_options=storage_options)
         tag_text(place.tag)
+        if text.startswith(("http://", "https://")):
+            raise UsageError(
+                f"{shown(text)}: DCP saves to folders and storages like s3://bucket/run/step-100; to a service of zstore upload "
+                "what it saved in a folder, with `zstore reshard FOLDER --to URL`"
+            )
         if is_url(text):
             open_fsspec_folder(text.rpartition("/")[0], storage_options)
         return place

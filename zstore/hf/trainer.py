@@ -172,14 +172,21 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         accelerator.max_steps = max_steps
         self.create_optimizer()
         self.model_wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
-        accelerator.engine.checkpoints.note_folder(self.args.output_dir)
-        self.remove_callback(RunCallback)
-        self.add_callback(RunCallback(accelerator.engine))
+        self._begin_journal()
+
+    def _begin_journal(self) -> None:
+        """Let the run's journal be in `output_dir`, from the first step on."""
+        engine = self.engine
+        if engine is not None:
+            engine.checkpoints.note_folder(self.args.output_dir)
+            self.remove_callback(RunCallback)
+            self.add_callback(RunCallback(engine))
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Have the engine before Trainer prepares anything."""
         self._open_engine(max_steps)
-        self.accelerator.engine.journal.note(loop="trainer", total_steps=max_steps)
+        if (engine := self.engine) is not None:
+            engine.journal.note(loop="trainer", total_steps=max_steps)
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 [Note: requests]
 A request is the file `request-<run_id>.json` beside the run's journal, with `id`, `action` ("save" or "stop") and `at`. It is
-there whole or not at all. Rank 0 of the run looks for it in each step, and removes it; once all ranks know of it they carry
-it out after the same step, and the journal says so in a line of kind `action` with the same id. A later request takes the
+there whole or not at all. Rank 0 of the run looks for it twice a second, and removes it; once all ranks know of it they
+carry it out after the same step, and the journal says so in a line of kind `action` with the same id. A later request takes the
 place of one that was not taken up yet. One that is older than the process that finds it was meant for a process that is
 gone, and is removed unread.
 """

@@ -1,10 +1,10 @@
 """Writing a journal: lines are collected, and a thread appends them.
 
 [Note: what writing costs]
-`append` puts a dict into a queue. A thread makes JSON of what has come every quarter of a second, and appends it in one
-write; it sleeps while nothing comes. So a killed process loses less than a second, a slow file system holds nobody up, and
-the file is not forced to the drive. Where a write fails, as on a full disk, what it wrote of the last line is cut away, the
-first failure is told, and the same lines are tried again with the next ones; of those the newest few MiB are kept.
+`append` puts a dict into a queue. Every half second a thread makes JSON of what has come, and appends it in one write. So a
+killed process loses less than a second, a slow file system holds nobody up, and the file is not forced to the drive. Where a
+write fails, as on a full disk, what it wrote of the last line is cut away, the first failure is told, and the same lines
+are tried again with the next ones; of those the newest few MiB are kept.
 
 As long as it is not known where the lines go they wait, and of many every other one of the older half goes.
 """
@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from ..closing import Closing
 from .lines import encode
 
-_PAUSE_S = 0.25
+_PAUSE_S = 0.5
+"""Between two writes, and two calls of what is called beside them."""
 _MOST_WAITING = 4096
 """Records that wait for a place."""
 _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
@@ -56,14 +57,14 @@ class FileSink:
 
     def append(self, lines: bytes) -> None:
         """See Sink."""
-        before = os.fstat(self._fd).st_size
+        written = 0
         try:
-            written = 0
             while written < len(lines):
                 written += os.write(self._fd, lines[written:])
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, before)
+            if written:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise
 
     def close(self) -> None:
@@ -103,7 +104,8 @@ class JournalWriter(Closing):
         self._writing = threading.Lock()
         self._unwritten: deque[bytes] = deque()
         self._sink: Sink | None = None
-        self._come = threading.Event()
+        self.beside: Callable[[], None] | None = None
+        """Called by the thread every half second while there is a sink; must not raise."""
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -119,8 +121,6 @@ class JournalWriter(Closing):
             self._records.append(record)
             if self._sink is None and len(self._records) > _MOST_WAITING:
                 self._thin()
-        if self._sink is not None and not self._come.is_set():
-            self._come.set()
 
     def _thin(self) -> None:
         half = len(self._records) // 2
@@ -132,16 +132,14 @@ class JournalWriter(Closing):
             self._records.extendleft(reversed(list(first)))
             self._sink = sink
         self._ending.clear()
-        self._come.set()
         self._thread = threading.Thread(target=self._serve, name="zstore-journal", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._ending.is_set():
-            self._come.wait()
-            self._ending.wait(_PAUSE_S)  # lines of quick steps are written together
-            self._come.clear()
+        while not self._ending.wait(_PAUSE_S):
             self.flush()
+            if self.beside is not None:
+                self.beside()
 
     def flush(self) -> None:
         """Write what has come, in the caller's thread; where that fails it is tried again later."""
@@ -174,7 +172,6 @@ class JournalWriter(Closing):
         thread, self._thread = self._thread, None
         if thread is not None and os.getpid() == self._pid:
             self._ending.set()
-            self._come.set()
             thread.join()
         self.flush()
         with self._writing:

@@ -51,4 +51,5 @@ def _total_steps(trainer: Any) -> int | None:
     batches, epochs = trainer.num_training_batches, trainer.max_epochs or -1
     if epochs < 0 or math.isinf(batches):
         return None
-    return math.ceil(batches / trainer.accumulate_grad_batches) * int(epochs)
+    steps: int = math.ceil(batches / trainer.accumulate_grad_batches) * int(epochs)
+    return steps

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -27,6 +29,7 @@ from zstore.store.statistics import StoreStatistics
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
+from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
 from .registry import OptimizerClass, make_kernel, require_known, settings_of
@@ -47,6 +50,7 @@ class _Parts:
     in_backward: InBackward | None
     hooks: ForwardHooks | None
     snapshots: Snapshots | None = None
+    journal: OptimizerJournal | None = None
     closed: bool = False
 
     def close(self) -> None:
@@ -54,6 +58,8 @@ class _Parts:
             return
         self.closed = True
         with ExitStack() as last_to_first:
+            if self.journal is not None:
+                last_to_first.callback(self.journal.close)
             last_to_first.callback(self.state.arrays.store.close)
             last_to_first.callback(self.stepping.close)
             if self.in_backward is not None:
@@ -82,6 +88,9 @@ class Offloaded(torch.optim.Optimizer):
     With `durability="step"` a snapshot is taken behind each `step()`, in `durability_path` (default: a folder in `path`),
     which all ranks share; `resume()` goes on from it in a new process. All ranks make the optimizer then.
 
+    `journal` is a folder for the run's journal (docs/journal.md), by default that of the snapshots, if any. Before `step()`
+    `self.journal.note(loss=loss)` tells it what an optimizer does not know.
+
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
     RunFolderError for a folder that cannot be used, BudgetError where the state does not fit.
     """
@@ -101,6 +110,7 @@ class Offloaded(torch.optim.Optimizer):
         free_grads: bool = False,
         durability: Durability = "none",
         durability_path: str | os.PathLike[str] | None = None,
+        journal: str | os.PathLike[str] | None = None,
         _streams: Streams | None = None,
         _files: Files | None = None,
         **settings: Any,
@@ -144,10 +154,18 @@ class Offloaded(torch.optim.Optimizer):
             if steps_folder is not None:
                 self._parts.snapshots = Snapshots(state, stepping, steps_folder, _files)
                 state.before_change = self._parts.snapshots.before_change
+            folder = steps_folder if journal is None else Path(journal).absolute()
+            if folder is not None:
+                self._parts.journal = OptimizerJournal(arrays, kind.__name__, folder)
         except BaseException:
             store.close()
             raise
         self.state: Any = StateView(state)
+
+    @property
+    def journal(self) -> OptimizerJournal | None:
+        """The run's journal; None without a folder for it."""
+        return self._parts.journal
 
     @property
     def store(self) -> TensorStore:
@@ -194,10 +212,20 @@ class Offloaded(torch.optim.Optimizer):
         Raises UsageError where an earlier update stopped half way, and whatever a drive raises; what went wrong with the
         snapshot of the step before is raised before anything changes.
         """
+        began_s, journal = time.perf_counter(), self._parts.journal
         loss = self._update(closure)
+        if journal is not None:
+            self._tell(journal, began_s, loss)
         if self._parts.snapshots is not None:
             self._parts.snapshots.take(self.param_groups, self.loop_state)
         return loss
+
+    def _tell(self, journal: OptimizerJournal, began_s: float, loss: Any) -> None:
+        if isinstance(loss, torch.Tensor | float):
+            journal.note(loss=loss)
+        skipped = getattr(self, "found_inf", None) is not None and not self._amp()[1]
+        lr = self.param_groups[0].get("lr", math.nan)
+        journal.step_ended(began_s=began_s, lr=lr, grad_norm=self.grad_norm, skipped=skipped)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -323,6 +351,8 @@ class Offloaded(torch.optim.Optimizer):
         self._forget_update()
         resumed = snapshots.resume(self.param_groups, self.load_state_dict)
         if resumed is not None:
+            if self._parts.journal is not None:
+                self._parts.journal.resumed(resumed.step)
             self._opt_called = True  # schedulers of torch ask whether there was a step before theirs
         return resumed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..closing import Closing
-from ..errors import ZstoreError
+from ..errors import CheckpointError, UsageError, ZstoreError
 from .retries import Retries
 from .service_folder import ServiceFolder
 from .service_upload import ServicePlace
@@ -38,6 +38,7 @@ class JournalTail(Closing):
         """Bytes of the file that are there; -1: not known."""
         self._shift = 0
         """What the service's file has before the first byte of this one."""
+        self._refused = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="zstore-journal-tail", daemon=True)
         self._thread.start()
@@ -46,12 +47,11 @@ class JournalTail(Closing):
         while not self._ending.wait(_PAUSE_S):
             try:
                 self._send(_ONCE)
-            except ZstoreError as error:
-                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError):
-                    continue  # the network: the next time, or the end
+            except (UsageError, CheckpointError) as error:  # it is refused, and will be the next time
+                self._refused = True
                 self._failed(f"{error}")
                 return
-            except OSError:
+            except (ZstoreError, OSError):  # the network: the next time, or the end
                 continue
 
     def _send(self, retries: Retries) -> None:
@@ -93,6 +93,8 @@ class JournalTail(Closing):
             return
         self._ending.set()
         self._thread.join()
+        if self._refused:
+            return
         try:
             self._send(_AT_THE_END)
         except (ZstoreError, OSError) as error:

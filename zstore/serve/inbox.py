@@ -48,7 +48,7 @@ from .upload_plan import UploadPlan
 MOST_UPLOADS = 100
 """Uploads at a time, those whose clients are gone included."""
 KEPT_S = 24 * 3600.0
-"""After so long without a word from its client, an upload is removed."""
+"""After so long without a word from its client, an upload is removed when the service next looks at uploads."""
 
 
 class Inbox:

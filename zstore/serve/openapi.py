@@ -33,6 +33,10 @@ _HELP = {
     "checkpoint": "Path of the tag's folder inside the run's, or `latest`.",
     "job": "Id of a job.",
 }
+_ABOUT = (
+    "Runs, checkpoints and arrays that a service has, and what it can do with them. Not described here: `/api/session`, by "
+    "which the page signs in, and `/api/uploads`, by which zstore sends checkpoints."
+)
 _ALWAYS = {400: "The request is not as expected.", 401: "The token is missing or wrong."}
 _MEANINGS = _ALWAYS | {
     403: "The service takes no actions.",
@@ -64,7 +68,7 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
         paths.setdefault(_SEGMENT.sub(r"{\1}", one.path), {})[one.method.lower()] = _operation(one, refs)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "zstore serve", "version": __version__},
+        "info": {"title": "zstore serve", "version": __version__, "description": _ABOUT},
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],

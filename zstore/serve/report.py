@@ -181,21 +181,21 @@ class Report:
         return chosen, [array.name for array in chosen if array.name in changed]
 
     def _arrays_of(self, checkpoint: str) -> ArrayList | None:
+        arrays: ArrayList | None = None
         with self._trying(f"the arrays of {checkpoint}") as adding:
             detail = checkpoint_detail(self._library, self.run, checkpoint)
             arrays = list_arrays(self._library, self.run, checkpoint)
             self.most_arrays = max(self.most_arrays, len(arrays.arrays))
             adding(self._path("checkpoints", checkpoint), detail)
             adding(self._path("checkpoints", checkpoint, "arrays"), arrays)
-            return arrays
-        return None
+        return arrays
 
     def _difference(self, before: str, after: str) -> Difference | None:
+        difference: Difference | None = None
         with self._trying(f"the difference of {before} and {after}") as adding:
             difference = compare(self._library, self.run, (before, after))
             adding(self._path("diff", before=before, after=after), difference)
-            return difference
-        return None
+        return difference
 
     def _choose(self, arrays: ArrayList) -> list[ArrayEntry]:
         """Return the largest arrays, as many as the limits say."""

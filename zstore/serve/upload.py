@@ -181,7 +181,8 @@ class Upload:
 
     def content_of(self, file: str) -> Content:
         """Return what is known of a file; raises CheckpointNotFoundError for one that the upload does not have."""
-        if (content := self._documents.get(file)) is None and (content := self._extras.get(file)) is None:
+        content: Content | None = self._documents.get(file) or self._extras.get(file)
+        if content is None:
             content = self.plan().shards.get(file)
         if content is None:
             raise CheckpointNotFoundError(f"{file!r:.200} is no file of the checkpoint that is uploaded")

@@ -386,7 +386,7 @@ function line(values, first, last, { px, py, shown }) {
       continue;
     }
     path += `${pen ? "L" : "M"}${px(index)} ${py(value)}`;
-    if (!pen && !shown(values[index + 1])) path += "h0.1";
+    if (!pen && !shown(values[index + 1])) path += "m-1.5 0h3";
     pen = true;
   }
   return path;

@@ -33,16 +33,11 @@ export class RunActions {
     this.detail = detail;
     const reason = this.reason();
     const wait = asked.get(this.run);
+    const unless = (action) => (wait?.action === action ? "The run was asked already." : reason);
     replace(
       this.buttons,
-      actionButton("Save now", "action-save", () => this.save(), wait?.action === "save" ? "The run was asked already." : reason),
-      actionButton(
-        "Stop after this step",
-        "action-stop",
-        () => this.stop(),
-        wait?.action === "stop" ? "The run was asked already." : reason,
-        "danger",
-      ),
+      actionButton("Save now", "action-save", () => this.save(), unless("save")),
+      actionButton("Stop after this step", "action-stop", () => this.stop(), unless("stop"), "danger"),
       reason === null ? null : h("span", { class: "hint", test: "action-reason" }, reason),
     );
   }
@@ -65,7 +60,9 @@ export class RunActions {
   async stop() {
     const sure = await confirmed({
       title: "Stop the run?",
-      text: `${this.run} finishes the step it is at, and then ends as it would at its last step. To go on, start it again.`,
+      text:
+        `${this.run} finishes the step it is at, and then ends as after its last one. ` +
+        "A loop of your own does so where it looks at engine.stop_requested.",
       button: "Stop after this step",
       danger: true,
     });
@@ -136,6 +133,8 @@ export function carriedOut({ action, before }, detail) {
     const far = save.done_bytes === null ? "" : `, ${bytes(save.done_bytes)} so far`;
     return { text: `Saving ${save.tag} at step ${save.step}${far}.`, kind: "muted", ended: false, tag: null };
   }
-  if (save.state === "failed") return { text: `The save failed: ${save.problem ?? "see the run's log"}`, kind: "bad", ended: true, tag: null };
+  if (save.state === "failed") {
+    return { text: `The save failed: ${save.problem ?? "see the run's log"}`, kind: "bad", ended: true, tag: null };
+  }
   return { text: `Saved as ${save.tag} at step ${save.step}.`, kind: "good", ended: true, tag: save.tag };
 }

@@ -9,16 +9,21 @@ import { h } from "../dom.js";
  */
 export function arrayCommands(url, withToken) {
   const { origin, pathname } = new URL(url);
+  // tensorstore encodes a path itself.
+  const path = `${pathname.split("/").map(decodeURIComponent).join("/")}/`;
   const headers = withToken ? ', storage_options={"headers": {"Authorization": "Bearer TOKEN"}}' : "";
   const header = withToken ? ',\n        "headers": ["Authorization: Bearer TOKEN"]' : "";
   return [
-    { tool: "zarr-python", text: `import zarr\n\narray = zarr.open_array(${quoted(url)}, mode="r"${headers})\nprint(array[:])` },
+    {
+      tool: "zarr-python",
+      text: `import zarr\n\narray = zarr.open_array(${quoted(url)}, mode="r"${headers})\nprint(array[:])`,
+    },
     {
       tool: "tensorstore",
       text:
         "import tensorstore as ts\n\narray = ts.open({\n" +
         '    "driver": "zarr3",\n    "kvstore": {\n        "driver": "http",\n' +
-        `        "base_url": ${quoted(origin)},\n        "path": ${quoted(`${pathname}/`)}${header},\n    },\n` +
+        `        "base_url": ${quoted(origin)},\n        "path": ${quoted(path)}${header},\n    },\n` +
         "}).result()\nprint(array.read().result())",
     },
     { tool: "curl", text: `curl -f${tokenOption(withToken)} ${shellQuoted(`${url}/zarr.json`)}` },
@@ -50,7 +55,9 @@ export function weightCommands(origin, run, { checkpoint, tag }, dtype, withToke
     },
     {
       tool: "zstore",
-      text: `${before}zstore verify ${shellQuoted(folder)} ${named}\nzstore consolidate ${shellQuoted(folder)} weights ${named} --dtype ${dtype}`,
+      text:
+        `${before}zstore verify ${shellQuoted(folder)} ${named}\n` +
+        `zstore consolidate ${shellQuoted(folder)} weights ${named} --dtype ${dtype}`,
     },
   ];
 }
@@ -72,10 +79,12 @@ export function commandList(commands) {
         copied.textContent = "Not allowed here: select the text";
       }
     };
+    const label = `Copy the command for ${tool}`;
+    const button = h("button", { type: "button", class: "small", onclick: copy, "aria-label": label }, "Copy");
     return h(
       "div",
       { class: "command-entry", test: `command-${tool}` },
-      h("div", { class: "row" }, h("h3", null, tool), h("button", { type: "button", class: "small", onclick: copy, "aria-label": `Copy the command for ${tool}` }, "Copy"), copied),
+      h("div", { class: "row" }, h("h3", null, tool), button, copied),
       h("pre", { class: "command", tabindex: "0" }, text),
     );
   });

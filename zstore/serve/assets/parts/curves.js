@@ -121,13 +121,19 @@ function phases(steps) {
 }
 
 function prefixed(prefix) {
-  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length), values: steps.column(name) }));
+  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length), values: held(steps.column(name)) }));
 }
 
 function memory(steps) {
   const found = steps.named("memory/").map((name) => name.slice("memory/".length));
   const order = [...TIERS.filter((tier) => found.includes(tier)), ...found.filter((tier) => !TIERS.includes(tier))];
-  return order.map((tier) => ({ label: tier, values: steps.column(`memory/${tier}`) }));
+  return order.map((tier) => ({ label: tier, values: held(steps.column(`memory/${tier}`)) }));
+}
+
+/** Return values with what was measured last in the place of what was not: engines measure some of it every few steps only. */
+function held(values) {
+  let last = null;
+  return values.map((value) => (last = value ?? last));
 }
 
 /** Return the budget as a line, where the curves come near enough to it to be read beside it. */

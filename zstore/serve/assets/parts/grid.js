@@ -1,4 +1,5 @@
-// A table of any length: arrows, Home, End and Page keys move, space selects, Enter opens. Only rows in sight are in the document.
+// A table of any length: arrows, Home, End and Page keys move, space selects, Enter opens. Only rows in sight are in the
+// document.
 
 import { h, replace } from "../dom.js";
 import { VirtualList } from "./virtual.js";
@@ -36,9 +37,10 @@ export class Grid {
     this.id = `grid-${++made}`;
     this.head = h("div", { class: "rowgrid-head", role: "row", "aria-rowindex": "1" });
     this.body = h("div", { role: "rowgroup" });
+    const multiple = most > 1 ? "true" : null;
     this.element = h(
       "div",
-      { class: "rowgrid", role: "grid", tabindex: "0", "aria-label": label, "aria-multiselectable": most > 1 ? "true" : null, test },
+      { class: "rowgrid", role: "grid", tabindex: "0", "aria-label": label, "aria-multiselectable": multiple, test },
       h("div", { class: "rowgrid-headgroup", role: "rowgroup" }, this.head),
       this.body,
     );

@@ -46,8 +46,8 @@ export class HistogramView {
     const [low, high] = [edges[0], edges.at(-1)];
     const highest = Math.max(1, ...counts);
     this.xOf = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
-    const share = this.log ? (size) => (size === 0 ? 0 : Math.log10(size + 1) / Math.log10(highest + 1)) : (size) => size / highest;
-    const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - share(size));
+    const turn = this.log ? (size) => Math.log10(size + 1) : (size) => size;
+    const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - turn(size) / turn(highest));
     const sizes = this.log ? powers(highest) : ticks(0, highest, 5).filter(Number.isInteger);
     this.chart.setAttribute("width", width);
     this.chart.setAttribute("aria-label", `${this.label}: ${this.summary()}`);
@@ -87,14 +87,15 @@ export class HistogramView {
   summary() {
     const { edges, counts } = this.data;
     const top = counts.indexOf(Math.max(...counts));
-    return `${counts.length} bins from ${number(edges[0])} to ${number(edges.at(-1))}, most elements from ${number(edges[top])} to ${number(edges[top + 1])}`;
+    const range = (low, high) => `from ${number(low)} to ${number(high)}`;
+    const most = range(edges[top], edges[top + 1]);
+    return `${counts.length} bins ${range(edges[0], edges.at(-1))}, most elements ${most}`;
   }
 
   point(event) {
     const x = event.clientX - this.frame.getBoundingClientRect().left;
-    const { edges } = this.data;
-    const index = edges.findIndex((edge, place) => place + 1 < edges.length && x >= this.xOf(edge) && x < this.xOf(edges[place + 1]));
-    this.say(index < 0 ? null : index);
+    const index = this.data.edges.findLastIndex((edge) => x >= this.xOf(edge));
+    this.say(index < 0 || index >= this.data.counts.length ? null : index);
   }
 
   say(index) {
@@ -119,6 +120,7 @@ function binTable({ edges, counts }) {
       h("td", { class: "num" }, count(size)),
     );
   const head = (text) => h("th", { class: "num", scope: "col" }, text);
+  const heads = h("thead", null, h("tr", null, head("from"), head("up to"), head("elements")));
   return h(
     "details",
     { test: "histogram-table" },
@@ -126,7 +128,7 @@ function binTable({ edges, counts }) {
     h(
       "div",
       { class: "scroll" },
-      h("table", null, h("thead", null, h("tr", null, head("from"), head("up to"), head("elements"))), h("tbody", null, counts.map(row))),
+      h("table", null, heads, h("tbody", null, counts.map(row))),
     ),
   );
 }

@@ -122,5 +122,9 @@ export function showJob(place, id, ended = () => {}) {
     ended(job);
     return null;
   };
-  return repeat(look, (error) => replace(place, h("p", { class: "bad", role: "alert" }, error.message)));
+  const failed = (error) => {
+    view = null;
+    replace(place, h("p", { class: "bad", role: "alert" }, error.message));
+  };
+  return repeat(look, failed);
 }

@@ -140,21 +140,32 @@ export function rowsOf(root, isOpen, isShown = null) {
 export function match(root, text) {
   const words = text.toLowerCase().split(/\s+/).filter((word) => word !== "");
   if (words.length === 0) return null;
-  const sums = new Map();
+  const found = new Map();
   const visit = (node) => {
-    const { item } = node;
-    if (item !== null) {
+    let sums = null;
+    if (node.item !== null) {
       const name = node.path.toLowerCase();
-      if (!words.every((word) => name.includes(word))) return;
-      for (let above = node; above !== null; above = above.parent) {
-        if (!sums.has(above)) sums.set(above, { count: 0, nbytes: 0, tally: {} });
-        add(sums.get(above), item);
-      }
+      if (!words.every((word) => name.includes(word))) return null;
+      sums = node;
     }
-    for (const child of node.children) visit(child);
+    for (const child of node.children) {
+      const part = visit(child);
+      if (part !== null) sums = joinSums(sums, part);
+    }
+    if (sums !== null) found.set(node, sums);
+    return sums;
   };
   visit(root);
-  return sums;
+  return found;
+}
+
+/** Return `sums`, made anew where it is null, with those of a part added. */
+function joinSums(sums, { count, nbytes, tally }) {
+  const all = sums ?? { count: 0, nbytes: 0, tally: {} };
+  all.count += count;
+  all.nbytes += nbytes;
+  for (const [status, number] of Object.entries(tally)) all.tally[status] = (all.tally[status] ?? 0) + number;
+  return all;
 }
 
 /**

@@ -17,6 +17,8 @@ const WHY = {
   best: "best by the metric",
   tag: "its tag is named",
 };
+const INTRODUCTION =
+  "A checkpoint stays if any rule keeps it; the newest always stays. You see what would go before anything is removed.";
 const TOKEN_TEXT = "The token is needed to prune.";
 
 /** The panel of a run in which it is pruned. */
@@ -49,7 +51,7 @@ export class PrunePanel {
         h("span", { class: "spring" }),
         h("button", { type: "button", class: "quiet small", onclick: onClose, test: "close-prune" }, "Close"),
       ),
-      h("p", { class: "muted" }, "A checkpoint stays if any rule keeps it; the newest always stays. You see what would go before anything is removed."),
+      h("p", { class: "muted" }, INTRODUCTION),
       h(
         "form",
         { onsubmit: (event) => this.tryOut(event), oninput: () => this.forget(), test: "prune-form" },
@@ -100,6 +102,11 @@ export class PrunePanel {
       replace(this.trouble, "Say what to keep: fill in at least one rule.");
       return;
     }
+    await this.plan(rules);
+  }
+
+  /** Ask what would go, and show it. */
+  async plan(rules) {
     const answer = await this.send({ ...rules, plan: null });
     if (answer !== null) this.showPlan(rules, answer);
   }
@@ -109,6 +116,7 @@ export class PrunePanel {
     try {
       return await act(() => post(api(["runs", this.run, "prune"]), body), this.context, TOKEN_TEXT);
     } catch (error) {
+      this.refusal = error.status;
       replace(this.trouble, error.message);
       return null;
     } finally {
@@ -121,10 +129,12 @@ export class PrunePanel {
     const staying = plan.fates.length - going.length;
     this.onPlan(new Set(going.map((fate) => fate.checkpoint)));
     if (going.length === 0) {
-      replace(this.result, h("p", { role: "status" }, `Nothing would go: these rules keep all ${counted(staying, "checkpoint")}.`));
+      const all = counted(staying, "checkpoint");
+      replace(this.result, h("p", { role: "status", test: "prune-summary" }, `Nothing would go: these rules keep all ${all}.`));
       return;
     }
-    this.grid = new Grid({ label: "What becomes of each checkpoint", test: "prune-fates", keyOf: (fate) => fate.checkpoint });
+    const label = "What becomes of each checkpoint";
+    this.grid = new Grid({ label, test: "prune-fates", keyOf: (fate) => fate.checkpoint });
     this.grid.element.classList.add("short");
     const remove = () => void this.remove(rules, plan, going);
     const size = going.reduce((sum, fate) => sum + fate.size_bytes, 0);
@@ -137,9 +147,17 @@ export class PrunePanel {
         `Those that go have ${bytes(size)} on disk; removing them frees ${bytes(plan.freed_bytes)}: files that others share stay.`,
       ),
       this.grid.element,
-      h("div", { class: "row" }, actionButton(`Remove ${counted(going.length, "checkpoint")}`, "prune-remove", remove, null, "danger")),
+      actionButton(`Remove ${counted(going.length, "checkpoint")}`, "prune-remove", remove, null, "danger"),
     );
     this.grid.show([...going, ...plan.fates.filter((fate) => fate.reasons.length > 0)], this.columns());
+  }
+
+  /** Another save or prune came in between: nothing was removed, and what would go now is shown. */
+  async planAnew(rules) {
+    const why = this.trouble.textContent;
+    this.forget();
+    await this.plan(rules);
+    replace(this.trouble, `Nothing was removed: ${why} What is shown now is new.`);
   }
 
   columns() {
@@ -149,11 +167,14 @@ export class PrunePanel {
         : `stays: ${fate.reasons.map((reason) => WHY[reason] ?? reason).join(", ")}`;
     const href = (fate) => runUrl(this.run, `checkpoint/${fate.checkpoint}`);
     const link = (fate) => h("a", { href: href(fate), tabindex: "-1", title: fate.checkpoint }, h("bdi", null, fate.tag));
+    const step = (fate) => count(fate.step);
+    const size = (fate) => bytes(fate.size_bytes);
+    const reasons = (fate) => fate.reasons.join();
     return [
       { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.2fr)", cell: link, value: (fate) => fate.tag },
-      { key: "step", label: "Step", width: "5rem", numeric: true, cell: (fate) => count(fate.step), value: (fate) => fate.step },
-      { key: "size", label: "Size", width: "6rem", numeric: true, cell: (fate) => bytes(fate.size_bytes), value: (fate) => fate.size_bytes },
-      { key: "fate", label: "What becomes of it", width: "minmax(9rem, 2fr)", cell: fateOf, value: (fate) => fate.reasons.join() },
+      { key: "step", label: "Step", width: "5rem", numeric: true, cell: step, value: (fate) => fate.step },
+      { key: "size", label: "Size", width: "6rem", numeric: true, cell: size, value: (fate) => fate.size_bytes },
+      { key: "fate", label: "What becomes of it", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
     ];
   }
 
@@ -166,8 +187,12 @@ export class PrunePanel {
     });
     if (!sure) return;
     replace(this.trouble);
+    this.refusal = 0;
     const answer = await this.send({ ...rules, plan: plan.plan });
-    if (answer === null) return;
+    if (answer === null) {
+      if (this.refusal === 409) await this.planAnew(rules);
+      return;
+    }
     this.forget();
     const place = h("div", { test: "prune-job" });
     replace(this.result, place);
@@ -185,13 +210,14 @@ function makeFields(metrics, query) {
   const [metric, mode] = splitBest(query.get("keep_best") ?? "");
   const names = metric === "" || metrics.includes(metric) ? metrics : [metric, ...metrics];
   const option = (value, text, chosen) => h("option", { value, selected: value === chosen }, text);
+  const none = names.length === 0;
   return {
     last: number("keep-last", "keep_last", "keep-last"),
     every: number("keep-every", "keep_every", "keep-every"),
     metric: h(
       "select",
-      { id: "keep-metric", test: "keep-metric", disabled: names.length === 0, title: names.length === 0 ? "No checkpoint has a metric." : null },
-      option("", names.length === 0 ? "no metrics" : "none", metric),
+      { id: "keep-metric", test: "keep-metric", disabled: none, title: none ? "No checkpoint has a metric." : null },
+      option("", none ? "no metrics" : "none", metric),
       names.map((name) => option(name, name.slice(0, 80), metric)),
     ),
     mode: h(

@@ -25,7 +25,7 @@ export class Timeline {
     this.legend = h("p", { class: "legend" });
     this.element = h("div", null, this.legend, this.frame, this.readout);
     this.frame.addEventListener("pointermove", (event) => this.point(event));
-    this.frame.addEventListener("pointerleave", () => this.say(null));
+    this.frame.addEventListener("pointerleave", () => this.entries.length > 0 && this.say(null));
     this.frame.addEventListener("click", (event) => this.pick(event));
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.frame);
@@ -48,6 +48,12 @@ export class Timeline {
   draw() {
     const width = this.frame.clientWidth;
     if (width === 0) return;
+    if (this.entries.length === 0) {
+      this.slots = [];
+      replace(this.chart);
+      replace(this.readout, "No checkpoint matches the filter.");
+      return;
+    }
     const byTime = this.marks.axis === "time";
     const placed = layOut(this.entries, (entry) => (byTime ? entry.committed_at : entry.step), width - LEFT - RIGHT);
     this.slots = placed.slots.map((slot) => ({ ...slot, x: slot.x + LEFT }));
@@ -103,7 +109,7 @@ export class Timeline {
 
   point(event) {
     const slot = slotAt(this.slots ?? [], event.clientX - this.frame.getBoundingClientRect().left);
-    this.say(slot);
+    if (slot !== null) this.say(slot);
   }
 
   pick(event) {
@@ -118,18 +124,17 @@ export class Timeline {
       replace(this.readout, `${hint}Click a bar to find it in the table.`);
       return;
     }
-    const { entries } = slot;
-    const steps = entries.map((entry) => entry.step);
-    const which =
-      entries.length === 1
-        ? `${entries[0].tag.slice(0, 60)}, step ${count(steps[0])}`
-        : `${counted(entries.length, "checkpoint")}, steps ${count(Math.min(...steps))} to ${count(Math.max(...steps))}, each`;
-    replace(
-      this.readout,
-      h("bdi", null, which),
-      `: ${bytes(slot.size)}, of that ${bytes(slot.shared)} shared; removing ${entries.length === 1 ? "it" : "one"} frees ${bytes(slot.freed)}`,
-    );
+    const one = slot.entries.length === 1 ? "it" : "one";
+    const sizes = `${bytes(slot.size)}, of that ${bytes(slot.shared)} shared; removing ${one} frees ${bytes(slot.freed)}`;
+    replace(this.readout, h("bdi", null, nameOf(slot)), `: ${sizes}`);
   }
+}
+
+function nameOf({ entries }) {
+  const steps = entries.map((entry) => entry.step);
+  if (entries.length === 1) return `${entries[0].tag.slice(0, 60)}, step ${count(steps[0])}`;
+  const range = `steps ${count(Math.min(...steps))} to ${count(Math.max(...steps))}`;
+  return `${counted(entries.length, "checkpoint")}, ${range}, each`;
 }
 
 function roundSteps(low, high, most) {

@@ -1,4 +1,5 @@
-// A tree of arrays, of any size: arrows, Home, End, Page keys, `*` and typing move in it; what is in sight is in the document.
+// A tree of arrays, of any size: arrows, Home, End, Page keys, `*` and typing move in it. Only rows in sight are in the
+// document.
 
 import { h } from "../dom.js";
 import { findArray, firstOpen, match, rowsOf } from "./names.js";
@@ -43,14 +44,13 @@ export class TreeView {
 
   /** Show only arrays whose names hold all words of `text`. Returns how many do, null where there is no word. */
   filter(text) {
-    const at = this.rows[this.active]?.node;
+    const at = this.rows[this.active]?.node ?? null;
     this.found = match(this.root, text);
     this.closed = new Set();
-    this.layOut();
-    this.active = Math.max(0, this.rows.findIndex((row) => row.node === at));
     this.element.scrollTop = 0;
+    this.layOut(at);
     this.list.reveal(this.active);
-    this.list.redraw();
+    this.markActive();
     return this.found === null ? null : (this.found.get(this.root)?.count ?? 0);
   }
 
@@ -75,11 +75,13 @@ export class TreeView {
     this.list.close();
   }
 
-  layOut() {
+  /** Find the rows that are shown and draw them; the active one is that of `active` where it is among them. */
+  layOut(active = null) {
     const isOpen = (node) => (this.found === null ? this.open.has(node.path) : !this.closed.has(node.path));
     const isShown = this.found === null ? null : (node) => this.found.has(node);
     this.rows = rowsOf(this.root, isOpen, isShown);
-    this.active = Math.min(this.active, Math.max(0, this.rows.length - 1));
+    const place = active === null ? this.active : this.rows.findIndex((row) => row.node === active);
+    this.active = Math.max(0, Math.min(place, this.rows.length - 1));
     this.list.show(this.rows.length);
     this.markActive();
   }
@@ -168,7 +170,7 @@ export class TreeView {
       End: () => this.moveTo(this.rows.length - 1),
       PageDown: () => this.moveTo(this.active + this.list.pageRows),
       PageUp: () => this.moveTo(this.active - this.list.pageRows),
-      ArrowRight: () => (row.open === false ? this.setOpen(row.node, true) : this.moveTo(this.active + Number(row.open === true))),
+      ArrowRight: () => this.into(row),
       ArrowLeft: () => (row.open === true ? this.setOpen(row.node, false) : this.toParent(row)),
       Enter: () => this.choose(),
       " ": () => this.choose(),
@@ -180,6 +182,11 @@ export class TreeView {
     } else if (event.key.length === 1) this.type(event.key);
     else return;
     event.preventDefault();
+  }
+
+  into(row) {
+    if (row.open === false) this.setOpen(row.node, true);
+    else if (row.open === true) this.moveTo(this.active + 1);
   }
 
   toParent(row) {

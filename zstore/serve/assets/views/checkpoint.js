@@ -6,14 +6,16 @@
 
 import { api, get, has, isReport } from "../data.js";
 import { h, replace } from "../dom.js";
-import { ago, bytes, count, counted, number, shape, when } from "../format.js";
+import { bytes, count, counted, number, shape } from "../format.js";
 import { here, note, runUrl } from "../router.js";
 import { problem } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { arrayCommands, commandList, weightCommands, weightsUrl } from "../parts/commands.js";
+import { date, fact, marked } from "../parts/facts.js";
 import { HistogramView } from "../parts/histogram.js";
 import { buildTree } from "../parts/names.js";
 import { TreeView } from "../parts/tree.js";
+import { valueList } from "../parts/values.js";
 import { startVerify } from "../parts/verify.js";
 
 const DTYPES = ["bf16", "fp16", "fp32"];
@@ -72,11 +74,13 @@ class CheckpointView {
       return;
     }
     const entry = this.arrays.find((array) => array.name === name);
-    if (entry === undefined) replace(this.array, h("p", { class: "bad" }, "This checkpoint has no array ", h("q", { class: "name" }, name.slice(0, 200)), "."));
-    else {
-      this.tree.select(name);
-      this.openArray(entry, false);
+    if (entry === undefined) {
+      const quoted = h("q", { class: "name" }, name.slice(0, 200));
+      replace(this.array, h("p", { class: "bad" }, "This checkpoint has no array ", quoted, "."));
+      return;
     }
+    this.tree.select(name);
+    void this.openArray(entry, false);
   }
 
   close() {
@@ -88,9 +92,11 @@ class CheckpointView {
 
   factsPanel() {
     const { entry, location, id, training_world_size, num_arrays, array_bytes } = this.detail;
-    const fact = (name, value, hint = null) => h("div", { title: hint }, h("dt", null, name), h("dd", null, value));
-    const metrics = Object.entries(entry.metrics).map(([name, value]) => fact(h("bdi", null, name.slice(0, 80)), number(value, 6), name));
-    const ranks = training_world_size === entry.world_size ? count(entry.world_size) : `${count(entry.world_size)}, trained on ${count(training_world_size)}`;
+    const metrics = Object.entries(entry.metrics).map(([name, value]) =>
+      fact(h("bdi", null, name.slice(0, 80)), number(value, 6), { hint: name }),
+    );
+    const trained = training_world_size === entry.world_size ? "" : `, trained on ${count(training_world_size)}`;
+    const compare = { class: "button", href: runUrl(this.run, "compare", { after: entry.checkpoint }), test: "compare" };
     return h(
       "section",
       { class: "panel", "aria-label": "The checkpoint" },
@@ -100,17 +106,17 @@ class CheckpointView {
         h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag)),
         h("span", { class: "spring" }),
         isReport ? null : actionButton("Verify", "verify", () => this.verify(), whyNot(this.context.service)),
-        h("a", { class: "button", href: runUrl(this.run, "compare", { after: entry.checkpoint }), test: "compare" }, "Compare"),
+        h("a", compare, "Compare"),
       ),
       h(
         "dl",
         { class: "facts", test: "checkpoint-facts" },
         fact("Step", count(entry.step)),
-        fact("Saved", h("time", { datetime: new Date(entry.committed_at * 1000).toISOString(), title: ago(entry.committed_at) }, when(entry.committed_at))),
-        fact("Ranks", ranks),
-        fact("Arrays", `${count(num_arrays)}, ${bytes(array_bytes)}`, "Their values alone"),
+        fact("Saved", date(entry.committed_at)),
+        fact("Ranks", count(entry.world_size) + trained),
+        fact("Arrays", `${count(num_arrays)}, ${bytes(array_bytes)}`, { hint: "Their values alone" }),
         fact("On disk", `${bytes(entry.size_bytes)} in ${counted(entry.num_files, "file")}`),
-        fact("Shared", bytes(entry.shared_bytes), "Bytes of files that have other names too"),
+        fact("Shared", bytes(entry.shared_bytes), { hint: "Bytes of files that other checkpoints have too" }),
         fact("Removing it frees", bytes(entry.freed_bytes)),
         metrics,
       ),
@@ -136,7 +142,7 @@ class CheckpointView {
         "section",
         { class: "panel", test: "no-arrays" },
         h("h2", null, "Arrays"),
-        h("p", { class: "muted" }, "This report does not hold this checkpoint's arrays: ask the service that it was made from."),
+        h("p", { class: "muted" }, "This report does not hold them: ask the service that it was made from."),
       );
     }
     const input = h("input", {
@@ -207,7 +213,7 @@ class CheckpointView {
   }
 
   histogramOf({ array, histogram }) {
-    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "It has no finite value: there is nothing to draw.");
+    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "It has no finite value to draw.");
     this.histogram = new HistogramView(histogram, `Histogram of ${array.slice(0, 200)}`, this.log);
     const box = h("input", { type: "checkbox", checked: this.log, test: "array-log" });
     box.addEventListener("change", () => {
@@ -235,10 +241,12 @@ class CheckpointView {
     const { entry } = this.detail;
     const commands = h("div");
     const chosen = DTYPES.includes(this.query.get("dtype")) ? this.query.get("dtype") : "bf16";
-    const link = h("a", { class: "button", download: "model.safetensors", test: "weights-download" }, "Download model.safetensors");
+    const file = "model.safetensors";
+    const link = h("a", { class: "button", download: file, test: "weights-download" }, `Download ${file}`);
     const fill = (dtype) => {
       link.setAttribute("href", weightsUrl("", this.run, entry.checkpoint, dtype));
-      replace(commands, commandList(weightCommands(location.origin, this.run, entry, dtype, this.context.service.authorized)));
+      const { authorized } = this.context.service;
+      replace(commands, commandList(weightCommands(location.origin, this.run, entry, dtype, authorized)));
     };
     const select = h(
       "select",
@@ -254,7 +262,7 @@ class CheckpointView {
       "section",
       { class: "panel", test: "weights" },
       h("h2", null, "Weights as one file"),
-      h("p", { class: "muted" }, "Consolidated as it is read, in the type that you choose. A download that broke off can be resumed."),
+      h("p", { class: "muted" }, "Consolidated as it is read, in the type that you choose; a download can be resumed."),
       h("div", { class: "row" }, select, link),
       h("details", null, h("summary", null, "Read it with other tools"), commands),
     );
@@ -266,7 +274,7 @@ class CheckpointView {
       "section",
       { class: "panel", test: "checkpoint-state" },
       h("h2", null, "State"),
-      Object.keys(state).length === 0 ? h("p", { class: "muted" }, "Its record holds no state.") : valueTree(state, 0),
+      Object.keys(state).length === 0 ? h("p", { class: "muted" }, "Its record holds no state.") : valueList(state),
     );
   }
 }
@@ -279,12 +287,12 @@ function arrayCells(item, { count: arrays, nbytes }) {
 }
 
 function arraysHead() {
-  const name = (text, kind) => h("span", { class: `cell ${kind}` }, text);
-  return h("div", { class: "tree-head", "aria-hidden": "true" }, name("Name", ""), name("Type", "wide"), name("Shape", "wide"), name("Size", "num"));
+  const name = (text, kind = "") => h("span", { class: `cell ${kind}` }, text);
+  const names = [name("Name"), name("Type", "wide"), name("Shape", "wide"), name("Size", "num")];
+  return h("div", { class: "tree-head", "aria-hidden": "true" }, names);
 }
 
 function arrayHead(entry) {
-  const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, value));
   return [
     h("h3", { class: "array-name mono", title: entry.name, test: "array-name" }, h("bdi", null, entry.name)),
     h(
@@ -299,36 +307,14 @@ function arrayHead(entry) {
 }
 
 function statsFacts({ min, max, mean, norm, nan, inf }) {
-  const fact = (name, value, test) => h("div", null, h("dt", null, name), h("dd", { test }, value));
-  const marked = (value) => h("span", { class: value > 0 ? "tag bad dot" : null }, count(value));
   return h(
     "dl",
     { class: "facts", test: "array-stats" },
-    fact("Min", number(min, 6), "array-min"),
-    fact("Max", number(max, 6), "array-max"),
-    fact("Mean", number(mean, 6), "array-mean"),
-    fact("Norm", number(norm, 6), "array-norm"),
-    fact("NaN", marked(nan), "array-nan"),
-    fact("Inf", marked(inf), "array-inf"),
-  );
-}
-
-/** Nested values as lists that open and close; the first level is open. */
-function valueTree(value, depth) {
-  const entries = Object.entries(value);
-  return h(
-    "ul",
-    { class: "values" },
-    entries.map(([key, inner]) => {
-      const name = h("bdi", { class: "mono" }, key);
-      const several = inner !== null && typeof inner === "object" && Object.keys(inner).length > 0;
-      if (!several) return h("li", null, name, ": ", h("span", { class: "mono name" }, inner === null ? "null" : typeof inner === "object" ? (Array.isArray(inner) ? "[]" : "{}") : JSON.stringify(inner)));
-      const size = Array.isArray(inner) ? counted(inner.length, "item") : counted(Object.keys(inner).length, "key");
-      const details = h("details", null, h("summary", null, name, " ", h("span", { class: "muted" }, size)));
-      // Filled when it is opened: a state may be deep.
-      details.addEventListener("toggle", () => details.children.length === 1 && details.append(valueTree(inner, depth + 1)));
-      if (depth === 0 && entries.length <= 8) details.open = true;
-      return h("li", null, details);
-    }),
+    fact("Min", number(min, 6), { test: "array-min" }),
+    fact("Max", number(max, 6), { test: "array-max" }),
+    fact("Mean", number(mean, 6), { test: "array-mean" }),
+    fact("Norm", number(norm, 6), { test: "array-norm" }),
+    fact("NaN", marked(nan, count(nan)), { test: "array-nan" }),
+    fact("Inf", marked(inf, count(inf)), { test: "array-inf" }),
   );
 }

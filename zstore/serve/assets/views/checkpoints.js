@@ -6,12 +6,14 @@
 
 import { api, get, has, isReport, listen } from "../data.js";
 import { h, replace } from "../dom.js";
-import { ago, bytes, count, counted, number, when } from "../format.js";
+import { bytes, count, counted, number } from "../format.js";
 import { here, note, runUrl } from "../router.js";
 import { empty } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
+import { age, fact } from "../parts/facts.js";
 import { Grid } from "../parts/grid.js";
+import { refusedPanel, unfinishedPanel } from "../parts/leftovers.js";
 import { PrunePanel } from "../parts/prune.js";
 import { Timeline } from "../parts/timeline.js";
 import { startVerify } from "../parts/verify.js";
@@ -153,13 +155,12 @@ class CheckpointsView {
 
   drawData() {
     const { checkpoints, unfinished, refused, total_bytes: total } = this.list;
-    const fact = (name, value, test = null) => h("div", null, h("dt", null, name), h("dd", { test }, value));
     const newest = checkpoints.at(-1);
     replace(
       this.facts,
-      fact("Checkpoints", count(checkpoints.length), "checkpoints-count"),
-      fact("On disk, each file once", bytes(total), "checkpoints-total"),
-      newest === undefined ? null : fact("Newest", [`step ${count(newest.step)}, `, time(newest.committed_at)]),
+      fact("Checkpoints", count(checkpoints.length), { test: "checkpoints-count" }),
+      fact("On disk, each file once", bytes(total), { test: "checkpoints-total" }),
+      newest === undefined ? null : fact("Newest", [`step ${count(newest.step)}, `, age(newest.committed_at)]),
       unfinished.length === 0 ? null : fact("Unfinished", count(unfinished.length)),
       refused.length === 0 ? null : fact("Refused", h("span", { class: "bad" }, count(refused.length))),
     );
@@ -180,13 +181,22 @@ class CheckpointsView {
   }
 
   chartPanel() {
-    const button = (axis, text) =>
-      h("button", { type: "button", class: "small", "aria-pressed": String(this.axis === axis), onclick: () => this.setAxis(axis), test: `axis-${axis}` }, text);
+    const button = (axis, text) => {
+      const pressed = String(this.axis === axis);
+      const turn = () => this.setAxis(axis);
+      return h("button", { type: "button", class: "small", "aria-pressed": pressed, onclick: turn, test: `axis-${axis}` }, text);
+    };
     this.axisButtons = { step: button("step", "By step"), time: button("time", "By time") };
     return h(
       "section",
       { class: "panel", "aria-label": "Sizes of checkpoints" },
-      h("div", { class: "row" }, h("h2", null, "Size on disk"), h("span", { class: "spring" }), Object.values(this.axisButtons)),
+      h(
+        "div",
+        { class: "row" },
+        h("h2", null, "Size on disk"),
+        h("span", { class: "spring" }),
+        Object.values(this.axisButtons),
+      ),
       this.timeline.element,
     );
   }
@@ -194,7 +204,9 @@ class CheckpointsView {
   setAxis(axis) {
     this.axis = axis;
     note({ axis: axis === "step" ? null : axis });
-    for (const [name, button] of Object.entries(this.axisButtons)) button.setAttribute("aria-pressed", String(name === axis));
+    for (const [name, button] of Object.entries(this.axisButtons)) {
+      button.setAttribute("aria-pressed", String(name === axis));
+    }
     this.drawTimeline();
   }
 
@@ -217,7 +229,8 @@ class CheckpointsView {
   drawRows() {
     const words = this.filterText.toLowerCase().split(/\s+/).filter(Boolean);
     const all = this.list.checkpoints;
-    const shown = all.filter((entry) => words.every((word) => `${entry.checkpoint} ${entry.tag} ${entry.step}`.toLowerCase().includes(word)));
+    const textOf = (entry) => `${entry.checkpoint} ${entry.tag} ${entry.step}`.toLowerCase();
+    const shown = all.filter((entry) => words.every((word) => textOf(entry).includes(word)));
     const keys = new Set(all.map((entry) => entry.checkpoint));
     this.grid.selected = this.grid.selected.filter((key) => keys.has(key));
     // The newest first, as long as nobody sorts otherwise.
@@ -233,25 +246,32 @@ class CheckpointsView {
   }
 
   columns() {
-    const link = (entry) =>
-      h("a", { href: this.urlOf(entry), tabindex: "-1", title: entry.checkpoint, test: "checkpoint-link" }, h("bdi", null, entry.tag));
+    const link = (entry) => {
+      const place = { href: this.urlOf(entry), tabindex: "-1", title: entry.checkpoint, test: "checkpoint-link" };
+      return h("a", place, h("bdi", null, entry.tag));
+    };
+    const ageOf = (entry) => age(entry.committed_at);
+    const metric = (name) => {
+      const label = h("bdi", null, name.slice(0, 40));
+      const value = (entry) => entry.metrics[name] ?? null;
+      return { ...numberColumn(`metric-${name}`, label, "6.5rem", number, value), hint: name };
+    };
     const writtenBy = (entry) => this.written.get(`${entry.tag} ${entry.step}`) ?? null;
     const step = numberColumn("step", "Step", "5.5rem", count, (entry) => entry.step);
     const size = sizeColumn("size", "Size", "Bytes of all its files", (entry) => entry.size_bytes);
-    const shared = sizeColumn("shared", "Shared", "Of those, what other checkpoints have too", (entry) => entry.shared_bytes);
+    const sharedHint = "Of those, what other checkpoints have too";
+    const shared = sizeColumn("shared", "Shared", sharedHint, (entry) => entry.shared_bytes);
     const freed = sizeColumn("freed", "Frees", "Bytes that removing it alone would free", (entry) => entry.freed_bytes);
     const written = sizeColumn("written", "Written", "Bytes that its save wrote anew, by the journal", writtenBy);
     const phone = matchMedia("(max-width: 640px)").matches;
+    const tag = { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.5fr)", cell: link, value: (entry) => entry.tag };
     return [
-      { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.5fr)", stays: true, cell: link, value: (entry) => entry.tag },
+      { ...tag, stays: true },
       ...(phone ? [size, freed, shared, step] : [step, size, shared, freed]),
       ...(this.written.size > 0 ? [written] : []),
-      { key: "age", label: "Saved", width: "6.5rem", cell: (entry) => time(entry.committed_at), value: (entry) => -entry.committed_at },
+      { key: "age", label: "Saved", width: "6.5rem", cell: ageOf, value: (entry) => -entry.committed_at },
       numberColumn("ranks", "Ranks", "4.5rem", count, (entry) => entry.world_size),
-      ...this.metrics.map((name) => ({
-        ...numberColumn(`metric-${name}`, h("bdi", null, name.slice(0, 40)), "6.5rem", number, (entry) => entry.metrics[name] ?? null),
-        hint: name,
-      })),
+      ...this.metrics.map(metric),
     ];
   }
 
@@ -274,7 +294,8 @@ class CheckpointsView {
   drawToolbar() {
     const [a, b] = this.grid.selected.map((key) => this.list.checkpoints.find((entry) => entry.checkpoint === key));
     const one = b === undefined ? a : undefined;
-    const pick = (number) => (number === 1 ? "Select one checkpoint in the table first." : "Select two checkpoints in the table first.");
+    const pick = (many) => `Select ${many} in the table first.`;
+    const notOne = one === undefined ? pick("one checkpoint") : null;
     const compare = () => {
       const [before, after] = a.committed_at <= b.committed_at ? [a, b] : [b, a];
       this.context.go(runUrl(this.run, "compare", { before: before.checkpoint, after: after.checkpoint }));
@@ -282,9 +303,9 @@ class CheckpointsView {
     const verify = () => this.verify(one);
     replace(
       this.toolbar,
-      actionButton("Open", "open-selected", () => this.context.go(this.urlOf(one)), one === undefined ? pick(1) : null),
-      isReport ? null : actionButton("Verify", "verify-selected", verify, one === undefined ? pick(1) : whyNot(this.context.service)),
-      actionButton("Compare", "compare-selected", compare, b === undefined ? pick(2) : null),
+      actionButton("Open", "open-selected", () => this.context.go(this.urlOf(one)), notOne),
+      isReport ? null : actionButton("Verify", "verify-selected", verify, notOne ?? whyNot(this.context.service)),
+      actionButton("Compare", "compare-selected", compare, b === undefined ? pick("two checkpoints") : null),
     );
   }
 
@@ -337,54 +358,10 @@ function metricNames(entries, most = MOST_METRICS) {
   return [...names].sort().slice(0, most);
 }
 
-function time(at) {
-  return h("time", { datetime: new Date(at * 1000).toISOString(), title: when(at) }, ago(at));
-}
-
 function nothingYet() {
   return empty(
     "No checkpoints yet",
     "The run's checkpoints appear here as they are committed.",
     'engine.save_checkpoint("folder")',
-  );
-}
-
-function unfinishedPanel(unfinished) {
-  if (unfinished.length === 0) return null;
-  const row = ({ name, state, nbytes }) =>
-    h(
-      "tr",
-      null,
-      h("th", { scope: "row", class: "name" }, h("bdi", null, name)),
-      h("td", { "data-label": "State" }, h("span", { class: state === "under way" ? "tag dot" : "tag warn" }, state)),
-      h("td", { class: "num", "data-label": "Size so far" }, bytes(nbytes)),
-    );
-  return h(
-    "section",
-    { class: "panel", test: "unfinished" },
-    h("h2", null, "Not committed"),
-    h("p", { class: "muted" }, "Saves and uploads that go on, or were cut off. None of them is a checkpoint; the next save removes what was cut off."),
-    table(["Folder", "State", "Size so far"], unfinished.map(row)),
-  );
-}
-
-function refusedPanel(refused) {
-  if (refused.length === 0) return null;
-  const row = ({ name, reason }) =>
-    h("tr", null, h("th", { scope: "row", class: "name" }, h("bdi", null, name)), h("td", { class: "name", "data-label": "Why" }, reason));
-  return h(
-    "section",
-    { class: "panel", test: "refused" },
-    h("h2", null, "Refused"),
-    h("p", { class: "muted" }, "These folders look like checkpoints but are not valid; nothing reads them."),
-    table(["Folder", "Why"], refused.map(row)),
-  );
-}
-
-function table(heads, rows) {
-  return h(
-    "div",
-    { class: "scroll" },
-    h("table", { class: "cards" }, h("thead", null, h("tr", null, heads.map((text) => h("th", { scope: "col", class: text.startsWith("Size") ? "num" : null }, text)))), h("tbody", null, rows)),
   );
 }

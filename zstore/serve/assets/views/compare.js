@@ -9,6 +9,7 @@ import { count, counted, number, percent } from "../format.js";
 import { note, runUrl } from "../router.js";
 import { empty, problem } from "../states.js";
 import { buildTree } from "../parts/names.js";
+import { fact, marked } from "../parts/facts.js";
 import { TreeView } from "../parts/tree.js";
 
 const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
@@ -26,17 +27,24 @@ export async function show(container, params, context) {
   const { run, query } = params;
   const { checkpoints } = await get(api(["runs", run, "checkpoints"]));
   if (checkpoints.length < 2) {
-    replace(container, empty("Nothing to compare", `The run has ${counted(checkpoints.length, "checkpoint")}: a comparison takes two.`));
+    const number = counted(checkpoints.length, "checkpoint");
+    replace(container, empty("Nothing to compare", `The run has ${number}: a comparison takes two.`));
     return undefined;
   }
   const after = query.get("after") ?? checkpoints.at(-1).checkpoint;
-  const place = checkpoints.findIndex((entry) => entry.checkpoint === after);
-  const before = query.get("before") ?? checkpoints[place > 0 ? place - 1 : place === 0 ? 1 : checkpoints.length - 2].checkpoint;
+  const before = query.get("before") ?? neighbour(checkpoints, after);
   note({ before, after });
   const view = new CompareView({ run, query, context, checkpoints, before, after });
   replace(container, view.element);
   void view.load();
   return () => view.close();
+}
+
+/** Return the checkpoint before `after`; the one behind it where there is none before. */
+function neighbour(checkpoints, after) {
+  const place = checkpoints.findIndex((entry) => entry.checkpoint === after);
+  if (place < 0) return checkpoints.at(-2).checkpoint;
+  return checkpoints[place === 0 ? 1 : place - 1].checkpoint;
 }
 
 class CompareView {
@@ -90,11 +98,15 @@ class CompareView {
       const options = [...this.checkpoints].reverse().map(({ checkpoint, tag, step }) =>
         h("option", { value: checkpoint, selected: checkpoint === chosen }, `${tag.slice(0, 80)}, step ${count(step)}`),
       );
-      const select = h("select", { id: `pick-${name}`, test: `compare-${name}` }, known ? null : h("option", { value: chosen, selected: true }, chosen.slice(0, 80)), options);
+      // A link may name one that is gone, or `latest`.
+      if (!known) options.unshift(h("option", { value: chosen, selected: true }, chosen.slice(0, 80)));
+      const select = h("select", { id: `pick-${name}`, test: `compare-${name}` }, options);
       select.addEventListener("change", () => this.goTo({ [name]: select.value }));
       return h("div", { class: "field" }, h("label", { for: `pick-${name}` }, label), select);
     };
     const swap = () => this.goTo({ before: this.after, after: this.before });
+    const text = "Swap the two";
+    const button = h("button", { type: "button", onclick: swap, "aria-label": text, title: text, test: "compare-swap" }, "⇄");
     return h(
       "section",
       { class: "panel", "aria-label": "What is compared" },
@@ -102,7 +114,7 @@ class CompareView {
         "div",
         { class: "row pickers" },
         picker("Before", "before", this.before),
-        h("button", { type: "button", onclick: swap, "aria-label": "Swap the two", title: "Swap the two", test: "compare-swap" }, "⇄"),
+        button,
         picker("After", "after", this.after),
       ),
     );
@@ -133,7 +145,8 @@ class CompareView {
     replace(this.place, h("p", { class: "loading", role: "status" }, "Comparing checksums"));
     const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after });
     if (!has(path)) {
-      replace(this.place, h("p", { class: "panel muted" }, "This report does not hold the comparison of these two: ask the service that it was made from."));
+      const text = "This report does not hold the comparison of these two: ask the service that it was made from.";
+      replace(this.place, h("p", { class: "panel muted" }, text));
       return;
     }
     try {
@@ -150,7 +163,9 @@ class CompareView {
     const { arrays, counts } = this.difference;
     const same = counts.same ?? 0;
     if (arrays.length === 0) {
-      replace(this.place, h("section", { class: "panel", test: "compare-counts" }, h("h2", { class: "good" }, "No array differs"), h("p", null, `All ${counted(same, "array")} are the same, byte for byte.`)));
+      const text = `All ${counted(same, "array")} are the same, byte for byte.`;
+      const title = h("h2", { class: "good" }, "No array differs");
+      replace(this.place, h("section", { class: "panel", test: "compare-counts" }, title, h("p", null, text)));
       return;
     }
     replace(
@@ -183,14 +198,13 @@ class CompareView {
     };
     replace(
       this.counts,
-      STATUSES.filter((status) => counts[status]).map((status) =>
-        h(
-          "button",
-          { type: "button", class: "small", "aria-pressed": String(this.statuses.has(status)), onclick: toggle(status), test: `count-${status}` },
-          h("span", { class: `swatch status-${status}` }),
-          `${count(counts[status])} ${WORDS[status]}`,
-        ),
-      ),
+      STATUSES.filter((status) => counts[status]).map((status) => {
+        const pressed = String(this.statuses.has(status));
+        const attributes = { type: "button", class: "small", "aria-pressed": pressed, test: `count-${status}` };
+        const swatch = h("span", { class: `swatch status-${status}` });
+        const text = `${count(counts[status])} ${WORDS[status]}`;
+        return h("button", { ...attributes, onclick: toggle(status) }, swatch, text);
+      }),
       h("span", { class: "muted", test: "count-same" }, `${count(counts.same ?? 0)} the same`),
     );
   }
@@ -219,7 +233,12 @@ class CompareView {
       this.detail,
       h("h3", { class: "array-name mono", title: entry.name }, h("bdi", null, entry.name)),
       h("p", null, h("span", { class: `tag status-${entry.status}` }, WORDS[entry.status])),
-      h("dl", { class: "facts" }, fact("Before", entry.before ?? "not there", "difference-before"), fact("After", entry.after ?? "not there", "difference-after")),
+      h(
+        "dl",
+        { class: "facts" },
+        fact("Before", entry.before ?? "not there", { test: "difference-before" }),
+        fact("After", entry.after ?? "not there", { test: "difference-after" }),
+      ),
       values,
     );
     if (chosen && matchMedia("(max-width: 900px)").matches) this.detail.scrollIntoView({ block: "start" });
@@ -246,29 +265,30 @@ function known(entry) {
   return Object.fromEntries(Object.entries(entry ?? {}).filter(([, value]) => value !== null));
 }
 
-function fact(name, value, test, hint = null) {
-  return h("div", { title: hint }, h("dt", null, name), h("dd", { test }, value));
-}
-
 function valueFacts({ numel, changed, max_abs, rms, nonfinite, chunks, chunks_changed }) {
   const share = numel > 0 && changed !== undefined ? ` (${percent(changed / numel)})` : "";
   return [
     h(
       "dl",
       { class: "facts", test: "difference-values" },
-      fact("Changed elements", `${count(changed)} of ${count(numel)}${share}`, "difference-changed"),
-      fact("Largest difference", number(max_abs, 6), "difference-max", "Between finite elements"),
-      fact("Root mean square", number(rms, 6), "difference-rms", "Over all elements"),
-      fact(
-        "Not finite",
-        h("span", { class: nonfinite > 0 ? "tag bad dot" : null }, count(nonfinite)),
-        "difference-nonfinite",
-        "Elements that differ, one of them NaN or infinite",
-      ),
-      chunks > 0 ? fact("Chunks changed", `${count(chunks_changed)} of ${count(chunks)}`, "difference-chunks") : null,
+      fact("Changed elements", `${count(changed)} of ${count(numel)}${share}`, { test: "difference-changed" }),
+      fact("Largest difference", number(max_abs, 6), { test: "difference-max", hint: "Between finite elements" }),
+      fact("Root mean square", number(rms, 6), { test: "difference-rms", hint: "Over all elements" }),
+      fact("Not finite", marked(nonfinite, count(nonfinite)), {
+        test: "difference-nonfinite",
+        hint: "Elements that differ, one of them NaN or infinite",
+      }),
+      chunks > 0
+        ? fact("Chunks changed", `${count(chunks_changed)} of ${count(chunks)}`, { test: "difference-chunks" })
+        : null,
     ),
-    changed > 0 ? h("div", { class: "meter", role: "img", "aria-label": `${percent(changed / numel)} of the elements changed` }, h("span", { style: { width: `${Math.max(0.5, (100 * changed) / numel)}%` } })) : null,
+    changed > 0 ? meter(changed / numel) : null,
   ];
+}
+
+function meter(share) {
+  const bar = h("span", { style: { width: `${Math.max(0.5, 100 * share)}%` } });
+  return h("div", { class: "meter", role: "img", "aria-label": `${percent(share)} of the elements changed` }, bar);
 }
 
 function differenceCells(item, { tally }) {
@@ -280,5 +300,6 @@ function differenceCells(item, { tally }) {
     return [h("span", { class: "cell both", title, "aria-label": title }, parts)];
   }
   const chunks = item.chunks > 0 ? `${count(item.chunks_changed)} of ${count(item.chunks)}` : "";
-  return [h("span", { class: "cell" }, swatch(item.status), WORDS[item.status]), h("span", { class: "cell num wide" }, chunks)];
+  const status = h("span", { class: "cell" }, swatch(item.status), WORDS[item.status]);
+  return [status, h("span", { class: "cell num wide" }, chunks)];
 }

@@ -41,7 +41,8 @@ class JobsView {
     });
     this.list = h("div", { class: "view", test: "jobs-list" });
     this.trouble = h("p", { class: "bad", role: "alert", hidden: true });
-    this.element = h("div", { class: "view" }, h("div", { class: "row" }, h("h1", null, "Jobs"), h("span", { class: "spring" }), this.select), this.trouble, this.list);
+    const head = h("div", { class: "row" }, h("h1", null, "Jobs"), h("span", { class: "spring" }), this.select);
+    this.element = h("div", { class: "view" }, head, this.trouble, this.list);
   }
 
   take(jobs) {

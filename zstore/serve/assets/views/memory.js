@@ -13,7 +13,7 @@ import { empty } from "../states.js";
 const COLUMNS = [
   { key: "name", label: "Array", width: "minmax(7rem, 1fr)", cell: (array) => nameOf(array), value: (array) => array.name },
   { key: "kind", label: "Kind", width: "8rem", cell: (array) => array.kind, value: (array) => array.kind },
-  { key: "tier", label: "Tier", width: "3.5rem", cell: (array) => array.tier, value: (array) => array.tier },
+  { key: "tier", label: "Tier", width: "4rem", cell: (array) => array.tier, value: (array) => array.tier },
   { key: "nbytes", label: "Size", width: "5.75rem", numeric: true, cell: (array) => bytes(array.nbytes), value: (array) => array.nbytes },
 ];
 

@@ -37,6 +37,7 @@ class RunView {
     this.ended = () => {};
     this.closed = false;
     this.shownLists = "";
+    this.isEmpty = null;
     this.detailed = null;
     const from = Number.parseFloat(query.get("from"));
     const to = Number.parseFloat(query.get("to"));
@@ -128,10 +129,13 @@ class RunView {
     this.showActions();
     this.curves.element.hidden = all.length === 0;
     this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
+    if (this.isEmpty !== (all.length === 0)) {
+      this.isEmpty = all.length === 0;
+      replace(this.waiting, this.isEmpty ? this.nothing() : null);
+    }
     const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions]);
     if (text === this.shownLists) return;
     this.shownLists = text;
-    replace(this.waiting, all.length === 0 ? this.nothing() : null);
     replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail.warnings), sessionsPanel(this.detail));
   }
 
@@ -150,7 +154,7 @@ class RunView {
       return empty(
         "No journal",
         `This folder holds ${counted(summary.num_checkpoints, "checkpoint")} and no journal, so there is nothing to draw. Training that saves here writes one:`,
-        `zstore train --save ${summary.location}`,
+        `zstore train --config ds_config.json --model gpt-tiny --steps 100 --save ${summary.location}`,
       );
     }
     return empty("No steps yet", "The run has begun. The first curve starts with its first step.");

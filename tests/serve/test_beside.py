@@ -1,0 +1,122 @@
+"""What a client sends beside its checkpoints: the lines of its journal, and its model's config."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import urllib3
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.serve.conftest import Serve
+from tests.serve.proxy import proxy_to
+from zstore.errors import UsageError
+from zstore.journal.names import journal_file
+from zstore.remote.folder import open_folder
+from zstore.remote.journal_tail import JournalTail
+from zstore.remote.service_upload import ServicePlace
+
+TOKEN = {"Authorization": "Bearer secret"}
+OPTIONS = {"token": "secret"}
+
+
+def _lines(*numbers: int) -> bytes:
+    return b"".join(json.dumps({"kind": "step", "step": number}).encode() + b"\n" for number in numbers)
+
+
+@pytest.fixture
+def base(tmp_path: Path, serve: Serve) -> str:
+    (tmp_path / "runs").mkdir()
+    return serve(tmp_path / "runs", token="secret", allow_actions=True)
+
+
+def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+    stored = tmp_path / "runs/one" / journal_file("abc")
+
+    def post(lines: bytes, offset: Any, run: str = "one", run_id: str = "abc") -> tuple[int, Any]:
+        url = f"{base}/api/uploads/journals/{run}/{run_id}?offset={offset}"
+        answer = http.request("POST", url, body=lines, headers=TOKEN)
+        return answer.status, answer.json()
+
+    first, second = _lines(1, 2), _lines(3)
+    assert post(first, 0) == (200, {"bytes": len(first)})
+    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second)})
+    assert post(second, len(first))[0] == 200  # the answer was lost
+    assert post(first + second + _lines(4), 0)[0] == 200
+    assert stored.read_bytes() == _lines(1, 2, 3, 4)
+    for lines, offset, expected in [
+        (_lines(9), 0, 409),
+        (_lines(9), 10**6, 409),
+        (b"{}", 0, 400),
+        (b"", 0, 400),
+        (b"text\n", 0, 400),
+        (_lines(5), "x", 400),
+        (_lines(5), -1, 400),
+        (b"{" + b" " * 2**20 + b"}\n", 0, 413),
+    ]:
+        assert post(lines, offset)[0] == expected, (lines[:20], offset)
+    assert post(first, 0, run_id="..%2fx")[0] in (400, 404)
+    assert post(first, 0, run=".hidden")[0] == 400
+    # A line that the end of the service cut off.
+    with stored.open("ab") as file:
+        file.write(b'{"kind": "st')
+    assert post(_lines(5), len(_lines(1, 2, 3, 4)))[0] == 200
+    assert stored.read_bytes() == _lines(1, 2, 3, 4, 5)
+    save_arrays(tmp_path / "runs/other", {"model/a": np.zeros(3)}, run_id="other")
+    assert post(first, 0, run="other")[0] == 409
+    assert http.request("POST", f"{base}/api/uploads/journals/one/abc?offset=0", body=first).status == 401
+
+
+def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zstore.remote.journal_tail._PAUSE_S", 0.01)
+    stored, problems = tmp_path / "runs/one" / journal_file("abc"), []
+    with proxy_to(int(base.rpartition(":")[2])) as proxy:
+        place = ServicePlace.of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
+        path = tmp_path / "first.jsonl"
+        path.write_bytes(_lines(1))
+        arrived = threading.Event()
+        proxy.after(500, lambda: (proxy.cut(), arrived.set()))
+        with JournalTail(path, place, "abc", 0, problems.append):
+            for number in range(2, 40):
+                with path.open("ab") as file:
+                    file.write(_lines(number))
+                if number == 20:
+                    assert arrived.wait(20)
+            with path.open("ab") as file:
+                file.write(b'{"kind": "st')
+        assert stored.read_bytes() == _lines(*range(1, 40))
+        # On another machine, whose folder has nothing of it; then there again.
+        elsewhere = tmp_path / "second.jsonl"
+        elsewhere.write_bytes(_lines(40))
+        JournalTail(elsewhere, place, "abc", 0, problems.append).close()
+        with elsewhere.open("ab") as file:
+            file.write(_lines(41))
+        JournalTail(elsewhere, place, "abc", len(_lines(40)), problems.append).close()
+    assert stored.read_bytes() == _lines(*range(1, 42))
+    assert problems == []
+    JournalTail(elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, problems.append).close()
+    assert len(problems) == 1
+    assert "does not accept the token" in problems[0]
+
+
+def test_config_and_tokenizer_lie_beside_the_checkpoints(tmp_path: Path, base: str) -> None:
+    folder = open_folder(f"{base}/one", OPTIONS)
+    folder.write_small("config.json", b"{}")
+    folder.write_small("config.json", b"{ }")
+    assert (tmp_path / "runs/one/config.json").read_bytes() == b"{ }"
+    save_arrays(tmp_path / "runs/one", {"model/a": np.zeros(3)})
+    folder.write_small("config.json", b"{ }")
+    folder.write_small("tokenizer.json", b"{}")
+    with pytest.raises(FileExistsError, match=r"has another config\.json"):
+        folder.write_small("config.json", b"{}")
+    for name in ("latest", "journal-abc.jsonl", "zstore.json", ".config.json"):
+        with pytest.raises(UsageError):
+            folder.write_small(name, b"{}")
+    with pytest.raises(UsageError):
+        folder.child("step-00000001").write_small("config.json", b"{}")

@@ -1,0 +1,28 @@
+// Numbers with their names, and times.
+
+import { h } from "../dom.js";
+import { ago, when } from "../format.js";
+
+/** An entry of a list of facts; `hint` is said when the pointer rests on it. */
+export function fact(name, value, { test = null, hint = null } = {}) {
+  return h("div", { title: hint }, h("dt", null, name), h("dd", { test }, value));
+}
+
+/** How long ago a time was, with its date as a hint. */
+export function age(at) {
+  return h("time", { datetime: iso(at), title: when(at) }, ago(at));
+}
+
+/** A time as date and clock. */
+export function date(at) {
+  return h("time", { datetime: iso(at), title: ago(at) }, when(at));
+}
+
+/** A number, marked where it is not zero. */
+export function marked(value, text) {
+  return h("span", { class: value > 0 ? "tag bad dot" : null }, text);
+}
+
+function iso(at) {
+  return new Date(at * 1000).toISOString();
+}
