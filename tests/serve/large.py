@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.forging import record_digest
-from zstore.checkpoint.names import new_save_id, step_tag
+from zstore.checkpoint.names import step_tag
 
 
 def make_large(folder: Path, *, num_checkpoints: int = 1000, num_arrays: int = 10_000) -> Path:
@@ -21,7 +21,7 @@ def make_large(folder: Path, *, num_checkpoints: int = 1000, num_arrays: int = 1
     for step in range(2, num_checkpoints):
         copy = folder / step_tag(step)
         shutil.copytree(first, copy, copy_function=os.link)
-        document |= {"tag": step_tag(step), "step": step, "id": new_save_id()}
+        document |= {"tag": step_tag(step), "step": step}
         document["committed_ns"] += 1_000_000
         document["digest"] = record_digest(document)
         (copy / "zstore.json").unlink()
