@@ -10,7 +10,7 @@ import typer
 
 from zstore.errors import CheckpointExistsError
 from zstore.io.files import Files
-from zstore.serve.report import MAX_BYTES, NUM_ARRAYS, Limits, Report, open_run
+from zstore.serve.report.report import MAX_BYTES, NUM_ARRAYS, Limits, Report, open_run
 from zstore.sizes import format_bytes
 
 from .listing import check_listing

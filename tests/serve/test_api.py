@@ -392,7 +392,7 @@ def _listed(sample: Path) -> list[Any]:
 
 
 def test_the_document_describes_every_route(client: Client) -> None:
-    from zstore.serve.api import OPERATIONS
+    from zstore.serve.routes.api import OPERATIONS
 
     described = [(m, p) for p, methods in client.document["paths"].items() for m in methods]
     assert len(described) == len(OPERATIONS)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from zstore.serve.bundle import Inside, bundle, one_file, read_assets
+from zstore.serve.report.bundle import Inside, bundle, one_file, read_assets
 
 PAGE = """<!doctype html>
 <html><head>

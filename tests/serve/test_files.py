@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from zstore.checkpoint.names import new_save_id
-from zstore.serve.listing import Listing
-from zstore.serve.ranges import choose
+from zstore.serve.files.listing import Listing
+from zstore.serve.files.ranges import choose
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 

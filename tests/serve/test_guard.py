@@ -28,7 +28,7 @@ from zstore.errors import UsageError
 from zstore.serve import auth
 from zstore.serve.app import make_app
 from zstore.serve.auth import Access, require_action
-from zstore.serve.guard import HEADERS, MOST_BODY_BYTES
+from zstore.serve.guard.guard import HEADERS, MOST_BODY_BYTES
 from zstore.serve.server import make_server, serving
 from zstore.serve.settings import Root, Settings
 

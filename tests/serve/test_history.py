@@ -20,11 +20,11 @@ from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, JournalWriter
 from zstore.checkpoint.folder import LocalFolder
 from zstore.serve.app import make_app
-from zstore.serve.columns import StepTable
-from zstore.serve.history import History
 from zstore.serve.models import RunList
-from zstore.serve.operations import answer_heavy
+from zstore.serve.routes.operations import answer_heavy
 from zstore.serve.settings import Root, Settings
+from zstore.serve.views.columns import StepTable
+from zstore.serve.views.history import History
 
 
 def test_many_steps_are_kept_as_fewer_rows_with_the_same_means() -> None:

@@ -17,7 +17,7 @@ import urllib3
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.sample import HOSTILE_RUN, RUN, make_sample
-from zstore.serve.bundle import Inside, one_file, read_assets
+from zstore.serve.report.bundle import Inside, one_file, read_assets
 from zstore.tools import cli
 
 Report = Callable[..., tuple[int, str]]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, JournalWriter
-from zstore.serve import report
+from zstore.serve.report import report
 from zstore.sizes import format_bytes
 from zstore.tools.cli import app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zstore.serve.columns import StepTable, row_of
+from zstore.serve.views.columns import StepTable, row_of
 
 
 def test_a_range_of_steps_is_its_rows_or_fewer_points() -> None:

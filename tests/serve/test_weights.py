@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from tests.checkpoint.checkpoints import Array, open_world, save_arrays
 from tests.serve.conftest import Serve
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.serve.downloads import UNIT_BYTES, BusyError, Downloads
+from zstore.serve.files.downloads import UNIT_BYTES, BusyError, Downloads
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command

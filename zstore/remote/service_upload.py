@@ -1,7 +1,7 @@
 """Uploading to a service of zstore: only what it does not have, and from where a broken connection left off.
 
 The service says at every point what is missing, so that the same save offered again goes on where it ended. See [Note: the
-protocol of an upload] in `zstore.serve.uploads`.
+protocol of an upload] in `zstore.serve.routes.uploads`.
 """
 
 from __future__ import annotations

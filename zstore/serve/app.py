@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from . import api, beside, files, page, sessions, uploads, weights
-from .guard import Guard
+from .guard.guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
+from .routes import api, beside, files, page, sessions, uploads, weights
 from .service import Service
 from .settings import Settings
 

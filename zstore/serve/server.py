@@ -15,10 +15,10 @@ from starlette.applications import Starlette
 
 from ..errors import UsageError
 from .app import make_app
-from .connections import Limits
+from .guard.connections import Limits
+from .guard.tls import make_context
 from .service import Service
 from .settings import Settings
-from .tls import make_context
 
 _GRACE_S = 3
 """How long requests may take to end once the service is to."""

@@ -8,19 +8,19 @@ import anyio
 from starlette.requests import Request
 
 from .auth import Access
-from .downloads import Downloads
 from .endless import Endless
-from .inbox import Inbox
+from .files.downloads import Downloads
+from .files.opened import RemoteSizes
+from .files.plans import Plans
+from .files.transfers import Transfers
+from .files.visible import Checkpoints
+from .inbox.inbox import Inbox
+from .inbox.limits import UploadLimits
 from .jobs import Jobs
-from .library import Library
-from .opened import RemoteSizes
-from .plans import Plans
-from .readers import NUM_HEAVY
 from .runs import Run
 from .settings import Settings
-from .transfers import Transfers
-from .upload_limits import UploadLimits
-from .visible import Checkpoints
+from .views.library import Library
+from .views.readers import NUM_HEAVY
 
 
 class Service(Library):

@@ -1,0 +1,137 @@
+"""A visible file, opened: its bytes, tag and content type. Local files are opened without following any link."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from ...checkpoint.folder import Folder
+from ...errors import CheckpointNotFoundError
+from ...remote.url_folder import UrlFolder
+from .visible import Place
+
+_TYPES = {
+    ".json": "application/json",
+    ".jsonl": "application/x-ndjson",
+    ".txt": "text/plain; charset=utf-8",
+    ".py": "text/plain; charset=utf-8",
+    ".jinja": "text/plain; charset=utf-8",
+}
+_MOST_SIZES = 65536
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EMLINK})
+
+
+class IsFolderError(Exception):
+    """The place is a folder inside a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A file's bytes. The caller closes it."""
+
+    folder: Folder
+    path: str
+    size: int
+    etag: str | None
+    """Changes whenever the bytes under the same URL do. None: that cannot be told."""
+    file: BinaryIO | None
+    """None where it is behind a URL."""
+
+    @property
+    def media_type(self) -> str:
+        """The content type; never one that a browser runs."""
+        name = self.path.rpartition("/")[2]
+        if name == "latest":
+            return _TYPES[".txt"]
+        return _TYPES.get(os.path.splitext(name)[1], "application/octet-stream")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes of a file behind a URL."""
+        return cast(UrlFolder, self.folder).read_range(self.path, start, stop)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+
+
+class RemoteSizes:
+    """Sizes of files behind URLs, each asked for once: files of a checkpoint do not change. Usable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+
+    def open(self, place: Place) -> Opened:
+        """Return the file at a place behind a URL; raises FileNotFoundError, or IsFolderError."""
+        folder = cast(UrlFolder, place.folder)
+        if place.info is None:  # beside checkpoints files change, and nothing says when
+            return Opened(folder=folder, path=place.path, size=_size(folder, place.path), etag=None, file=None)
+        key = (folder.location, place.info.record.id, place.path)
+        with self._lock:
+            size = self._known.get(key)
+        if size is None:
+            size = _size(folder, place.path)
+            with self._lock:
+                self._known[key] = size
+                while len(self._known) > _MOST_SIZES:
+                    self._known.popitem(last=False)
+        tag = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+        return Opened(folder=folder, path=place.path, size=size, etag=f'"{tag}"', file=None)
+
+
+def _size(folder: UrlFolder, path: str) -> int:
+    try:
+        return folder.size(path)
+    except IsADirectoryError as error:
+        raise IsFolderError from error
+
+
+def open_local(place: Place, start: int = 0) -> Opened:
+    """Return the file at a local place; raises CheckpointNotFoundError where there is none, or IsFolderError."""
+    descriptor = open_below(place.folder, place.path)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsFolderError
+        if not stat.S_ISREG(status.st_mode):
+            raise _absent(place.folder, place.path)
+        file = cast(BinaryIO, open(descriptor, "rb", buffering=0))  # noqa: SIM115
+    except BaseException:
+        os.close(descriptor)
+        raise
+    etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
+    return Opened(folder=place.folder, path=place.path, size=status.st_size, etag=etag, file=file)
+
+
+def open_below(folder: Folder, path: str) -> int:
+    """Return a descriptor of what `path` names in a local folder, the folder itself for an empty one.
+
+    No link is followed and no other way leads out, also where something changes on the way. Raises CheckpointNotFoundError
+    where it is missing, or is a link.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in path.split("/") if path else ():
+            above = descriptor
+            # A pipe would block without O_NONBLOCK.
+            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+            os.close(above)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if error.errno in _ABSENT:
+            raise _absent(folder, path) from error
+        raise
+    return descriptor
+
+
+def _absent(folder: Folder, path: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{folder} has no file {path!r}")

@@ -1,0 +1,33 @@
+"""Which files the weights of a checkpoint are laid out in, kept between requests."""
+
+from __future__ import annotations
+
+from ...checkpoint.reader import CheckpointReader
+from ...weights.from_checkpoint import DTYPES, list_weights
+from ...weights.layout import FileLayout, plan_files
+from ..kept import Kept
+
+_MOST_PLANS = 8
+_MOST_REFUSED = 256
+
+
+class Plans:
+    """The layouts that were asked for last, by checkpoint, and which weights fit no type. Usable from any thread."""
+
+    def __init__(self) -> None:
+        self._layouts: Kept[tuple[str, str, int], list[FileLayout]] = Kept(_MOST_PLANS)
+        self._refused: Kept[tuple[str, str], str] = Kept(_MOST_REFUSED)
+
+    def layouts(self, reader: CheckpointReader, dtype: str, max_file_bytes: int) -> list[FileLayout]:
+        """Return the files of the model, as `zstore consolidate` writes them."""
+        key = (reader.record.id, dtype, max_file_bytes)
+        found = self._layouts.get(key)
+        return found or self._layouts.put(key, plan_files(list_weights(reader, DTYPES[dtype]), max_file_bytes))
+
+    def refuse(self, reader: CheckpointReader, dtype: str, reason: str) -> None:
+        """Remember why the weights cannot be written as `dtype`, which is found out on the way."""
+        self._refused.put((reader.record.id, dtype), reason)
+
+    def refused(self, reader: CheckpointReader, dtype: str) -> str | None:
+        """Return why the weights cannot be written as `dtype`; None as far as is known."""
+        return self._refused.get((reader.record.id, dtype))

@@ -1,0 +1,164 @@
+"""What of a run's folder is visible from outside: committed checkpoints, and a few files beside them.
+
+[Note: what is visible]
+A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
+a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. What a save has under way or
+left behind is not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
+checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, but for one to another
+checkpoint in the same folder, which readers follow too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ...checkpoint.catalog import LOOPS_FOLDER, TagInfo, find_folder, list_nested, newest_of, scan
+from ...checkpoint.folder import Folder
+from ...checkpoint.names import LATEST_FILE, RECORD_FILE, parse_own_name
+from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
+from ...weights.companions import COMPANIONS
+
+_BESIDE = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
+_FRESH_S = 2.0
+"""How long a checkpoint behind a URL is taken to be what it was."""
+_MOST_KEPT = 256
+_NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f]")
+
+
+def is_plain(name: str) -> bool:
+    """Return whether `name` can be one component of a path and no more."""
+    return name not in ("", ".", "..") and len(os.fsencode(name)) <= 255 and _NOT_PLAIN.search(name) is None
+
+
+def is_beside(name: str) -> bool:
+    """Return whether a file of that name beside checkpoints is visible."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _BESIDE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Something visible: what `path` names in `folder`; an empty one is the folder itself."""
+
+    folder: Folder
+    path: str
+    info: TagInfo | None
+    """The checkpoint that it belongs to, None for what lies beside."""
+    is_folder: bool
+    """Whether it is a folder of checkpoints. What is inside a checkpoint is found out where it is read."""
+
+
+class Checkpoints:
+    """Finds committed checkpoints by their folders, and remembers them. Usable from any thread; calls block on the file
+    systems."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Folder, str], tuple[object, TagInfo]] = OrderedDict()
+
+    def find(self, folder: Folder, checkpoint: str) -> TagInfo:
+        """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`, or
+        `latest`. Raises CheckpointNotFoundError where there is none."""
+        if checkpoint == LATEST_FILE:
+            return self.latest(folder)
+        head, slash, name = checkpoint.rpartition("/")
+        if slash and LOOPS_FOLDER.fullmatch(head):
+            folder = folder.child(head)
+        elif slash:
+            raise _nothing(folder, checkpoint)
+        if (info := self.at(folder, name)) is None:
+            raise _nothing(folder, checkpoint)
+        return info
+
+    def at(self, folder: Folder, name: str) -> TagInfo | None:
+        """Return the checkpoint in the tag's folder `name`, None where there is none."""
+        if not is_plain(name) or parse_own_name(name) is not None:
+            return None
+        key, state = (folder, name), _state(folder, name)
+        with self._lock:
+            kept_state, kept = self._known.get(key, (None, None))
+            if kept is not None and state is not None and kept_state == state:
+                self._known.move_to_end(key)
+                return kept
+        try:
+            found = find_folder(folder, name)
+        except (CorruptionError, CheckpointMismatchError) as error:
+            raise CheckpointNotFoundError(
+                f"{folder} has no readable checkpoint {name!r}: its record is not valid"
+            ) from error
+        if found is not None and found.folder.name == name and state is not None:
+            with self._lock:
+                self._known[key] = (state, found)
+                while len(self._known) > _MOST_KEPT:
+                    self._known.popitem(last=False)
+        return found
+
+    def latest(self, folder: Folder) -> TagInfo:
+        """Return the newest checkpoint of a run; raises CheckpointNotFoundError where it has none."""
+        tags = sorted([*scan(folder).tags, *list_nested(folder).tags], key=lambda info: info.record.committed_ns)
+        if not tags:
+            raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
+        return newest_of(tags)
+
+    def place(self, folder: Folder, parts: tuple[str, ...]) -> Place:
+        """Return what a path in a run's folder names; `parts` are its components, an empty last one where it ends in `/`.
+
+        Raises CheckpointNotFoundError where nothing visible has that name.
+        """
+        if parts in ((), ("",)):
+            return Place(folder=folder, path="", info=None, is_folder=True)
+        head, rest = parts[0], parts[1:]
+        if not is_plain(head):
+            raise _nothing(folder, head)
+        if not rest and is_beside(head):
+            return Place(folder=folder, path=head, info=None, is_folder=False)
+        info = self.latest(folder) if head == LATEST_FILE else self.at(folder, head)
+        if info is not None:
+            return Place(folder=info.folder, path=_inside(folder, rest), info=info, is_folder=False)
+        if LOOPS_FOLDER.fullmatch(head) and is_real_folder(folder, head):
+            below = folder.child(head)
+            if rest and LOOPS_FOLDER.fullmatch(rest[0]):
+                raise _nothing(folder, "/".join(parts))
+            return self.place(below, rest)
+        raise _nothing(folder, head)
+
+
+def tags_in(folder: Folder) -> dict[str, TagInfo]:
+    """Return the committed checkpoints right in a folder by the names that their folders have in URLs."""
+    found = {}
+    for info in scan(folder).tags:
+        own = parse_own_name(info.folder.name)
+        found[own[0] if own else info.folder.name] = info
+    return found
+
+
+def is_real_folder(folder: Folder, name: str) -> bool:
+    """Return whether a folder has a folder of that name, and no link; behind a URL it is found out later."""
+    return not folder.is_local or (not os.path.islink(folder.path / name) and os.path.isdir(folder.path / name))
+
+
+def _inside(folder: Folder, parts: tuple[str, ...]) -> str:
+    """Return the path inside a checkpoint; one that ends in `/` where a folder is meant."""
+    if not all(is_plain(part) for part in parts[:-1]) or not (parts[-1:] in ((), ("",)) or is_plain(parts[-1])):
+        raise _nothing(folder, "/".join(parts))
+    return "/".join(parts)
+
+
+def _state(folder: Folder, name: str) -> object | None:
+    """Return what changes where another checkpoint takes the place of `name`; None where nothing of that name is there."""
+    if not folder.is_local:
+        return int(time.monotonic() / _FRESH_S)
+    try:
+        status = os.stat(folder.path / name / RECORD_FILE, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+
+def _nothing(folder: Folder, name: str) -> CheckpointError:
+    return CheckpointNotFoundError(f"{folder} has nothing visible that is called {name!r}")

@@ -1,0 +1,209 @@
+"""Connections: what uvicorn's protocol leaves open - size of a request's head, slow clients, and how many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import struct
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from ..models import Problem
+from .guard import HEADERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a connection may do. An instance serves one server."""
+
+    most_connections: int = 2048
+    most_head_bytes: int = 64 * 1024
+    """Of a request's line and headers."""
+    head_s: float = 20.0
+    """Within which the head of a request must have come, from its first byte, or from the start of the connection."""
+    body_s: float = 30.0
+    """A body must bring `body_bytes` in each such time while somebody waits for it."""
+    body_bytes: int = 16 * 1024
+    most_ignored_bytes: int = 64 * 1024 * 1024
+    """Of a body that is answered before its end, and read no further than this, so that a client sees the answer."""
+    send_s: float = 60.0
+    """Within which a client must take what is buffered for it, about a block."""
+    idle_s: float = 60.0
+    """How long a connection is kept for another request."""
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return the protocol that holds to them."""
+        return type("LimitedProtocol", (_Protocol,), {"limits": self})
+
+    def replace(self, **changes: Any) -> Limits:
+        """Return these limits, changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class _Protocol(HttpToolsProtocol):
+    """Adds limits to uvicorn's protocol. One timer runs for what is to be received, one for what is to be sent."""
+
+    limits = Limits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._receiving: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        """Kept of the head of the request that comes in."""
+        self._held_bytes = 0
+        """Received since something was complete: the parser may hold them."""
+        self._window_bytes = 0
+        """Of a body, since the timer began."""
+        self._ignored_bytes = 0
+        """Of a body that was answered before it ended."""
+        if len(self.connections) > self.limits.most_connections:
+            self._refuse(503, "the service has too many connections: try again")
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._receiving, self._sending):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._receiving is None:
+            self._expect_head()
+        self._held_bytes += len(data)
+        self._window_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._held_bytes > self.limits.most_head_bytes:
+            self._refuse_head()
+        elif self._ignored_bytes > self.limits.most_ignored_bytes:
+            self._abort()
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = self._ignored_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._held_bytes = self._window_bytes = 0
+        self._expect(self.limits.body_s, self._body_late)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._held_bytes = 0
+        if self.cycle.response_complete:
+            self._ignored_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._held_bytes = 0
+        self._stop_receiving()
+        super().on_message_complete()
+
+    def _count_head(self, nbytes: int) -> None:
+        """Count what is kept of a head, or of trailers. What is raised ends the parser, which asks for `send_400_response`."""
+        self._head_bytes += nbytes
+        if self._head_bytes > self.limits.most_head_bytes:
+            raise ValueError("the head is too large")
+
+    def _expect_head(self) -> None:
+        self._expect(self.limits.head_s, self._head_late)
+
+    def _head_late(self) -> None:
+        if self._held_bytes:
+            self._refuse(408, "the request did not come in time")
+        else:
+            self.transport.close()
+
+    def _body_late(self) -> None:
+        if self._window_bytes < self.limits.body_bytes and not self.flow.read_paused:
+            self._abort()
+        else:
+            self._window_bytes = 0
+            self._expect(self.limits.body_s, self._body_late)
+
+    def _expect(self, seconds: float, late: Any) -> None:
+        self._stop_receiving()
+        self._receiving = self.loop.call_later(seconds, late)
+
+    def _stop_receiving(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._sending is None:
+            # Closing would wait until the client takes what it does not take.
+            self._sending = self.loop.call_later(self.limits.send_s, self._abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_bytes > self.limits.most_head_bytes:
+            self._refuse_head()
+        else:
+            self._refuse(400, "this is no HTTP request")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the headers of a request may have {self.limits.most_head_bytes} bytes")
+
+    def shutdown(self) -> None:
+        if self.scheme == "https" and not self._answers():
+            self.transport.abort()  # closing waits until the client closes too
+        else:
+            super().shutdown()
+
+    def _answers(self) -> bool:
+        """Return whether an answer is under way."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def _abort(self) -> None:
+        """End the connection, and what the kernel has still to send."""
+        if (connection := self.transport.get_extra_info("socket")) is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer without asking the application, and end the connection; silently where an answer is under way."""
+        self._stop_receiving()
+        if self._answers():
+            self._abort()
+            return
+        body = Problem(error=text).model_dump_json().encode()
+        headers = {
+            **HEADERS,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+        }
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()

@@ -1,0 +1,333 @@
+"""All uploads of a service: which may begin, how much room they need, and their commits.
+
+[Note: whose name it is]
+A run's name belongs to the training run that has checkpoints there; of two that begin at a name without any, to the first,
+as long as its client was heard of within a quarter of an hour. Of one training run, a later upload of a tag replaces an
+earlier one that is not committed: a run has one save of a tag at a time, so the client of the earlier one was killed.
+
+[Note: room for uploads]
+An upload is refused when it is planned, unless what it brings fits beside what all others that go on still need. What is linked
+takes no room. Drives that others fill too may still be full before its end: then the file that does not fit is refused, what
+came stays, and the client goes on where there is room again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ...checkpoint.build import READ_ONLY
+from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
+from ...checkpoint.commit import Committer, discard, sweep
+from ...checkpoint.format import Record, dump_metadata
+from ...checkpoint.names import METADATA_FILE, tag_folder
+from ...checkpoint.retention import Keep, retire
+from ...errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+    UsageError,
+    ZstoreError,
+)
+from ...io.files import Files
+from ...io.pool import Workers
+from ..jobs import Jobs, RunningJob
+from ..runs import Runs
+from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
+from .plan import UploadPlan
+from .upload import Upload
+
+MOST_UPLOADS = 100
+"""Uploads at a time, those whose clients are gone included."""
+KEPT_S = 24 * 3600.0
+"""After so long without a word from its client, an upload is removed when the service next looks at uploads."""
+
+
+class Inbox:
+    """The uploads of a service. Usable from any thread."""
+
+    def __init__(self, runs: Runs, jobs: Jobs, *, keep_last: int | None = None, files: Files | None = None) -> None:
+        self._runs = runs
+        self._jobs = jobs
+        self._reported: dict[str, RunningJob] = {}
+        """By the upload's id, where the page sees it."""
+        self._keep_last = keep_last
+        self._files = files or Files()
+        self._lock = threading.Lock()
+        """For the table of uploads; nothing else is locked under it."""
+        self._deciding = threading.Lock()
+        """For what looks at more than one upload; taken before an upload's own."""
+        self._uploads: dict[str, Upload] | None = None
+
+    # -- which there are --------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Upload]:
+        """Return the uploads that are not committed; those that nobody goes on with are removed."""
+        with self._lock:
+            if self._uploads is None:
+                self._uploads = {upload.id: upload for upload in self._found()}
+            found = list(self._uploads.values())
+        old = [upload for upload in found if time.time() - upload.active_at > KEPT_S]
+        for upload in old:
+            self.remove(upload)
+        return [upload for upload in found if upload not in old]
+
+    def _found(self) -> Iterator[Upload]:
+        """Yield what earlier services left."""
+        for root in self._runs.local_roots():
+            for pattern in (f"{UPLOADS_FOLDER}/*/{OFFER_FILE}", f"*/{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
+                for path in root.glob(pattern):
+                    with contextlib.suppress(ValueError, OSError, ZstoreError):
+                        yield Upload.load(path.parent, self._files)
+
+    def get(self, upload_id: str) -> Upload:
+        """Return the upload of that id. Raises CheckpointNotFoundError."""
+        for upload in self.all():
+            if upload.id == upload_id:
+                return upload
+        raise CheckpointNotFoundError(
+            f"there is no upload {upload_id!r:.50}: it was committed or given up; begin it again"
+        )
+
+    def remove(self, upload: Upload) -> None:
+        """Remove an upload and all that came of it."""
+        with self._lock:
+            if self._uploads is not None:
+                self._uploads.pop(upload.id, None)
+            job = self._reported.pop(upload.id, None)
+        upload.remove()
+        if job is not None and job.now.state == "running":
+            job.end("it was given up")
+        with contextlib.suppress(OSError):  # a run that nothing was committed to
+            os.rmdir(upload.folder)
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def begin(self, offer: UploadOffer) -> UploadState:
+        """Begin an upload, or go on with one that was begun; return its state.
+
+        Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
+        """
+        _keep_of(offer.keep)
+        with self._deciding:
+            folder = self._runs.folder_for_uploads(offer.run)
+            upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
+            new = Upload(upload_id, offer, folder, self._files)
+            if (committed := _committed(folder, new.record)) is not None:
+                return _committed_state(new, committed)
+            _check_free(new)
+            others = [one for one in self.all() if one.folder == folder and one.id != new.id]
+            for one in others:
+                if one.record.run != new.record.run and _is_alive(one):
+                    raise CheckpointExistsError(
+                        f"another training run uploads its checkpoint {one.record.tag!r} to {offer.run!r}: choose another "
+                        "name, or wait until it is done"
+                    )
+            for one in others:
+                if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
+                    self.remove(one)
+            upload = self._begun(new)
+        return upload.state()
+
+    def _begun(self, new: Upload) -> Upload:
+        uploads = self.all()
+        upload = next((one for one in uploads if one.id == new.id), None)
+        if upload is not None and upload.offer.extras != new.offer.extras:
+            self.remove(upload)
+            upload = None
+        if upload is None:
+            if len(uploads) >= MOST_UPLOADS:
+                raise UsageError(f"{MOST_UPLOADS} uploads are under way: wait until some are done, or give some up")
+            self._require_room(new)
+            upload = new
+        upload.offer = new.offer  # what is to be kept and replaced may be asked for in another way
+        upload.store()
+        upload.touch()
+        with self._lock:
+            if self._uploads is not None:
+                self._uploads[upload.id] = upload
+        return upload
+
+    def plan(self, upload: Upload) -> UploadState:
+        """Plan an upload whose metadata and manifests are there. Raises DiskFullError where it does not fit."""
+        with self._deciding:
+            upload.plan()
+            self._require_room(upload)
+            self._report(upload)
+        upload.touch()
+        return upload.state()
+
+    def _report(self, upload: Upload) -> None:
+        """Let the upload be seen as a job."""
+        state = upload.state(files=False)
+        with self._lock:
+            if upload.id in self._reported:
+                return
+            job = self._jobs.add(
+                "upload", upload.offer.run, tag_folder(upload.record.tag), total_bytes=state.total_bytes
+            )
+            self._reported[upload.id] = job
+        job.advance(state.done_bytes)
+        upload.progress = job.advance
+
+    def _require_room(self, upload: Upload) -> None:
+        # The run's folder is made with the first of its uploads.
+        there = upload.folder if upload.folder.is_dir() else upload.folder.parent
+        device = os.stat(there).st_dev
+        others = [
+            one for one in self.all() if one is not upload and _is_alive(one) and os.stat(one.folder).st_dev == device
+        ]
+        theirs = sum(one.room_needed() for one in others)
+        needed = upload.room_needed()
+        beside = f", and {len(others)} other uploads {theirs}" if theirs else ""
+        self._files.require_room(
+            there,
+            needed + theirs,
+            f"the upload needs {needed} bytes{beside}",
+            "make room where the service stores its runs, or save elsewhere",
+        )
+
+    # -- committing -------------------------------------------------------------------------------------------------
+
+    def commit(self, upload: Upload) -> Committed:
+        """Commit an upload whose files are all there, and apply retention.
+
+        Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError where the tag was taken
+        meanwhile.
+        """
+        with self._deciding, upload.lock:
+            if (committed := _committed(upload.folder, upload.record)) is None:
+                upload.require_whole()
+                replaced = _check_free(upload)
+                linked_bytes = upload.linked_bytes()
+                self._complete(upload, upload.plan())
+                messages = self._publish(upload)
+                if replaced is not None and not upload.offer.overwrite:
+                    messages.append(replaced_text(replaced))
+                committed = read_record(upload.folder / tag_folder(upload.record.tag))
+            else:
+                linked_bytes, messages = 0, []
+            messages += self._retire(upload)
+            if (job := self._reported.get(upload.id)) is not None:
+                for message in messages:
+                    job.say(message)
+                job.end()
+            self.remove(upload)
+            self._runs.forget()
+        return Committed(
+            tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
+        )
+
+    def _complete(self, upload: Upload, plan: UploadPlan) -> None:
+        """Write the metadata of groups and arrays, and make all names durable."""
+        files = self._files
+
+        def write(folder: str) -> None:
+            path = upload.checkpoint / folder / METADATA_FILE
+            files.make_folder(path.parent)
+            files.unlink(path)
+            files.write_small(path, dump_metadata(plan.copies[folder]))
+            os.chmod(path, READ_ONLY)
+            files.sync_folder(path.parent)
+
+        with Workers(4, "zstore-upload") as workers:
+            workers.run([partial(write, folder) for folder in plan.copies])
+        for folder in (upload.checkpoint / "manifest", upload.checkpoint):
+            files.sync_folder(folder)
+
+    def _publish(self, upload: Upload) -> list[str]:
+        """Commit as a save of this machine does."""
+        record = upload.record
+        messages = sweep(self._files, upload.folder)
+        committer = Committer(self._files, upload.folder, record.tag, record.id)
+        moved = False
+
+        def take(temporary: Path) -> None:
+            nonlocal moved
+            self._files.rename(upload.checkpoint, temporary)
+            moved = True
+
+        try:
+            committer.begin(take)
+            if not moved:
+                raise StorageError("the files that were uploaded could not be moved", path=str(committer.temporary))
+            messages += committer.commit(record)
+        except BaseException:
+            if moved and committer.temporary.is_dir():
+                with contextlib.suppress(OSError):
+                    self._files.rename(committer.temporary, upload.checkpoint)
+            raise
+        finally:
+            committer.close()
+        return messages
+
+    def _retire(self, upload: Upload) -> list[str]:
+        keep = _keep_of(upload.offer.keep)
+        if self._keep_last is not None:
+            keep = Keep(last=self._keep_last) if keep is None else replace(keep, last=min(keep.last, self._keep_last))
+        if keep is None:
+            return []
+
+        def remove(info: TagInfo) -> None:
+            discard(self._files, info.path)
+
+        return retire(upload.folder, keep=keep, run=upload.record.run, remove=remove)
+
+
+def _keep_of(rules: KeepRules | None) -> Keep | None:
+    """Return the rules as the checkpoints' own; raises UsageError for such that make no sense."""
+    if rules is None:
+        return None
+    return Keep(last=rules.last, every=rules.every, best=rules.best, tags=tuple(rules.tags))
+
+
+def _is_alive(upload: Upload) -> bool:
+    return time.time() - upload.active_at < ALIVE_S
+
+
+def _committed(folder: Path, record: Record) -> Record | None:
+    """Return the record of the checkpoint in `folder` that is the one of `record`; None where there is none."""
+    with contextlib.suppress(ZstoreError, OSError):
+        info = find_tag(folder, record.tag)
+        if info is not None and replace(info.record, committed_ns=record.committed_ns) == record:
+            return info.record
+    return None
+
+
+def _committed_state(upload: Upload, record: Record) -> UploadState:
+    return UploadState(
+        id=upload.id, run=upload.offer.run, tag=record.tag, run_id=record.run, state="committed", started_at=upload.started_at,
+        active_at=upload.active_at, done_bytes=0, total_bytes=0, files=[],
+    )  # fmt: skip
+
+
+def _check_free(upload: Upload) -> TagInfo | None:
+    """Return the checkpoint that it replaces, None where there is none.
+
+    Raises CheckpointExistsError where tag or name belong to another training run. See [Note: whose name it is].
+    """
+    record, offer = upload.record, upload.offer
+    if not upload.folder.is_dir():
+        return None
+    runs = {info.record.run for info in scan(upload.folder).tags}
+    if runs and record.run not in runs:
+        raise CheckpointExistsError(
+            f"{offer.run!r} has the checkpoints of another training run ({min(runs)[:12]!r}, this is {record.run[:12]!r}): "
+            "save under another name, or load its checkpoint first to go on with that run"
+        )
+    try:
+        return check_tag_is_free(
+            upload.folder, record.tag, overwrite=offer.overwrite, run=record.run if offer.replaces_own else ""
+        )
+    except CheckpointExistsError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointExistsError(str(error)) from error

@@ -1,0 +1,195 @@
+"""What an upload must bring, by its record: every file with its size and how its content is known. Believes no client.
+
+[Note: what is known of a file]
+The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
+how large they are, the manifests the checksums of their chunks. The metadata files of the groups and arrays are copies out of
+the root's, and are made here. What a program left at the top of the folder, as `config.json`, is known by the SHA-256 that the
+client gave. So nothing that is stored has a name or a size that the client made up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...checkpoint.format import COMPLETE, Manifest, Record, dump_metadata, parse_json, sha256
+from ...checkpoint.metadata import parse_root
+from ...checkpoint.names import ABORT_FILE, LATEST_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
+from ...checkpoint.source import StoredArray
+from ...errors import CorruptionError, UsageError
+from ...format.archive import packed_file_bytes
+from ...format.codecs import most_stored_bytes
+from ...format.partition import round_up
+from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
+
+MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
+"""Of the metadata, and of a manifest: what is parsed here at a time."""
+MAX_DOCUMENT_VALUES = 2**22
+MAX_EXTRA_FILES = 1000
+MAX_EXTRA_BYTES = 2**40
+_PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f\x7f-\x9f]{1,200}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER, ABORT_FILE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownContent:
+    """A file whose SHA-256 is known before it comes."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardContent:
+    """A shard file."""
+
+    num_bytes: int
+    array: StoredArray
+    shard: int
+    crcs: npt.NDArray[np.uint32]
+    """By present chunk."""
+
+
+Content = KnownContent | ShardContent
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadPlan:
+    """All files of a checkpoint but for the record, by path inside it."""
+
+    record: Record
+    arrays: Mapping[str, StoredArray]
+    shards: Mapping[str, ShardContent]
+    of_rank: Mapping[int, tuple[str, ...]]
+    """The shard files that each rank wrote."""
+    copies: Mapping[str, dict[str, Any]] = field(repr=False)
+    """The metadata of groups and arrays, by folder: made here."""
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes on a drive of the files that are made here, and of the folders for them."""
+        return sum(
+            2 * BLOCK_BYTES + round_up(len(dump_metadata(document)), BLOCK_BYTES) for document in self.copies.values()
+        )
+
+
+def documents_of(record: Record, sizes: Mapping[str, int]) -> dict[str, KnownContent]:
+    """Return what is known of the metadata and of the manifests, of which a client says the sizes.
+
+    Raises UsageError where it names other files, or larger ones than are taken.
+    """
+    digests = {METADATA_FILE: record.metadata_sha256}
+    digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
+    if sizes.keys() != digests.keys():
+        odd = sorted(sizes.keys() ^ digests.keys())[:3]
+        raise UsageError(f"expected the sizes of {METADATA_FILE} and of each rank's manifest, got others: {odd!r:.200}")
+    for file, num_bytes in sizes.items():
+        if not 0 < num_bytes <= MAX_DOCUMENT_BYTES:
+            raise UsageError(f"{file} has {num_bytes} bytes: this service takes up to {MAX_DOCUMENT_BYTES}")
+        if not _SHA256.fullmatch(digests[file]):
+            raise CorruptionError(f"{RECORD_FILE}: the digest of {file} is no SHA-256")
+    return {file: KnownContent(num_bytes=sizes[file], sha256=digest) for file, digest in digests.items()}
+
+
+def check_extras(extras: Mapping[str, KnownContent]) -> None:
+    """Raise UsageError for files at the top of the folder that no checkpoint may have."""
+    if len(extras) > MAX_EXTRA_FILES:
+        raise UsageError(f"{len(extras)} files lie beside the arrays: this service takes up to {MAX_EXTRA_FILES}")
+    for name, content in extras.items():
+        if not _PLAIN_NAME.fullmatch(name) or name.startswith(".") or name.casefold() in _RESERVED:
+            raise UsageError(
+                f"{name!r:.100} cannot lie at the top of a checkpoint: expected a file's name without `/`, control characters "
+                "or a leading dot, that the format does not use itself"
+            )
+        if not 0 <= content.num_bytes <= MAX_EXTRA_BYTES or not _SHA256.fullmatch(content.sha256):
+            raise UsageError(f"{name!r:.100}: expected a size up to {MAX_EXTRA_BYTES} and a SHA-256 of 64 hex digits")
+
+
+def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) -> UploadPlan:
+    """Return what the upload brings, by the metadata and the manifests in `folder`, whose digests were checked.
+
+    Raises CorruptionError, or CheckpointMismatchError, for documents that no reader would take.
+    """
+    documents, arrays = _read_arrays(record, folder)
+    groups = {entry.partition("/")[0] for entry in documents}
+    for name in extras:
+        if name in groups:
+            raise UsageError(f"{name!r:.100} is a group of arrays, and a file beside them as well: rename the file")
+    shards: dict[str, ShardContent] = {}
+    of_rank: dict[int, tuple[str, ...]] = {}
+    for rank in range(record.world_size):
+        own = _read_shards(record, rank, folder / manifest_file(rank), arrays)
+        of_rank[rank] = tuple(own)
+        shards |= own
+    for array in arrays.values():
+        for shard in range(array.grid.num_shards):
+            if array.shard_file(shard) not in shards:
+                raise CorruptionError(
+                    f"{manifest_file(shard)} does not name shard {shard} of array {array.spec.name!r:.200}: the checkpoint is "
+                    "not whole"
+                )
+    return UploadPlan(record=record, arrays=arrays, shards=shards, of_rank=of_rank, copies=documents)
+
+
+def _read_arrays(record: Record, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, StoredArray]]:
+    document = parse_json(_bytes_of(folder / METADATA_FILE, record.metadata_sha256), METADATA_FILE, MAX_DOCUMENT_VALUES)
+    arrays = {
+        name: StoredArray(spec=spec, grid=grid, folder=inside, codec=codec)
+        for name, (inside, spec, grid, codec) in parse_root(document, METADATA_FILE).items()
+    }
+    for name, array in arrays.items():
+        if array.grid.num_shards > record.world_size:
+            raise CorruptionError(
+                f"array {name!r:.200} has {array.grid.num_shards} shards, but {record.world_size} rank(s) saved"
+            )
+    found: dict[str, dict[str, Any]] = document["consolidated_metadata"]["metadata"]
+    return found, arrays
+
+
+def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, StoredArray]) -> dict[str, ShardContent]:
+    file = manifest_file(rank)
+    data = _bytes_of(path, record.manifest_sha256[rank])
+    parse_json(data, file, MAX_DOCUMENT_VALUES)
+    manifest = Manifest.decode(data, file)
+    if (manifest.id, manifest.rank, manifest.outcome) != (record.id, rank, COMPLETE):
+        raise CorruptionError(f"{file} is the manifest of another save or rank")
+    shards: dict[str, ShardContent] = {}
+    for entry in manifest.shards:
+        array = arrays.get(entry.array)
+        if array is None or entry.shard != rank or entry.shard >= array.grid.num_shards:
+            raise CorruptionError(f"{file} names shard {entry.shard} of {entry.array!r:.200}, which no array here has")
+        layout = layout_of(array.grid, rank, array.spec.dtype)
+        if len(entry.crcs) != layout.num_present:
+            raise CorruptionError(
+                f"{file} has {len(entry.crcs)} checksums for the {layout.num_present} chunks of {entry.array!r:.200}"
+            )
+        largest = layout.file_bytes
+        if array.codec is not None:
+            each = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
+            largest = packed_file_bytes(layout.data_offset + layout.num_present * each)
+        if not layout.data_offset <= entry.file_bytes <= largest or (
+            array.codec is None and entry.file_bytes != largest
+        ):
+            raise CorruptionError(
+                f"{file}: shard {rank} of {entry.array!r:.200} has {entry.file_bytes} bytes, but by its metadata {largest}"
+            )
+        content = ShardContent(
+            num_bytes=entry.file_bytes, array=array, shard=rank, crcs=np.array(entry.crcs, dtype=np.uint32)
+        )
+        if shards.setdefault(array.shard_file(rank), content) is not content:
+            raise CorruptionError(f"{file} names {entry.array!r:.200} twice")
+    return shards
+
+
+def _bytes_of(path: Path, digest: str) -> bytes:
+    data = path.read_bytes()
+    if sha256(data) != digest:
+        raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}")
+    return data

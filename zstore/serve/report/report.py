@@ -1,0 +1,273 @@
+"""A report: the page's views of one run as one file, with what the API answers inside. Knows no web server.
+
+[Note: what a report holds]
+Answers of the API by their paths, as `assets/data.js` asks for them. Those without which a view is empty come first, then the
+arrays of the newest checkpoints and how neighbours differ, then what arrays' values are like. What would make the file larger
+than its limit is left out; a line at the top of the page says so, as it says what nobody asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from ..._version import __version__
+from ...errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ...remote.url import is_url
+from ...sizes import format_bytes
+from ..models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo, _Model
+from ..runs import Run
+from ..settings import Root, Settings
+from ..views.arrays import array_statistics, list_arrays
+from ..views.difference import compare
+from ..views.library import Library
+from ..views.run import checkpoint_detail, list_checkpoints, run_detail, run_placement, run_steps
+from .bundle import Inside, answer_bytes, api_path, one_file, read_assets
+
+MAX_BYTES = 20 * 10**6
+NUM_ARRAYS = 50
+NUM_CHECKPOINTS = 5
+"""The newest, whose arrays a report lists."""
+MOST_READ_BYTES = 2**30
+"""Of arrays' values, for statistics."""
+NUM_POINTS = 2000
+
+M = TypeVar("M", bound=_Model)
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much goes into a report."""
+
+    max_bytes: int = MAX_BYTES
+    """Of the file."""
+    num_arrays: int = NUM_ARRAYS
+    """Arrays of the newest checkpoint, the largest, that statistics are made of."""
+
+
+@dataclass
+class Answers:
+    """Answers of the API by their paths, of at most `most_bytes` together, and what was left out."""
+
+    most_bytes: int
+    found: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, path: str, answer: _Model) -> bool:
+        """Take in an answer; False where it is too large for what is left."""
+        text = answer.model_dump_json()
+        num_bytes = answer_bytes(path, text)
+        if self.num_bytes + num_bytes > self.most_bytes:
+            return False
+        self.found[path] = text
+        self.num_bytes += num_bytes
+        return True
+
+    def add_newest(self, path: str, answer: M, name: str, what: str) -> None:
+        """Take in an answer with as much of the end of its list `name` as half of what is left holds."""
+        whole: list[Any] = getattr(answer, name)
+        kept = whole
+        while answer_bytes(path, answer.model_dump_json()) * 2 > self.most_bytes - self.num_bytes and kept:
+            kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
+            answer = answer.model_copy(update={name: kept})
+        if len(kept) < len(whole):
+            self.left_out.append(f"{len(whole) - len(kept):,} of {len(whole):,} {what}")
+        self.require(path, answer)
+
+    def require(self, path: str, answer: _Model) -> None:
+        """Take in an answer. Raises UsageError where it is too large for what is left."""
+        if not self.add(path, answer):
+            raise UsageError(f"{path} does not fit into a report of that size: give a larger --max-size")
+
+
+class Report:
+    """The report of one run, while it is made. Methods block on file systems."""
+
+    def __init__(self, library: Library, run: Run, limits: Limits) -> None:
+        """Collect all but what is read of arrays' values. Raises UsageError where the limit is too small for it."""
+        self.run = run
+        self._library = library
+        self._limits = limits
+        self._assets = read_assets()
+        self._page = self._assets["index.html"].decode()
+        page_bytes = len(self._with({}, "x" * _NOTE_BYTES).encode())
+        if page_bytes >= limits.max_bytes:
+            raise UsageError(
+                f"--max-size: the page itself takes {format_bytes(page_bytes)}, got {format_bytes(limits.max_bytes)}"
+            )
+        self._answers = Answers(limits.max_bytes - page_bytes)
+        self.most_arrays = 0
+        """Arrays of the checkpoint that has most."""
+        self._add_run()
+        self._checkpoints = self._add_checkpoints()
+        self._chosen, self._changed = self._add_arrays()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of arrays' values that `text` reads, at most."""
+        sizes = {array.name: array.nbytes for array in self._chosen}
+        return sum(sizes.values()) + 2 * sum(sizes[name] for name in self._changed)
+
+    @property
+    def plan_text(self) -> str:
+        """What `text` does."""
+        return f"statistics of {len(self._chosen)} arrays, reading {format_bytes(self.read_bytes)}"
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What the report does not hold."""
+        return self._answers.left_out
+
+    def text(self, advance: Advance) -> str:
+        """Return the report as HTML; `advance` is told bytes of values as they are read."""
+        self._add_values(advance)
+        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        note = f"Report of {self.run.name}, made {made} by zstore {__version__}."
+        left_out = "; ".join(self.left_out)
+        return self._with(self._answers.found, f"{note} Not in this file: {left_out}." if left_out else note)
+
+    def _with(self, data: dict[str, str], note: str) -> str:
+        title = f"{self.run.name} · zstore report"
+        return one_file(self._page, self._assets, Inside(data=data, title=title, note=note[:_NOTE_BYTES]))
+
+    def _path(self, *segments: str, **query: str) -> str:
+        return api_path("runs", self.run.name, *segments, **query)
+
+    def _add_run(self) -> None:
+        answers, library, run = self._answers, self._library, self.run
+        detail = run_detail(library, run)
+        answers.require(api_path(), ServiceInfo(version=__version__, allows_actions=False, authorized=False))
+        answers.require(api_path("runs"), RunList(runs=[detail.summary]))
+        answers.require(api_path("jobs"), JobList(jobs=[]))
+        answers.add_newest(self._path(), detail, "sessions", "sessions")
+        answers.require(self._path("steps"), run_steps(library, run, points=NUM_POINTS))
+        placement = run_placement(library, run)
+        ordered = sorted(placement.arrays, key=lambda array: array.nbytes)
+        placement = placement.model_copy(update={"arrays": ordered})
+        answers.add_newest(self._path("placement"), placement, "arrays", "smaller arrays of the memory view")
+
+    def _add_checkpoints(self) -> list[str]:
+        """Add the list of checkpoints; return the newest, the oldest of them first."""
+        answer = list_checkpoints(self._library, self.run)
+        self._answers.add_newest(self._path("checkpoints"), answer, "checkpoints", "older checkpoints")
+        newest = [entry.checkpoint for entry in answer.checkpoints[-NUM_CHECKPOINTS:]]
+        if (older := len(answer.checkpoints) - len(newest)) > 0:
+            self._answers.left_out.append(f"the arrays of {older:,} older checkpoints")
+        return newest
+
+    def _add_arrays(self) -> tuple[list[ArrayEntry], list[str]]:
+        """Add the arrays of checkpoints, and how neighbours differ, the newest first.
+
+        Returns the arrays of the newest to make statistics of, and the names of those that its neighbour has otherwise.
+        """
+        chosen: list[ArrayEntry] = []
+        changed: set[str] = set()
+        for number, checkpoint in enumerate(reversed(self._checkpoints)):
+            arrays = self._arrays_of(checkpoint)
+            if number == 0 and arrays is not None:
+                chosen = self._choose(arrays)
+        for number, (before, after) in enumerate(
+            reversed(list(zip(self._checkpoints, self._checkpoints[1:], strict=False)))
+        ):
+            difference = self._difference(before, after)
+            if number == 0 and difference is not None:
+                changed = {one.name for one in difference.arrays if one.status in ("values", "unknown")}
+        return chosen, [array.name for array in chosen if array.name in changed]
+
+    def _arrays_of(self, checkpoint: str) -> ArrayList | None:
+        arrays: ArrayList | None = None
+        with self._trying(f"the arrays of {checkpoint}") as adding:
+            detail = checkpoint_detail(self._library, self.run, checkpoint)
+            arrays = list_arrays(self._library, self.run, checkpoint)
+            self.most_arrays = max(self.most_arrays, len(arrays.arrays))
+            adding(self._path("checkpoints", checkpoint), detail)
+            adding(self._path("checkpoints", checkpoint, "arrays"), arrays)
+        return arrays
+
+    def _difference(self, before: str, after: str) -> Difference | None:
+        difference: Difference | None = None
+        with self._trying(f"the difference of {before} and {after}") as adding:
+            difference = compare(self._library, self.run, (before, after))
+            adding(self._path("diff", before=before, after=after), difference)
+        return difference
+
+    def _choose(self, arrays: ArrayList) -> list[ArrayEntry]:
+        """Return the largest arrays, as many as the limits say."""
+        chosen: list[ArrayEntry] = []
+        for array in sorted(arrays.arrays, key=lambda array: -array.nbytes):
+            read_bytes = sum(one.nbytes for one in chosen) + array.nbytes
+            if len(chosen) < self._limits.num_arrays and read_bytes <= MOST_READ_BYTES:
+                chosen.append(array)
+        if (others := len(arrays.arrays) - len(chosen)) > 0:
+            self._answers.left_out.append(f"statistics of {others:,} of {len(arrays.arrays):,} arrays")
+        return chosen
+
+    def _add_values(self, advance: Advance) -> None:
+        """Add statistics of the chosen arrays, and how their values differ from those of the checkpoint before."""
+        library, run, newest = self._library, self.run, self._checkpoints[-1:]
+        for array in self._chosen:
+            with self._trying(f"statistics of {array.name}") as adding:
+                found = array_statistics(library, run, newest[0], array.name, advance)
+                adding(self._path("checkpoints", newest[0], "stats", array=array.name), found)
+        for name in self._changed:
+            before, after = self._checkpoints[-2:]
+            with self._trying(f"the difference of {name} by its values") as adding:
+                compared = compare(library, run, (before, after), name, advance)
+                adding(self._path("diff", before=before, after=after, array=name), compared)
+
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[Callable[[str, _Model], None]]:
+        """Yield what adds an answer; note what is too large, or cannot be read, as left out."""
+        fits = True
+
+        def add(path: str, answer: _Model) -> None:
+            nonlocal fits
+            fits = self._answers.add(path, answer) and fits
+
+        try:
+            yield add
+        except (ZstoreError, OSError) as error:
+            self._answers.left_out.append(f"{what} ({error})")
+        else:
+            if not fits:
+                self._answers.left_out.append(f"{what} (too large)")
+
+
+_NOTE_BYTES = 4000
+
+
+@contextmanager
+def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) -> Iterator[tuple[Library, Run]]:
+    """Yield the one run at a path or URL, and the library that holds it.
+
+    Raises CheckpointNotFoundError where there is no run, UsageError where there are several.
+    """
+    root = Root.parse(location)
+    if is_url(root.location):
+        root = replace(root, name=unquote(root.name))
+    library = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
+    try:
+        found = list(library.runs.all().values())
+        if not found:
+            raise CheckpointNotFoundError(
+                f"{root.location} has no run: expected a folder of checkpoints, or one with a journal, which training writes "
+                "there; of a checkpoint's own folder name the folder above"
+            )
+        if len(found) > 1 or _plain(found[0].folder.location) != _plain(root.location):
+            places = ", ".join(run.folder.location for run in found[:5])
+            raise UsageError(f"{root.location} is a folder of runs: name one of them, like {places}")
+        yield library, found[0]
+    finally:
+        library.close()
+
+
+def _plain(location: str) -> str:
+    """Return a location as it compares with others: of a URL, without percent codes."""
+    location = location.rstrip("/")
+    return unquote(location) if is_url(location) else location

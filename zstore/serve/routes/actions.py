@@ -1,0 +1,110 @@
+"""What `/api` does: verify, prune, and ask a run to save or to stop. Each needs the token, and a service that takes actions."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...journal.requests import request as ask
+from ..auth import require_action
+from ..models import Job, PruneResult, PruneRules, RunAction
+from ..replies import ConflictError
+from ..runs import Run
+from ..service import Service, run_of, service_of
+from ..views.history import LEAST_HEARTBEAT_S, has_heartbeat
+from ..views.run import fresh_history
+from .operations import Operation, Values, answer, parse_body
+from .pruning import prune, start_verify
+from .queries import CHECKPOINT
+
+_ACCEPTED = 202
+
+
+async def _verify(request: Request, values: Values) -> Response:
+    require_action(request)
+    place = request.path_params["checkpoint"]
+    return await answer(lambda: start_verify(service_of(request), run_of(request), place), _ACCEPTED)
+
+
+async def _prune(request: Request, values: Values) -> Response:
+    require_action(request)
+    rules = await parse_body(request, PruneRules)
+    return await answer(lambda: prune(service_of(request), run_of(request), rules))
+
+
+async def _save(request: Request, values: Values) -> Response:
+    require_action(request)
+    return await answer(lambda: request_of_run(service_of(request), run_of(request), "save"), _ACCEPTED)
+
+
+async def _stop(request: Request, values: Values) -> Response:
+    require_action(request)
+    return await answer(lambda: request_of_run(service_of(request), run_of(request), "stop"), _ACCEPTED)
+
+
+def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) -> RunAction:
+    """Ask a run that trains to save, or to stop after its step.
+
+    Raises ConflictError where its journal says that it does not train, or says nothing of late; UsageError behind a URL.
+    """
+    history = fresh_history(service, run)
+    with history.lock:
+        view = history.current
+        state = "unknown" if view is None else view.state
+        if view is None or state != "training":
+            raise ConflictError(
+                f"run {run.name!r} does not train: its state is {state!r}, so nobody would take the request up"
+            )
+        step_s = view.table.last.get("step_s", 0.0)
+        if not has_heartbeat(view.last_at, step_s):
+            raise ConflictError(
+                f"run {run.name!r} wrote nothing into its journal for {time.time() - view.last_at:.0f} s: expected a line "
+                f"within {LEAST_HEARTBEAT_S:.0f} s, or ten of its steps; see whether it still runs"
+            )
+        run_id = view.run_id
+    made = ask(run.folder, run_id, action)
+    return RunAction(action=action, run_id=run_id, requested_at=made.at)
+
+
+_ACTION_PROBLEMS = (401, 403, 404, 409)
+OPERATIONS = (
+    Operation(
+        path=f"{CHECKPOINT}/verify",
+        method="POST",
+        summary="Check every byte of a checkpoint, as a job",
+        answer=Job,
+        handle=_verify,
+        status=_ACCEPTED,
+        problems=_ACTION_PROBLEMS,
+    ),
+    Operation(
+        path="/api/runs/{run}/prune",
+        method="POST",
+        summary="Show what rules leave of the checkpoints; with the plan's digest, remove the others, as a job",
+        answer=PruneResult,
+        handle=_prune,
+        body=PruneRules,
+        problems=_ACTION_PROBLEMS,
+    ),
+    Operation(
+        path="/api/runs/{run}/actions/save",
+        method="POST",
+        summary="Have a run save at the end of its step",
+        answer=RunAction,
+        handle=_save,
+        status=_ACCEPTED,
+        problems=(*_ACTION_PROBLEMS, 507),
+    ),
+    Operation(
+        path="/api/runs/{run}/actions/stop",
+        method="POST",
+        summary="Have a run stop after its step",
+        answer=RunAction,
+        handle=_stop,
+        status=_ACCEPTED,
+        problems=(*_ACTION_PROBLEMS, 507),
+    ),
+)

@@ -1,0 +1,189 @@
+"""What lies beside the checkpoints of a run that are uploaded: its journal, and its model's config and tokenizer.
+
+[Note: journals that are sent]
+A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
+there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
+the service cut off is removed before the next ones come. What the run is asked for (see [Note: requests] in
+`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. Under
+`/api/uploads`, where bodies may be larger than JSON elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...checkpoint.catalog import scan
+from ...errors import CheckpointExistsError, UsageError
+from ...io.files import Files
+from ...journal.names import journal_file, request_file
+from ...journal.requests import read_request
+from ...journal.writer import FileSink
+from ...weights.companions import is_companion
+from ..auth import require_action
+from ..replies import ConflictError, reply
+from ..service import Service, service_of
+
+MOST_LINES_BYTES = 1024 * 1024
+"""Of a request's lines."""
+MOST_COMPANION_BYTES = 64 * 1024 * 1024
+_LOCK = threading.Lock()
+"""Journals grow by a few lines at a time."""
+
+
+class RunRequest(BaseModel):
+    """A request to a run that trains on another machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    action: str
+
+
+class JournalSize(BaseModel):
+    """Answer to `GET` and `POST /api/uploads/journals/{run}/{run_id}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    """Of the whole lines that are there."""
+    request: RunRequest | None = None
+    """What the run is asked for."""
+
+
+def routes() -> list[Route]:
+    """Return the routes of what lies beside checkpoints."""
+    journal = "/api/uploads/journals/{run}/{run_id}"
+    return [
+        Route(journal, _size, methods=["GET"]),
+        Route(journal, _append, methods=["POST"]),
+        Route("/api/uploads/beside/{run}/{name}", _put, methods=["PUT"]),
+    ]
+
+
+async def _size(request: Request) -> Response:
+    require_action(request)
+    run, run_id = request.path_params["run"], request.path_params["run_id"]
+    return reply(await run_in_threadpool(append_lines, service_of(request), run, run_id, 0, b""))
+
+
+async def _append(request: Request) -> Response:
+    require_action(request)
+    run, run_id, offset = (
+        request.path_params["run"],
+        request.path_params["run_id"],
+        request.query_params.get("offset", ""),
+    )
+    if not offset.isascii() or not offset.isdigit() or len(offset) > 18:
+        raise UsageError(f"offset is {offset!r:.50}: expected the place in the journal that the lines begin at")
+    lines = await _small_body(request, MOST_LINES_BYTES)
+    if (
+        not all(line.startswith(b"{") and line.endswith(b"}") for line in lines.split(b"\n")[:-1])
+        or lines[-1:] != b"\n"
+    ):
+        raise UsageError("expected lines of a journal, a JSON object each, with a newline behind every one")
+    taken = request.query_params.get("taken")
+
+    def append() -> JournalSize:
+        size = append_lines(service_of(request), run, run_id, int(offset), lines)
+        path = service_of(request).runs.folder_for_uploads(run) / request_file(run_id)
+        return size.model_copy(update={"request": _pending(path, taken)})
+
+    return reply(await run_in_threadpool(append))
+
+
+async def _put(request: Request) -> Response:
+    require_action(request)
+    run, name = request.path_params["run"], request.path_params["name"]
+    if not is_companion(name) or name.startswith(".") or "/" in name or "\\" in name:
+        raise UsageError(f"{name!r:.100}: expected a model's config or tokenizer, as config.json")
+    data = await _small_body(request, MOST_COMPANION_BYTES)
+    await run_in_threadpool(_keep, service_of(request), run, name, data)
+    return Response(status_code=204)
+
+
+async def _small_body(request: Request, most_bytes: int) -> bytes:
+    data = bytearray()
+    async with service_of(request).upload_limits.large:
+        async for piece in request.stream():
+            data += piece
+            if len(data) > most_bytes:
+                raise HTTPException(413, f"the body of this request may have {most_bytes} bytes")
+    return bytes(data)
+
+
+def append_lines(service: Service, run: str, run_id: str, offset: int, lines: bytes) -> JournalSize:
+    """Let the journal of training run `run_id` have `lines` from byte `offset` on; return its size.
+
+    Raises CheckpointExistsError for a name with the checkpoints of another training run, ConflictError where the journal has
+    other lines there, or ends before.
+    """
+    path = service.runs.folder_for_uploads(run) / journal_file(run_id)
+    with _LOCK:
+        if not path.exists():
+            _require_own(path.parent, run, run_id)
+            if not lines:
+                return JournalSize(bytes=0)
+        sink = FileSink(path)
+        try:
+            size = sink.begin_bytes
+            there = _read(path, offset, min(len(lines), max(0, size - offset)))
+            if offset > size or not lines.startswith(there):
+                raise ConflictError(
+                    f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
+                )
+            sink.append(lines[len(there) :])
+            size += len(lines) - len(there)
+        finally:
+            sink.close()
+    return JournalSize(bytes=size)
+
+
+def _pending(path: Path, taken: str | None) -> RunRequest | None:
+    """Return what the run is asked for; what it has taken is removed."""
+    try:
+        found = read_request(path)
+    except FileNotFoundError:
+        return None
+    if found is None or found.id == taken:
+        path.unlink(missing_ok=True)
+        return None
+    return RunRequest(id=found.id, action=found.action)
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(num_bytes)
+
+
+def _require_own(folder: Path, run: str, run_id: str) -> None:
+    if folder.is_dir() and (runs := {info.record.run for info in scan(folder).tags}) and run_id not in runs:
+        raise CheckpointExistsError(f"{run!r} has the checkpoints of another training run: save under another name")
+
+
+def _keep(service: Service, run: str, name: str, data: bytes) -> None:
+    """Write a file beside the checkpoints. Where there are some, it may be made, but not become another one."""
+    folder = service.runs.folder_for_uploads(run)
+    path, files = folder / name, Files()
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConflictError(f"{name} is no file in the folder of {run!r}")
+    if path.is_file():
+        if path.read_bytes() == data:
+            return
+        if scan(folder).tags:
+            raise ConflictError(
+                f"{run!r} has another {name} beside its checkpoints: expected a run of the same model; save under another name"
+            )
+    files.make_folder(folder)
+    part = folder / f".{name}.{os.getpid()}.part"
+    files.write_small(part, data)
+    files.rename(part, path)

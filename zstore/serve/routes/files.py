@@ -1,0 +1,156 @@
+"""`/zarr/<run>/<path>`: files of checkpoints as they lie on disk, with ranges and tags, and listings of folders.
+
+[Note: names in paths]
+A component of a path is percent-encoded in a URL, also where it has a `%` of its own: the folder `a%20b` is `a%2520b`. Many
+clients put paths into URLs as they are, and then it arrives as `a%20b`. What is not there as decoded is therefore looked for
+as it stands. A decoded component never has a `/`, so neither reading leads anywhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import unquote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from ...errors import CheckpointNotFoundError
+from ..files.listing import Listing, list_place
+from ..files.opened import IsFolderError, Opened, open_local
+from ..files.ranges import Part, choose
+from ..files.transfers import Transfers
+from ..files.visible import Place
+from ..service import service_of
+
+_AT_ONCE_BYTES = 256 * 1024
+"""What is read where the file is opened: less than going to a thread once more costs."""
+
+_T = TypeVar("_T")
+
+
+class FileResponse(Response):
+    """Part of a file; `data` are its bytes where they were read already. Reading ends where the client has gone."""
+
+    def __init__(self, opened: Opened, part: Part, transfers: Transfers, data: bytes | None = None) -> None:
+        self._opened, self._part, self._transfers, self._data = opened, part, transfers, data
+        self.status_code = part.status
+        self.background = None
+        headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", **part.headers}
+        if opened.etag is not None:
+            headers["ETag"] = opened.etag
+        if part.status in (200, 206):
+            headers["Content-Type"] = opened.media_type
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, and close the file."""
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._opened.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if scope["method"] == "GET" and self._data is not None:
+            await send({"type": "http.response.body", "body": self._data, "more_body": False})
+            return
+        if scope["method"] == "GET" and self._part.nbytes:
+            gone = asyncio.create_task(_disconnected(receive))
+            try:
+                async for block in self._transfers.blocks(self._opened, self._part):
+                    if gone.done():
+                        return
+                    await send({"type": "http.response.body", "body": block, "more_body": True})
+            finally:
+                gone.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def routes() -> list[BaseRoute]:
+    """Return the routes of files."""
+    return [Route("/zarr/{run}", _run_without_slash), Route("/zarr/{run}/{path:path}", _file)]
+
+
+async def _run_without_slash(request: Request) -> Response:
+    await run_in_threadpool(service_of(request).runs.get, request.path_params["run"])
+    return _with_slash(request)
+
+
+async def _file(request: Request) -> Response:
+    service = service_of(request)
+    raw: bytes = request.scope["raw_path"]
+    parts = tuple(raw.decode("ascii", "replace").split("/")[2:])
+    if parts[-1] == "":
+        recursive = request.query_params.get("recursive", "0") not in ("0", "false")
+        listing = await run_in_threadpool(_list, request, parts, recursive)
+        return _index(request, listing)
+    try:
+        opened, part, data = await run_in_threadpool(_open, request, parts)
+    except IsFolderError:
+        return _with_slash(request)
+    return FileResponse(opened, part, service.transfers, data)
+
+
+def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return what a path may mean, the first that is there counts. See [Note: names in paths]."""
+    decoded = tuple(unquote(part) for part in parts)
+    return list(dict.fromkeys([decoded, decoded[:1] + parts[1:], parts]))
+
+
+def _first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
+    """Return what `use` makes of what the path after `/zarr/` names. Raises CheckpointNotFoundError where nothing is there."""
+    service = service_of(request)
+    run = service.runs.get(unquote(parts[0]))
+    missing: Exception | None = None
+    for candidate in _candidates(parts[1:]):
+        try:
+            return use(service.checkpoints.place(run.folder, candidate))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = missing or error
+    raise CheckpointNotFoundError(f"the run {run.name!r} has no file {'/'.join(parts[1:])!r}") from missing
+
+
+def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:
+    """Return the file that a request names, what it gets of it, and the bytes of that where they are few."""
+
+    def use(place: Place) -> Opened:
+        if place.is_folder or (place.info is not None and not place.path):
+            raise IsFolderError
+        return open_local(place) if place.folder.is_local else service_of(request).remote_sizes.open(place)
+
+    opened = _first(request, parts, use)
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    part = choose(request.method, headers, opened.etag, opened.size)
+    if opened.file is None or not 0 < part.nbytes <= _AT_ONCE_BYTES or request.method != "GET":
+        return opened, part, None
+    data = os.pread(opened.file.fileno(), part.nbytes, part.start)
+    return opened, part, data if len(data) == part.nbytes else None
+
+
+def _list(request: Request, parts: tuple[str, ...], recursive: bool) -> Listing:
+    return _first(request, parts, lambda place: list_place(place, recursive=recursive))
+
+
+def _index(request: Request, listing: Listing) -> Response:
+    headers = {"Cache-Control": "private, no-cache", "Vary": "Accept"}
+    if "application/json" in request.headers.get("accept", ""):
+        return Response(listing.as_json(), headers=headers, media_type="application/json")
+    page = listing.as_html(request.scope["path"]).encode("utf-8", "replace")
+    return Response(page, headers=headers, media_type="text/html")
+
+
+def _with_slash(request: Request) -> Response:
+    """Point to the folder, relative to where the request went."""
+    raw: bytes = request.scope["raw_path"]
+    return RedirectResponse(f"./{raw.rpartition(b'/')[2].decode('ascii', 'replace')}/")

@@ -1,0 +1,215 @@
+"""What happens to a run while somebody watches it: one look at its files for all who do, and for each what is new to it.
+
+[Note: cursors]
+What a listener has seen is told by counts of the journal's lines, which any process of the service finds alike, and by marks of
+what else changed. An event's id is the cursor after it: a listener that comes back with it gets what it missed. Nothing waits
+for a listener in memory: a slow one gets, once it is ready, the steps since then as fewer rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import anyio.to_thread
+from pydantic import BaseModel
+
+from ...errors import ZstoreError
+from ..models import CheckpointsChanged, Ended, Steps
+from ..replies import json_of
+from ..runs import Run
+from ..service import Service
+from ..views.history import JournalView
+from ..views.run import run_detail
+
+LOOK_S, _REMOTE_LOOK_S = 0.5, 10.0
+_LISTING_LOOKS = 4
+"""Looks at the journal for each at the list of checkpoints."""
+_MOST_ROWS = 200
+_FIRST_ROWS = 64
+"""Steps that a new listener gets: those that came since it asked for all."""
+_CURSOR = re.compile(r"([A-Za-z0-9_.-]*)~(\d{1,12})~(\d{1,12})~(\d{1,12})~([0-9a-f]{1,16})~([0-9a-f]{1,16})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """What a listener has seen. See [Note: cursors]."""
+
+    journal: str = ""
+    lines: int = 0
+    saves: int = 0
+    warnings: int = 0
+    run: str = "0"
+    """Mark of the sessions and the state of the run."""
+    listing: str = "0"
+    """Mark of the list of checkpoints."""
+    jobs: int = 0
+    """Version of the jobs, of this process only."""
+
+    @property
+    def text(self) -> str:
+        """The cursor as an event's id."""
+        return f"{self.journal}~{self.lines}~{self.saves}~{self.warnings}~{self.run}~{self.listing}"
+
+    def is_ahead_of(self, seen: Cursor) -> bool:
+        """Return whether something of it was not seen. More may have been seen than the last look found."""
+        mine, theirs = ((one.lines, one.saves, one.warnings, one.jobs) for one in (self, seen))
+        marks = (self.journal, self.run, self.listing) != (seen.journal, seen.run, seen.listing)
+        return marks or any(a > b for a, b in zip(mine, theirs, strict=True))
+
+    @classmethod
+    def parse(cls, text: str) -> Cursor | None:
+        """Return the cursor of an event's id, None for what is none."""
+        found = _CURSOR.fullmatch(text)
+        if found is None:
+            return None
+        journal, lines, saves, warnings, run, listing = found.groups()
+        counts = {"lines": int(lines), "saves": int(saves), "warnings": int(warnings)}
+        return cls(journal=journal, run=run, listing=listing, **counts)
+
+
+@dataclass(frozen=True)
+class News:
+    """Events, each a name and JSON, and what has been seen after them."""
+
+    events: tuple[tuple[str, str], ...]
+    cursor: Cursor
+
+
+class Hub:
+    """Looks at one run for as long as somebody listens. Its methods belong to the event loop."""
+
+    def __init__(self, service: Service, run: Run) -> None:
+        self._service = service
+        self._run = run
+        self._listeners = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._now: Cursor | None = None
+        self._looked = asyncio.Event()
+        self._num_looks = 0
+        self._told: dict[tuple[Cursor, Cursor], News] = {}
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Look for the length of a `with` block."""
+        self._listeners += 1
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_on())
+        try:
+            yield
+        finally:
+            self._listeners -= 1
+            if not self._listeners:
+                looking, self._looking, self._now = self._looking, None, None
+                looking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await looking
+
+    async def now(self) -> Cursor:
+        """Return what there is, as it was at the last look."""
+        while self._now is None:
+            await self._looked.wait()
+        return self._now
+
+    async def changed(self, seen: Cursor, timeout_s: float) -> bool:
+        """Wait until there is something that was not seen; false where nothing came in that time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if self._now is not None and self._now.is_ahead_of(seen):
+                        return True
+                    await self._looked.wait()
+        return False
+
+    async def news(self, seen: Cursor) -> News:
+        """Return what is new since `seen`."""
+        now = await self.now()
+        found = self._told.get((seen, now))
+        if found is None:
+            found = await anyio.to_thread.run_sync(self._tell, seen, now)
+            self._told = {key: value for key, value in self._told.items() if key[1] == now} | {(seen, now): found}
+        return found
+
+    async def _look_on(self) -> None:
+        pause_s = LOOK_S if self._run.folder.is_local else _REMOTE_LOOK_S
+        while True:
+            try:
+                found = await anyio.to_thread.run_sync(self._look)
+            except (ZstoreError, OSError):  # the folder is gone, and may come back
+                found = self._now or Cursor()
+            if found != self._now:
+                self._now = found
+                self._wake()
+            await asyncio.sleep(pause_s)
+
+    def _wake(self) -> None:
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    def _look(self) -> Cursor:
+        """Look at the files; in a thread."""
+        listing = self._now.listing if self._now is not None else "0"
+        if self._num_looks % _LISTING_LOOKS == 0:
+            listing = self._service.timeline(self._run).mark()
+        self._num_looks += 1
+        history = self._service.history(self._run)
+        history.refresh()
+        cursor = Cursor(listing=listing, jobs=self._service.jobs.version)
+        with history.lock:
+            view = history.current
+            if view is None:
+                return cursor
+            return replace(
+                cursor,
+                journal=view.run_id,
+                lines=view.table.num_lines,
+                saves=view.num_saves,
+                warnings=view.num_warnings,
+                run=view.mark,
+            )
+
+    def _tell(self, seen: Cursor, now: Cursor) -> News:
+        """Return the news; in a thread."""
+        if seen.journal != now.journal:
+            seen = replace(seen, journal=now.journal, lines=max(0, now.lines - _FIRST_ROWS), saves=0, warnings=0)
+        events: list[tuple[str, BaseModel]] = []
+        history = self._service.history(self._run)
+        with history.lock:
+            view = history.current
+            if view is not None and view.run_id == now.journal:
+                # What came since the look is told with it.
+                now = replace(now, lines=view.table.num_lines, saves=view.num_saves, warnings=view.num_warnings)
+                events += _of_journal(view, seen)
+        if (seen.run, seen.saves, seen.warnings) != (now.run, now.saves, now.warnings):
+            detail = run_detail(self._service, self._run)
+            events.append(("run", detail))
+            if seen.run != now.run and detail.summary.state == "stopped":
+                events.append(("end", Ended(step=detail.summary.step, reason=_reason(view))))
+        if seen.listing != now.listing:
+            listed = self._service.timeline(self._run).listed()
+            events.append(("checkpoints", CheckpointsChanged(num_checkpoints=len(listed))))
+        events += [("job", job) for job in self._service.jobs.changed(self._run.name, seen.jobs)]
+        return News(tuple((name, json_of(model)) for name, model in events), now)
+
+
+def _of_journal(view: JournalView, seen: Cursor) -> list[tuple[str, BaseModel]]:
+    events: list[tuple[str, BaseModel]] = []
+    columns = view.table.columns(points=_MOST_ROWS, after_line=seen.lines)
+    if columns["step"]:
+        last = columns["step"][-1]
+        events.append(("steps", Steps(columns=columns, last_step=None if last is None else int(last))))
+    events += [("save", one.event) for one in view.saves.values() if one.number > seen.saves]
+    events += [("warning", one.event) for one in view.warnings if one.number > seen.warnings]
+    return events
+
+
+def _reason(view: JournalView | None) -> str | None:
+    return None if view is None else view.end_reason
+
+
+def first_cursor(now: Cursor) -> Cursor:
+    """Return where a new listener begins: a few steps before `now`, for it asked for the others a moment ago."""
+    return replace(now, lines=max(0, now.lines - _FIRST_ROWS))

@@ -1,0 +1,163 @@
+"""An operation of `/api`, described once: its route and its part of the OpenAPI document are made from the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import anyio.to_thread
+from pydantic import BaseModel, ValidationError
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...errors import UsageError, ZstoreError
+from ..replies import reply
+from ..service import service_of
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+_GZIP = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=3)]
+_MOST_BODY_BYTES = 64 * 1024
+_MOST_TEXT = 4096
+
+Values = Mapping[str, Any]
+"""The parameters of a query, by name; None: not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of a query."""
+
+    name: str
+    help: str
+    kind: Literal["integer", "string"] = "string"
+    required: bool = False
+    default: int | None = None
+    least: int = 0
+    most: int = 2**53
+
+    def parse(self, text: str) -> int | str:
+        """Return the value in a query. Raises UsageError."""
+        if self.kind == "string":
+            if len(text) > _MOST_TEXT:
+                raise UsageError(f"{self.name}: expected at most {_MOST_TEXT} characters, got {len(text)}")
+            return text
+        digits = text.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 18 and self.least <= int(text) <= self.most):
+            raise UsageError(
+                f"{self.name}: expected a whole number from {self.least} to {self.most}, got {text[:40]!r}"
+            )
+        return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What one method of one path does."""
+
+    path: str
+    summary: str
+    answer: type[BaseModel] | None
+    """Model of the answer; None: it is of another kind, and `media` says which."""
+    handle: Callable[[Request, Values], Awaitable[Response]]
+    method: Literal["GET", "POST"] = "GET"
+    parameters: tuple[Parameter, ...] = ()
+    body: type[BaseModel] | None = None
+    status: int = 200
+    media: str = "application/json"
+    problems: tuple[int, ...] = ()
+    """Statuses of answers that it may give in place of this, beside those that all may give."""
+
+    def route(self) -> Route:
+        """Return its route."""
+
+        async def endpoint(request: Request) -> Response:
+            return await self.handle(request, self.parse_query(request))
+
+        middleware = _GZIP if self.media == "application/json" else []
+        return Route(self.path, endpoint, methods=[self.method], middleware=middleware)
+
+    def parse_query(self, request: Request) -> dict[str, Any]:
+        """Return the parameters. Raises UsageError for one that is unknown, missing, not right, or there twice."""
+        known = {parameter.name: parameter for parameter in self.parameters}
+        found: dict[str, Any] = {name: parameter.default for name, parameter in known.items()}
+        given: set[str] = set()
+        for name, text in request.query_params.multi_items():
+            if name not in known:
+                expected = ", ".join(known) or "none"
+                raise UsageError(f"unknown parameter {name[:80]!r}; expected: {expected}")
+            if name in given:
+                raise UsageError(f"{name}: expected once, got it several times")
+            given.add(name)
+            found[name] = known[name].parse(text)
+        for name in known.keys() - given:
+            if known[name].required:
+                raise UsageError(f"the parameter {name} is missing: {known[name].help}")
+        return found
+
+
+async def parse_body(request: Request, model: type[M]) -> M:
+    """Return a request's body. Raises UsageError for one that is not JSON of that model, or is too large."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UsageError(f"expected a body of content type application/json, got {kind[:80] or 'none'}")
+    data = b""
+    async for block in request.stream():
+        data += block
+        if len(data) > _MOST_BODY_BYTES:
+            raise UsageError(f"expected a body of at most {_MOST_BODY_BYTES} bytes")
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors(include_url=False)[:5]
+        )
+        raise UsageError(f"the body is not as expected: {wrong[:500]}") from None
+
+
+async def answer(work: Callable[[], BaseModel], status: int = 200) -> Response:
+    """Answer with the model that `work` returns; it runs in a thread, and so does making JSON of it."""
+    return await anyio.to_thread.run_sync(lambda: reply(work(), status))
+
+
+class _CancelledError(ZstoreError):
+    """Nobody waits for the answer any more."""
+
+
+async def answer_heavy(request: Request, work: Callable[[Callable[[int], None]], BaseModel]) -> Response:
+    """Answer with the model that `work` returns: one of few at a time, and given up where its client goes away.
+
+    `work` gets a function to call as it goes on, which ends it by raising.
+    """
+    gone = threading.Event()
+
+    def advance(nbytes: int) -> None:
+        if gone.is_set():
+            raise _CancelledError("the client went away")
+
+    async def watch() -> None:
+        # A GET has no body: what comes next is the end of the connection.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    def carry_out() -> Response:
+        advance(0)
+        return reply(work(advance))
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await anyio.to_thread.run_sync(carry_out, limiter=service_of(request).heavy)
+    except _CancelledError as error:
+        raise ClientDisconnect from error
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching

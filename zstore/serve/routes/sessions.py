@@ -1,0 +1,58 @@
+"""`/api/session`: a browser shows the token once, and has a cookie from then on."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ...errors import UsageError
+from ..auth import SESSION_S, address_of, cookie_name, cookie_of
+from ..service import service_of
+
+
+class SignIn(BaseModel):
+    """Body of `POST /api/session`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    token: SecretStr
+
+
+def routes() -> list[BaseRoute]:
+    """Return the routes of sessions."""
+    return [Route("/api/session", _begin, methods=["POST"]), Route("/api/session", _end, methods=["DELETE"])]
+
+
+async def _begin(request: Request) -> Response:
+    access = service_of(request).access
+    try:
+        shown = SignIn.model_validate_json(await request.body()).token.get_secret_value()
+    except ValidationError:  # its text would repeat what was sent
+        raise UsageError('expected the JSON object {"token": "..."}') from None
+    if not access.has_token:
+        raise HTTPException(403, "this service has no token: reading needs none, and nothing can act")
+    if not await run_in_threadpool(access.is_token, shown.encode("utf-8", "replace"), address_of(request)):
+        raise HTTPException(401, "this is not the token of the service")
+    answer = Response(status_code=204, headers={"Cache-Control": "no-store"})
+    answer.set_cookie(
+        cookie_name(request),
+        access.begin_session(),
+        max_age=int(SESSION_S),
+        secure=request.scope["scheme"] == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return answer
+
+
+async def _end(request: Request) -> Response:
+    if (value := cookie_of(request)) is not None:
+        service_of(request).access.end_session(value)
+    answer = Response(status_code=204, headers={"Cache-Control": "no-store"})
+    answer.delete_cookie(
+        cookie_name(request), secure=request.scope["scheme"] == "https", httponly=True, samesite="strict"
+    )
+    return answer

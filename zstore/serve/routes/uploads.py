@@ -1,0 +1,221 @@
+"""Taking checkpoints in: `/api/uploads`. See [Note: an upload] in `upload` for what lies where.
+
+[Note: the protocol of an upload]
+    POST   /api/uploads                   the record, and which files there are; refused here where it may not be
+    PUT    /api/uploads/ID/files/PATH     the root's zarr.json and the manifests, each checked against the record
+    POST   /api/uploads/ID/plan           which files are wanted; refused here where the drive has no room
+    POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
+    PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
+    POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
+    GET    /api/uploads?run=RUN           which are under way; refused where the run takes none
+    GET    /api/uploads/ID?rank=R         what is missing, of all or one rank's files
+    GET    /api/uploads/ID/files/PATH     how much of a file is there; a client goes on from there that lost its connection
+    DELETE /api/uploads/ID                gives it up
+All but the claims may be repeated. An offer of the same save finds what came before, also where the service was started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...errors import CheckpointError, CheckpointNotFoundError, UsageError
+from ..auth import require_action
+from ..inbox.models import Claims, Linked, UploadList, UploadOffer
+from ..inbox.upload import Arrival, Upload
+from ..replies import problem, reply
+from ..service import Service, service_of
+
+_OFFER_BYTES = 160 * 1024 * 1024
+"""An offer's JSON has the record as text, with its quotes escaped."""
+_CLAIMS_BYTES = 4 * 1024 * 1024
+_LARGE_BYTES = 1024 * 1024
+"""Of larger JSON one is read at a time."""
+_WRITE_BYTES = 1024 * 1024
+"""What is collected of a file before it is written."""
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+M = TypeVar("M", bound=BaseModel)
+
+
+def routes() -> list[Route]:
+    """Return the routes of uploads."""
+    one = "/api/uploads/{upload}"
+    return [
+        Route("/api/uploads", _begin, methods=["POST"]),
+        Route("/api/uploads", _list, methods=["GET"]),
+        Route(one, _state, methods=["GET"]),
+        Route(one, _give_up, methods=["DELETE"]),
+        Route(f"{one}/plan", _plan, methods=["POST"]),
+        Route(f"{one}/claims", _claim, methods=["POST"]),
+        Route(f"{one}/commit", _commit, methods=["POST"]),
+        Route(f"{one}/files/{{path:path}}", _file, methods=["GET"]),
+        Route(f"{one}/files/{{path:path}}", _put, methods=["PUT"]),
+    ]
+
+
+async def _begin(request: Request) -> Response:
+    require_action(request)
+    async with _body(request, UploadOffer, _OFFER_BYTES) as offer:
+        return reply(await run_in_threadpool(service_of(request).inbox.begin, offer))
+
+
+async def _list(request: Request) -> Response:
+    require_action(request)
+    name = request.query_params.get("run")
+    return reply(await run_in_threadpool(_listed, service_of(request), name))
+
+
+def _listed(service: Service, name: str | None) -> UploadList:
+    if name is not None:
+        service.runs.folder_for_uploads(name)
+    states = [upload.state(files=False) for upload in service.inbox.all()]
+    return UploadList(uploads=[state for state in states if name in (None, state.run)])
+
+
+async def _state(request: Request) -> Response:
+    require_action(request)
+    text = request.query_params.get("rank")
+    if text is not None and not re.fullmatch(r"\d{1,7}", text):
+        raise UsageError(f"rank is {text!r:.50}, expected a number")
+    upload = await _upload_of(request)
+    return reply(await run_in_threadpool(lambda: upload.state(rank=None if text is None else int(text))))
+
+
+async def _plan(request: Request) -> Response:
+    require_action(request)
+    upload = await _upload_of(request)
+    async with service_of(request).upload_limits.large:
+        return reply(await run_in_threadpool(service_of(request).inbox.plan, upload))
+
+
+async def _claim(request: Request) -> Response:
+    require_action(request)
+    upload = await _upload_of(request)
+    async with _body(request, Claims, _CLAIMS_BYTES) as claims:
+
+        def link() -> Linked:
+            upload.touch()
+            return Linked(linked=[file for file, sha256 in claims.files.items() if upload.link(file, sha256)])
+
+        return reply(await run_in_threadpool(link))
+
+
+async def _commit(request: Request) -> Response:
+    require_action(request)
+    upload = await _upload_of(request)
+    return reply(await run_in_threadpool(service_of(request).inbox.commit, upload))
+
+
+async def _give_up(request: Request) -> Response:
+    require_action(request)
+    upload = await _upload_of(request)
+    await run_in_threadpool(service_of(request).inbox.remove, upload)
+    return Response(status_code=204)
+
+
+async def _file(request: Request) -> Response:
+    require_action(request)
+    upload = await _upload_of(request)
+    return reply(await run_in_threadpool(upload.file_state, request.path_params["path"]))
+
+
+async def _put(request: Request) -> Response:
+    """Take a file, or the rest of one. What came of a connection that breaks stays."""
+    require_action(request)
+    service = service_of(request)
+    async with service.upload_limits.files:
+        upload = await _upload_of(request)
+        file = request.path_params["path"]
+        content = await run_in_threadpool(upload.content_of, file)
+        offset, length = _place_of(request, file, content.num_bytes)
+        await run_in_threadpool(upload.touch)
+        if await run_in_threadpool(upload.is_whole, file):
+            return reply(await run_in_threadpool(lambda: upload.state(files=False)))
+        try:
+            async with _opened(upload, file, offset) as arrival:
+                await _receive(request, arrival, length)
+                whole = await run_in_threadpool(arrival.finish)
+        except CheckpointError as error:
+            if isinstance(error, CheckpointNotFoundError):
+                raise
+            return problem(409, str(error))
+    return reply(await run_in_threadpool(lambda: upload.state(files=False)), 201 if whole else 202)
+
+
+@contextlib.asynccontextmanager
+async def _opened(upload: Upload, file: str, offset: int) -> AsyncIterator[Arrival]:
+    opened = upload.writing(file, offset)
+    arrival = await run_in_threadpool(opened.__enter__)
+    try:
+        yield arrival
+    finally:
+        # The block's error is its own: the file is closed in any case.
+        await run_in_threadpool(opened.__exit__, None, None, None)
+
+
+async def _receive(request: Request, arrival: Arrival, length: int) -> None:
+    """Write a body of `length` bytes as it comes; what came before the connection broke is written too."""
+    pending = bytearray()
+    received = 0
+    try:
+        async for data in request.stream():
+            received += len(data)
+            if received > length:
+                raise UsageError(f"the body has more than the {length} bytes that its Content-Range says")
+            pending += data
+            if len(pending) >= _WRITE_BYTES:
+                await run_in_threadpool(arrival.write, pending)
+                pending = bytearray()
+    except ClientDisconnect as error:
+        raise UsageError("the connection ended early") from error
+    finally:
+        if pending and received <= length:
+            await run_in_threadpool(arrival.write, pending)
+    if received != length:
+        raise UsageError(f"the body has {received} bytes, its Content-Range says {length}")
+
+
+def _place_of(request: Request, file: str, num_bytes: int) -> tuple[int, int]:
+    """Return from which byte on the body goes, and how many it has."""
+    text = request.headers.get("content-range")
+    if text is None:
+        return 0, num_bytes
+    found = _RANGE.fullmatch(text)
+    if found is None or int(found[3]) != num_bytes or not int(found[1]) <= int(found[2]) < num_bytes:
+        raise UsageError(
+            f"Content-Range is {text!r:.100}: expected `bytes FIRST-LAST/{num_bytes}`, for {file!r:.200} has {num_bytes} bytes"
+        )
+    return int(found[1]), int(found[2]) - int(found[1]) + 1
+
+
+async def _upload_of(request: Request) -> Upload:
+    return await run_in_threadpool(service_of(request).inbox.get, request.path_params["upload"])
+
+
+@contextlib.asynccontextmanager
+async def _body(request: Request, kind: type[M], most_bytes: int) -> AsyncIterator[M]:
+    """Yield the model in the body of a request. Raises UsageError for anything else."""
+    length = request.headers.get("content-length", "")
+    if not re.fullmatch(r"\d{1,12}", length) or int(length) > most_bytes:
+        raise UsageError(f"expected JSON of up to {most_bytes} bytes with its Content-Length, got {length[:20]!r}")
+    large = service_of(request).upload_limits.large if int(length) > _LARGE_BYTES else contextlib.nullcontext()
+    async with large:
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+        try:
+            model = await run_in_threadpool(kind.model_validate_json, bytes(data))
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in found["loc"])
+            raise UsageError(f"{place[:200] or 'the body'}: {found['msg'][:200]}") from error
+        data.clear()
+        yield model

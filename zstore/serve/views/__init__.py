@@ -1,0 +1,1 @@
+"""What answers are made of: journals, checkpoints, arrays and differences as models. No HTTP."""

@@ -1,0 +1,62 @@
+"""How two checkpoints of a run differ: by their checksums, and one array by its values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from ...errors import CheckpointNotFoundError, CorruptionError
+from ...open.compare import Comparison, ComparisonPlan, compare_values, plan_comparison
+from ..models import ArrayDifference, Difference
+from ..runs import Run
+from .library import Library
+
+
+def compare(
+    service: Library,
+    run: Run,
+    pair: tuple[str, str],
+    array: str | None = None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Difference:
+    """Return how the checkpoints of `pair` differ; with `array` that one by its values, which are read and verified.
+
+    `advance` is told bytes as they are read; what it raises ends the reading. Raises CheckpointNotFoundError for an array
+    that neither has, CorruptionError for what is damaged.
+    """
+    found = [service.timeline(run).find(checkpoint) for checkpoint in pair]
+    infos, places = [one.info for one in found], [one.entry.checkpoint for one in found]
+    key = (*(f"{place} {info.record.id}" for place, info in zip(places, infos, strict=True)), array)
+    if (kept := service.differences.get(key)) is not None:
+        return kept
+    before, after = (service.readers.open(info) for info in infos)
+    if array is not None and array not in before.arrays and array not in after.arrays:
+        raise CheckpointNotFoundError(f"neither of {pair[0]!r} and {pair[1]!r} has an array {array!r}")
+    try:
+        names = None if array is None else [array]
+        plan = plan_comparison(before, after, values=array is not None, names=names)
+        if array is not None:
+            compare_values(before, after, plan, advance)
+    except CorruptionError:
+        for info in infos:
+            service.readers.forget(info)
+        raise
+    return service.differences.put(key, _describe(plan, places, array))
+
+
+def _describe(plan: ComparisonPlan, places: list[str], array: str | None) -> Difference:
+    unknown = set() if array is not None else {name for name, _, _ in plan.ranges}
+    found = [_difference_of(one, unknown) for one in plan.comparisons.values()]
+    return Difference(
+        before=places[0],
+        after=places[1],
+        counts=dict(Counter(one.status for one in found)),
+        arrays=found if array is not None else [one for one in found if one.status != "same"],
+    )
+
+
+def _difference_of(one: Comparison, unknown: set[str]) -> ArrayDifference:
+    fields = one.document()
+    if one.name in unknown and one.status == "same":
+        fields["status"] = "unknown"
+    return ArrayDifference(**fields)

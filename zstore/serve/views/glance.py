@@ -1,0 +1,92 @@
+"""What a journal says at its ends: enough for a run's line in the list of all, whatever the journal's size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...checkpoint.folder import Folder
+from ..kept import Kept
+from ..models import Session
+from .columns import number, row_of
+from .history import State, count_of, seconds_of, session_of, state_of, text_of
+from .journals import decode_lines, journals_in, read_part
+
+_END_BYTES = 64 * 1024
+_MOST_KEPT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glance:
+    """The ends of a run's newest journal."""
+
+    run_id: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float = float("nan")
+    last_at: float | None = None
+    session: Session | None = None
+
+    @property
+    def state(self) -> State:
+        """What the run is doing."""
+        return state_of(self.session, self.last_at or 0.0, self.step_s)
+
+
+class Glances:
+    """What was seen, kept until a journal grows. Usable from any thread; calls block on the file system."""
+
+    def __init__(self) -> None:
+        self._kept: Kept[str, tuple[tuple[str, int, int], Glance]] = Kept(_MOST_KEPT)
+
+    def of(self, folder: Folder) -> Glance:
+        """Return what the newest journal in a folder says."""
+        found = journals_in(folder)
+        if not found:
+            return Glance()
+        name = max(found, key=lambda name: found[name].written_ns)
+        key = (name, found[name].nbytes, found[name].written_ns)
+        kept = self._kept.get(folder.location)
+        if kept is not None and kept[0] == key:
+            return kept[1]
+        return self._kept.put(folder.location, (key, _look(folder, name, found[name].nbytes)))[1]
+
+
+def _look(folder: Folder, name: str, nbytes: int) -> Glance:
+    head = read_part(folder, name, 0, min(nbytes, _END_BYTES)).rpartition(b"\n")[0]
+    tail = b""
+    if nbytes > _END_BYTES:
+        first = max(_END_BYTES, nbytes - _END_BYTES)
+        tail = read_part(folder, name, first, nbytes).partition(b"\n")[2].rpartition(b"\n")[0]
+    session, total_steps, step, row, last_at = None, None, None, {}, None
+    for line in [*decode_lines(head), *decode_lines(tail)]:
+        last_at = seconds_of(line, "at") or last_at
+        match line.get("kind"):
+            case "start":
+                session, total_steps = session_of(line), count_of(line, "total_steps")
+                step = count_of(line, "step")
+            case "step":
+                step, row = count_of(line, "step"), row_of(line)
+            case "end" if session is not None:
+                session = session.model_copy(update={"ended_at": last_at})
+    if session is not None and tail and session.ended_at is not None and not _ends(tail):
+        # A later process began between the two parts.
+        session = session.model_copy(update={"ended_at": None})
+    known = {key: None if math.isnan(value) else value for key, value in row.items()}
+    return Glance(
+        run_id=None if session is None else session.run_id,
+        step=step,
+        total_steps=total_steps,
+        loss=known.get("loss"),
+        tokens_per_s=known.get("tokens_per_s"),
+        step_s=number(row.get("step_s")),
+        last_at=last_at,
+        session=session,
+    )
+
+
+def _ends(tail: bytes) -> bool:
+    kinds = [text_of(line, "kind") for line in decode_lines(tail)]
+    return "end" in kinds and "start" not in kinds[kinds.index("end") :]

@@ -1,0 +1,242 @@
+"""What the journals of a run say, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
+
+Each journal is one training run; the folder's newest one counts for curves and state. What is kept is bounded: rows of steps
+by [Note: columns], and the newest of all else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...checkpoint.folder import Folder
+from ...journal.names import run_of
+from ..models import SaveEvent, Session, Warned
+from .columns import StepTable, number, row_of
+from .journals import decode_lines, journals_in, read_part
+
+LEAST_HEARTBEAT_S = 60.0
+_HEARTBEAT_STEPS = 10
+_MOST_SESSIONS = 500
+MOST_SAVES, MOST_WARNINGS = 200, 100
+_MOST_LINE_BYTES = 64 * 1024 * 1024
+_BLOCK_BYTES = 4 * 1024 * 1024
+_LATE_S = 5.0
+"""How much later than a journal's first line its process may seem to have begun."""
+
+State = Literal["training", "stopped", "unknown"]
+
+
+def text_of(line: Mapping[str, Any], key: str) -> str:
+    """Return a text of a journal, empty where it is none."""
+    value = line.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def count_of(line: Mapping[str, Any], key: str) -> int | None:
+    """Return a whole number of a journal, None where it is none."""
+    value = number(line.get(key))
+    return None if math.isnan(value) else int(value)
+
+
+def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
+    """Return a number of a journal, None where it is none."""
+    value = number(line.get(key))
+    return None if math.isnan(value) else value
+
+
+def is_alive(session: Session) -> bool:
+    """Return whether the process of a session is one of this machine and runs."""
+    if session.host != socket.gethostname() or session.pid <= 0:
+        return False
+    try:
+        with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime", encoding="ascii") as file:
+            up_s = float(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    begun_at = time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
+    return begun_at < session.started_at + _LATE_S  # else another process has its number
+
+
+def state_of(session: Session | None, last_at: float, step_s: float) -> State:
+    """Return what a run is doing, by its last session, the time of its last line, and how long its steps take (or NaN)."""
+    if session is None:
+        return "unknown"
+    if session.ended_at is not None:
+        return "stopped"
+    return "training" if has_heartbeat(last_at, step_s) or is_alive(session) else "stopped"
+
+
+def has_heartbeat(last_at: float, step_s: float) -> bool:
+    """Return whether a line of that time is recent, for steps that take so long (or NaN)."""
+    most_s = max(LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * step_s if step_s > 0 else 0.0)
+    return abs(time.time() - last_at) < most_s
+
+
+def session_of(line: Mapping[str, Any]) -> Session:
+    """Return the session that a line of kind `start` begins."""
+    versions, config = line.get("versions"), line.get("config")
+    return Session(
+        run_id=text_of(line, "run"),
+        started_at=seconds_of(line, "at") or 0.0,
+        ended_at=None,
+        first_step=count_of(line, "step") or 0,
+        loop=text_of(line, "loop"),
+        world_size=count_of(line, "world_size") or 0,
+        host=text_of(line, "host"),
+        pid=count_of(line, "pid") or 0,
+        versions={str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
+        config=config if isinstance(config, dict) else {},
+    )
+
+
+def _save_of(line: Mapping[str, Any]) -> SaveEvent | None:
+    state = line.get("state")
+    if state not in ("begun", "committed", "uploaded", "failed"):
+        return None
+    return SaveEvent(
+        at=seconds_of(line, "at") or 0.0,
+        step=count_of(line, "step") or 0,
+        tag=text_of(line, "tag"),
+        state=state,
+        stall_s=seconds_of(line, "stall_s"),
+        elapsed_s=seconds_of(line, "elapsed_s"),
+        linked_bytes=count_of(line, "linked_bytes"),
+        written_bytes=count_of(line, "written_bytes"),
+        done_bytes=count_of(line, "done_bytes"),
+        problem=text_of(line, "problem") or None,
+    )
+
+
+@dataclass
+class Numbered:
+    """An event, and its number among all of its kind in the journal."""
+
+    number: int
+    event: Any
+
+
+class JournalView:
+    """What one journal says. Not for several threads at once."""
+
+    def __init__(self, run_id: str, *, keeps_steps: bool) -> None:
+        self.run_id = run_id
+        self.keeps_steps = keeps_steps
+        self.offset = 0
+        self.identity = (0, 0)
+        self.table = StepTable()
+        self.sessions: list[Session] = []
+        self.saves: OrderedDict[tuple[int, str], Numbered] = OrderedDict()
+        """By step and tag, what was said last of each."""
+        self.warnings: list[Numbered] = []
+        self.num_saves = self.num_warnings = 0
+        self.plan: dict[str, Any] = {}
+        self.memory: dict[str, Any] = {}
+        self.total_steps: int | None = None
+        self.end_reason: str | None = None
+        self.last_at = 0.0
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take a line in."""
+        self.last_at = seconds_of(line, "at") or self.last_at
+        match line.get("kind"):
+            case "step":
+                self._take_step(line)
+            case "start":
+                self.sessions = [*self.sessions[1 - _MOST_SESSIONS :], session_of(line)]
+                self.total_steps = count_of(line, "total_steps")
+                self.end_reason = None
+            case "end" if self.sessions:
+                self.sessions[-1] = self.sessions[-1].model_copy(update={"ended_at": self.last_at})
+                self.end_reason = text_of(line, "reason")
+            case "plan":
+                self.plan = line
+            case "save" if (save := _save_of(line)) is not None:
+                self.num_saves += 1
+                self.saves.pop((save.step, save.tag), None)
+                self.saves[save.step, save.tag] = Numbered(self.num_saves, save)
+                if len(self.saves) > MOST_SAVES:
+                    self.saves.popitem(last=False)
+            case "warning":
+                self.num_warnings += 1
+                warned = Warned(at=self.last_at, text=text_of(line, "text"))
+                self.warnings = [*self.warnings[1 - MOST_WARNINGS :], Numbered(self.num_warnings, warned)]
+            case _:
+                pass
+
+    def _take_step(self, line: dict[str, Any]) -> None:
+        memory = line.get("memory")
+        self.memory = memory if isinstance(memory, dict) else self.memory
+        if self.keeps_steps:
+            self.table.add(row_of(line))
+
+    @property
+    def mark(self) -> str:
+        """Hexadecimal digits that change with the sessions and the state of the run."""
+        ended = self.sessions[-1].ended_at if self.sessions else None
+        text = repr((len(self.sessions), ended, self.state))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def state(self) -> State:
+        """What the run is doing."""
+        session = self.sessions[-1] if self.sessions else None
+        return state_of(session, self.last_at, self.table.last.get("step_s", float("nan")))
+
+
+class History:
+    """The journals in a run's folder. Usable from any thread: hold `lock` while using what it returns."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._views: dict[str, JournalView] = {}
+        self.lock = threading.RLock()
+
+    def refresh(self) -> None:
+        """Read what was written since; blocks on the file system."""
+        with self.lock:
+            found = journals_in(self._folder)
+            newest = max(found, key=lambda name: found[name].written_ns, default=None)
+            self._views = {name: view for name, view in self._views.items() if name in found}
+            for name, file in found.items():
+                view = self._views.get(name)
+                began_anew = view is not None and (view.identity != file.identity or file.nbytes < view.offset)
+                if view is None or began_anew or (name == newest and not view.keeps_steps):
+                    view = JournalView(run_of(name) or name, keeps_steps=name == newest)
+                    view.identity = file.identity
+                    self._views[name] = view
+                self._read(name, view, file.nbytes)
+
+    def _read(self, name: str, view: JournalView, nbytes: int) -> None:
+        left = b""
+        position = view.offset
+        while position < nbytes and len(left) < _MOST_LINE_BYTES:
+            block = read_part(self._folder, name, position, min(nbytes, position + _BLOCK_BYTES))
+            if not block:
+                return
+            position += len(block)
+            lines, newline, left = (left + block).rpartition(b"\n")
+            view.offset += len(lines) + len(newline)
+            for line in decode_lines(lines):
+                view.take(line)
+
+    @property
+    def views(self) -> list[JournalView]:
+        """What each journal says, the one that began first at the head."""
+        return sorted(self._views.values(), key=lambda view: view.sessions[0].started_at if view.sessions else 0.0)
+
+    @property
+    def current(self) -> JournalView | None:
+        """The newest journal, None where there is none."""
+        kept = [view for view in self._views.values() if view.keeps_steps]
+        return max(kept, key=lambda view: view.last_at, default=None)

@@ -1,0 +1,67 @@
+"""The files of journals in a run's folder, here or behind a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.folder import Folder
+from ...errors import ZstoreError
+from ...journal.lines import decode
+from ...journal.names import run_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalFile:
+    """A journal as it lies in its folder."""
+
+    nbytes: int
+    written_ns: int
+    """When it was written last; behind a URL, where that is not told, its bytes."""
+    identity: tuple[int, int] = (0, 0)
+    """Changes where another file takes its name."""
+
+
+def journals_in(folder: Folder) -> dict[str, JournalFile]:
+    """Return the journals in a folder by name; none where it cannot be read."""
+    try:
+        return _journals_here(folder) if folder.is_local else _journals_there(folder)
+    except (OSError, ZstoreError):
+        return {}
+
+
+def _journals_here(folder: Folder) -> dict[str, JournalFile]:
+    found: dict[str, JournalFile] = {}
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            if run_of(entry.name) is not None and entry.is_file(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                identity = (status.st_dev, status.st_ino)
+                found[entry.name] = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
+    return found
+
+
+def _journals_there(folder: Folder) -> dict[str, JournalFile]:
+    sizes = {name: folder.size(name) for name in folder.entries().files if run_of(name) is not None}
+    return {name: JournalFile(nbytes=size, written_ns=size) for name, size in sizes.items()}
+
+
+def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
+    """Return bytes `[start, stop)` of a journal, fewer where it ends before; none where it cannot be read."""
+    try:
+        return folder.read_range(name, start, stop) if stop > start else b""
+    except (OSError, ZstoreError):
+        return b""
+
+
+def decode_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a part of a journal that are records."""
+    for text in data.decode("utf-8", "replace").split("\n"):
+        try:
+            line = decode(text)
+        except RecursionError:
+            continue
+        if line is not None:
+            yield line

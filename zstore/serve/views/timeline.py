@@ -1,0 +1,345 @@
+"""The checkpoints of a run, what their files take, and what they share. See [Note: sizes] in `zstore.checkpoint.usage`.
+
+[Note: what is looked at again]
+A committed checkpoint never changes, but for the names that its files have elsewhere. So records and files are read once for
+each state of a tag's folder (its inode and time), and afterwards only the number of names is asked for again: of files that
+something outside of the run's checkpoints names too, and of all of them every `_ALL_AGAIN_S` or when checkpoints came or went.
+Behind a URL one listing tells all sizes; it counts for `_REMOTE_FRESH_S`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...checkpoint.catalog import Catalog, TagInfo, list_nested, scan
+from ...checkpoint.folder import Folder
+from ...checkpoint.names import RECORD_FILE
+from ...errors import CheckpointNotFoundError
+from ..models import CheckpointEntry, CheckpointList, RefusedFolder
+from .unfinished import find_unfinished
+
+Numbers = npt.NDArray[np.int64]
+
+_FRESH_S = 0.5
+_ALL_AGAIN_S = 30.0
+_REMOTE_FRESH_S = 20.0
+_EMPTY = Catalog(tags=(), refusals=())
+
+Signature = tuple[Any, ...]
+
+
+@dataclass
+class FileTable:
+    """The files of one checkpoint: numbers that stand for them, their bytes, their names in it and anywhere."""
+
+    keys: Numbers
+    sizes: Numbers
+    names_here: Numbers
+    names: Numbers
+    paths: str
+    """One path of each, NUL between them."""
+    num_files: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, each once."""
+        return int(self.sizes.sum())
+
+    def count_again(self, which: npt.NDArray[np.bool_]) -> None:
+        """Look how many names the chosen files have now."""
+        if which.any():
+            paths = self.paths.split("\0")
+            for place in np.flatnonzero(which):
+                try:
+                    self.names[place] = os.lstat(paths[place]).st_nlink
+                except OSError:
+                    self.names[place] = self.names_here[place]
+
+
+def read_files(folder: Folder) -> FileTable:
+    """Return the files of the checkpoint in a local tag's folder."""
+    found: dict[int, list[Any]] = {}
+    num_files = 0
+    waiting = [str(folder.path)]
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+        except OSError:  # somebody removes it
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+                continue
+            try:
+                status = os.lstat(entry.path)
+            except OSError:
+                continue
+            num_files += 1
+            # Two file systems in one checkpoint are rare; their inodes must not be taken for each other all the same.
+            key = (status.st_ino ^ status.st_dev << 44) & (2**63 - 1)
+            if key in found:
+                found[key][1] += 1
+            else:
+                found[key] = [status.st_size, 1, status.st_nlink, entry.path]
+    rows = list(found.values())
+    sizes, names_here, names = (np.array([row[n] for row in rows], np.int64) for n in range(3))
+    paths = "\0".join(row[3] for row in rows)
+    return FileTable(np.array(list(found), np.int64), sizes, names_here, names, paths, num_files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A checkpoint of the list."""
+
+    info: TagInfo
+    entry: CheckpointEntry
+
+
+@dataclass
+class _Known:
+    """What was found last."""
+
+    signature: Signature = ()
+    catalog: Catalog = _EMPTY
+    files: dict[Signature, FileTable] = field(default_factory=dict)
+    listed: list[Listed] = field(default_factory=list)
+    answer: CheckpointList | None = None
+    looked_s: float = -math.inf
+    counted_s: float = -math.inf
+
+
+def checkpoint_of(info: TagInfo, run: Folder) -> str:
+    """Return the path of a tag's folder inside the run's, as URLs of the service have it."""
+    holder = info.folder.parent
+    return info.folder.name if holder.location == run.location else f"{holder.name}/{info.folder.name}"
+
+
+def _known_metrics(state: Mapping[str, Any]) -> dict[str, float]:
+    metrics = state.get("metrics")
+    found = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {
+        name: float(value)
+        for name, value in found
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+class Timeline:
+    """The checkpoints of one run. Usable from any thread; calls block on the file system."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._known = _Known()
+        self._lock = threading.Lock()
+
+    def answer(self) -> CheckpointList:
+        """Return the list as `/api` has it. Raises CheckpointNotFoundError where the folder is gone."""
+        with self._lock:
+            return self._look()
+
+    def listed(self) -> list[Listed]:
+        """Return the checkpoints, the oldest first; raises like `answer`."""
+        with self._lock:
+            self._look()
+            return self._known.listed
+
+    def signature(self) -> Signature:
+        """Return what changes when checkpoints come or go; cheap for a local folder, the last one known behind a URL."""
+        if not self._folder.is_local:
+            with self._lock:
+                return self._known.signature
+        return _signature(self._folder)
+
+    def find(self, checkpoint: str) -> Listed:
+        """Return the checkpoint of that path or tag, or the newest for `latest`.
+
+        Only what the list has is found. Raises CheckpointNotFoundError.
+        """
+        found = self.listed()
+        if checkpoint == "latest" and found:
+            return next((one for one in reversed(found) if one.info.record.is_latest), found[-1])
+        named = [one for one in found if one.entry.checkpoint == checkpoint]
+        named = named or [one for one in found if one.entry.tag == checkpoint]
+        if named:
+            return named[-1]
+        some = ", ".join(one.entry.checkpoint for one in found[-5:]) or "none"
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {checkpoint!r} in {self._folder}; the newest are: {some}"
+        )
+
+    def mark(self) -> str:
+        """Return 16 hexadecimal digits that change when checkpoints, or saves under way, come or go."""
+        answer = self.answer()
+        listed = [(one.checkpoint, one.committed_at) for one in answer.checkpoints]
+        text = repr((listed, answer.refused, answer.unfinished))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def forget(self) -> None:
+        """Look again at the next call."""
+        with self._lock:
+            self._known.looked_s = -math.inf
+
+    def _look(self) -> CheckpointList:
+        known = self._known
+        age_s = time.monotonic() - known.looked_s
+        if known.answer is not None and age_s < (_FRESH_S if self._folder.is_local else _REMOTE_FRESH_S):
+            return known.answer
+        known.answer = self._look_here() if self._folder.is_local else self._look_there()
+        known.looked_s = time.monotonic()
+        return known.answer
+
+    def _look_here(self) -> CheckpointList:
+        known = self._known
+        signature = _signature(self._folder)
+        changed = signature != known.signature
+        if changed:
+            catalog = self._read_catalog()
+            folders = {info.location: _folder_signature(info.folder) for info in catalog.tags}
+            known.files = {
+                key: known.files.get(key) or read_files(info.folder)
+                for info, key in zip(catalog.tags, folders.values(), strict=True)
+            }
+            known.catalog, known.signature = catalog, signature
+        tables = list(known.files.values())
+        self._count_again(tables, everything=changed)
+        return self._listed(tables)
+
+    def _count_again(self, tables: Sequence[FileTable], *, everything: bool = False) -> None:
+        everything = everything or time.monotonic() - self._known.counted_s > _ALL_AGAIN_S
+        if everything:
+            self._known.counted_s = time.monotonic()
+        seen = _names_seen(tables)
+        for table, in_run in zip(tables, seen, strict=True):
+            table.count_again(np.ones(table.keys.size, bool) if everything else table.names > in_run)
+
+    def _look_there(self) -> CheckpointList:
+        catalog = self._read_catalog()
+        sizes = self._folder.sizes("")
+        tables = []
+        for info in catalog.tags:
+            start = f"{checkpoint_of(info, self._folder)}/"
+            found = [size or 0 for name, size in sizes.items() if name.startswith(start)]
+            one = np.ones(1, np.int64)
+            key = np.array([hash(info.location) & (2**63 - 1)], np.int64)
+            tables.append(FileTable(key, np.array([sum(found)], np.int64), one, one, "", len(found)))
+        self._known.catalog = catalog
+        self._known.signature = tuple((info.location, info.record.id) for info in catalog.tags)
+        return self._listed(tables)
+
+    def _read_catalog(self) -> Catalog:
+        catalog = scan(self._folder) if not self._folder.has(RECORD_FILE) else _EMPTY
+        nested = list_nested(self._folder)
+        tags = sorted(catalog.tags + nested.tags, key=lambda info: (info.record.committed_ns, info.record.step))
+        return Catalog(tags=tuple(tags), refusals=catalog.refusals + nested.refusals)
+
+    def _listed(self, tables: Sequence[FileTable]) -> CheckpointList:
+        known = self._known
+        known.listed = []
+        for info, table, holders in zip(known.catalog.tags, tables, _num_holders(tables), strict=True):
+            record = info.record
+            entry = CheckpointEntry(
+                checkpoint=checkpoint_of(info, self._folder),
+                tag=info.tag,
+                step=record.step,
+                run_id=record.run,
+                world_size=record.world_size,
+                committed_at=record.committed_ns / 1e9,
+                size_bytes=table.size_bytes,
+                shared_bytes=int(table.sizes[holders > 1].sum()),
+                freed_bytes=int(table.sizes[table.names_here >= table.names].sum()),
+                num_files=table.num_files,
+                metrics=_known_metrics(record.state),
+            )
+            known.listed.append(Listed(info=info, entry=entry))
+        return CheckpointList(
+            checkpoints=[one.entry for one in known.listed],
+            refused=[
+                RefusedFolder(name=refusal.folder.name, reason=refusal.reason) for refusal in known.catalog.refusals
+            ],
+            unfinished=find_unfinished(self._folder),
+            total_bytes=_total_bytes(tables),
+        )
+
+
+def _joined(tables: Sequence[FileTable]) -> tuple[Numbers, list[int]]:
+    """Return the keys of all tables' files, and where each table's end."""
+    keys = np.concatenate([table.keys for table in tables]) if tables else np.zeros(0, np.int64)
+    return keys, np.cumsum([table.keys.size for table in tables]).tolist()
+
+
+def _spread(values: Numbers, ends: Sequence[int]) -> list[Numbers]:
+    return np.split(values, ends[:-1]) if ends else []
+
+
+def _num_holders(tables: Sequence[FileTable]) -> list[Numbers]:
+    """Return of each file how many of the checkpoints have it."""
+    keys, ends = _joined(tables)
+    _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    return _spread(counts[places], ends)
+
+
+def _names_seen(tables: Sequence[FileTable]) -> list[Numbers]:
+    """Return of each file how many names it has in all of the checkpoints."""
+    keys, ends = _joined(tables)
+    if not ends:
+        return []
+    _, places = np.unique(keys, return_inverse=True)
+    names = np.concatenate([table.names_here for table in tables])
+    return _spread(np.bincount(places, weights=names).astype(np.int64)[places], ends)
+
+
+def _total_bytes(tables: Sequence[FileTable]) -> int:
+    keys, _ = _joined(tables)
+    if not keys.size:
+        return 0
+    _, first = np.unique(keys, return_index=True)
+    return int(np.concatenate([table.sizes for table in tables])[first].sum())
+
+
+def _folder_signature(folder: Folder) -> Signature:
+    status = os.stat(folder.path)
+    return folder.location, status.st_ino, status.st_mtime_ns
+
+
+def _signature(folder: Folder) -> Signature:
+    """Return the folders below a run's, and below those that loops make, each with its inode and time."""
+    found: list[tuple[str, int, int]] = []
+    try:
+        with os.scandir(folder.path) as entries:
+            folders = sorted(((entry.name, entry) for entry in entries if entry.is_dir()), key=lambda pair: pair[0])
+        for name, entry in folders:
+            status = entry.stat()
+            found.append((name, status.st_ino, status.st_mtime_ns))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{folder} is gone: its folder was removed or renamed") from error
+    for name, _, _ in list(found):
+        if name.startswith(("checkpoint-", "checkpoint_")):
+            found += [
+                (f"{name}/{inner}", ino, at) for inner, ino, at in _flat_signature(os.path.join(folder.path, name))
+            ]
+    return tuple(found)
+
+
+def _flat_signature(path: str) -> list[tuple[str, int, int]]:
+    try:
+        with os.scandir(path) as entries:
+            statuses = [(entry.name, entry.stat()) for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+    return sorted((name, status.st_ino, status.st_mtime_ns) for name, status in statuses)
+
+
+def newest_of(listed: Sequence[Listed]) -> CheckpointEntry | None:
+    """Return the newest checkpoint, None where there is none."""
+    latest = (one.entry for one in reversed(listed) if one.info.record.is_latest)
+    return next(latest, listed[-1].entry if listed else None)
