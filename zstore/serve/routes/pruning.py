@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ...checkpoint.catalog import TagInfo, find_folder
 from ...checkpoint.folder import Folder
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.retention import Fate, Keep, plan_lines, remove_each, weigh
@@ -106,6 +107,19 @@ def _digest(doomed: Sequence[Fate]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
+def _remover_of_same(folder: Folder) -> Callable[[TagInfo], None]:
+    """Return what removes a checkpoint in the folder, unless another one took its name while the job waited."""
+    remove = remover(folder)
+
+    def remove_same(info: TagInfo) -> None:
+        now = find_folder(folder, info.folder.name)
+        if now is not None and now.record.id != info.record.id:
+            raise ConflictError("another checkpoint was saved under its name since the plan was made: that one stays")
+        remove(info)
+
+    return remove_same
+
+
 def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) -> Job:
     doomed = [fate for fate in fates if not fate.reasons]
     sizes = {fate.info.location: fate.size_bytes for fate in doomed}
@@ -116,7 +130,7 @@ def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) 
             job.say(line)
         try:
             messages = remove_each(
-                [fate.info for fate in doomed], remover(place), lambda info: job.advance(sizes[info.location])
+                [fate.info for fate in doomed], _remover_of_same(place), lambda info: job.advance(sizes[info.location])
             )
         finally:
             service.timeline(run).forget()
