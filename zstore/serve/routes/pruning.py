@@ -22,9 +22,6 @@ from ..runs import Run
 from ..service import Service
 from ..views.timeline import checkpoint_of
 
-_POOL_BYTES = 32 * 1024 * 1024
-_LEAST_POOL_BYTES = 8 * 1024 * 1024
-
 
 def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
     """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError where a job goes on."""
@@ -32,8 +29,7 @@ def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
     info, location = listed.info, listed.info.location
 
     def verify(job: RunningJob) -> None:
-        pool_bytes = max(_LEAST_POOL_BYTES, min(_POOL_BYTES, service.settings.memory_bytes // 16))
-        with open_resources(pool_bytes=pool_bytes) as resources:
+        with open_resources(pool_bytes=service.memory.verification_bytes) as resources:
             try:
                 with CheckpointReader(info, resources) as reader:
                     job.expect(sum(array.file_bytes for array in reader.arrays.values()))

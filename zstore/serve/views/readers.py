@@ -1,9 +1,9 @@
 """Open checkpoints, shared by the requests that read values: one pool of buffers, and metadata within a bound.
 
 [Note: memory of reading]
-All reading shares one pool, an eighth of the settings' memory and at most 64 MiB; each of the `NUM_HEAVY` requests that go
-on at a time reads ahead in half as much beside it, and computes in blocks of about 1 MiB a thread. Metadata of checkpoints
-that were used last takes another quarter; one that is larger alone is opened for its request only.
+All reading shares one pool; each of the `NUM_HEAVY` requests that go on at a time reads ahead in half as much beside it, and
+computes in blocks of about 1 MiB a thread. A checkpoint whose metadata is larger alone than what is cached of all is opened
+for its request only. See [Note: memory of the service] in `zstore.serve.memory`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from ...checkpoint.reader import CheckpointReader
 from ...closing import Closing
 from ...io.shards import IoResources, open_resources
 from ..cache import Cache
+from ..memory import Memory
 
 NUM_HEAVY = 2
 """Requests that read values at a time; others wait."""
-_MOST_POOL_BYTES = 64 * 1024 * 1024
-_LEAST_POOL_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 8
 _ARRAY_BYTES = 2_000
 """What the metadata of an array takes in memory, about."""
@@ -29,10 +28,10 @@ _ARRAY_BYTES = 2_000
 class Readers(Closing):
     """Cached readers of checkpoints. Usable from any thread."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._pool_bytes = max(_LEAST_POOL_BYTES, min(_MOST_POOL_BYTES, memory_bytes // 8))
+    def __init__(self, memory: Memory) -> None:
+        self._pool_bytes = memory.pool_bytes
         self._readers: Cache[tuple[str, str], CheckpointReader] = Cache(
-            memory_bytes // 4 // _ARRAY_BYTES, cost=lambda reader: len(reader.arrays)
+            memory.metadata_bytes // _ARRAY_BYTES, cost=lambda reader: len(reader.arrays)
         )
         self._ends = contextlib.ExitStack()
         self._resources: IoResources | None = None
