@@ -137,7 +137,9 @@ class Report:
 
     def _with(self, data: dict[str, str], note: str) -> str:
         title = f"{self.run.name} · zstore report"
-        return one_file(self._page, self._assets, Inside(data=data, title=title, note=note[:_NOTE_BYTES]))
+        # Names of files may have bytes that are no text.
+        title, note = (text.encode("utf-8", "replace").decode() for text in (title, note[:_NOTE_BYTES]))
+        return one_file(self._page, self._assets, Inside(data=data, title=title, note=note))
 
     def _path(self, *segments: str, **query: str) -> str:
         return api_path("runs", self.run.name, *segments, **query)
