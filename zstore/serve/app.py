@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from .guard.guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
-from .routes import api, files, page, run_files, sessions, uploads, weights
+from .routes import api, datasets, files, page, run_files, sessions, uploads, weights
 from .service import Service
 from .settings import Settings
 
@@ -45,6 +45,7 @@ def _routes() -> list[BaseRoute]:
         *sessions.routes(),
         *api.routes(),
         *files.routes(),
+        *datasets.routes(),
         *run_files.routes(),
         *uploads.routes(),
         *weights.routes(),

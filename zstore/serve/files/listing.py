@@ -30,9 +30,10 @@ class Listing:
         files = [{"name": name, "size": size} for name, size in self.files]
         return json.dumps({"folders": self.folders, "files": files})
 
-    def as_html(self, title: str) -> str:
-        """Return an index of relative links."""
-        rows = [(f"{name}/", None) for name in self.folders] + list(self.files)
+    def as_html(self, title: str, *, sizes: bool = True) -> str:
+        """Return an index of relative links, files with their sizes unless told otherwise."""
+        rows: list[tuple[str, int | None]] = [(f"{name}/", None) for name in self.folders]
+        rows += [(name, size if sizes else None) for name, size in self.files]
         lines = [f"<li>{_link(name)}{'' if size is None else f' {size}'}</li>" for name, size in rows]
         head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>'
         return f"{head}<body><h1>{html.escape(title)}</h1><ul>\n" + "\n".join(lines) + "\n</ul></body></html>\n"
