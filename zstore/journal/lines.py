@@ -34,7 +34,7 @@ def decode(line: bytes | str) -> Record | None:
     """Return the record in a line; None for what is none, as where something else wrote into the file."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
 

@@ -4,8 +4,9 @@
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
 there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
 the service cut off is removed before the next ones come. What the run is asked for (see [Note: requests] in
-`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. Under
-`/api/uploads`, where bodies may be larger than JSON elsewhere.
+`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. One that
+waits when a process begins was meant for a process that is gone, and is removed. Under `/api/uploads`, where bodies may be
+larger than JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from ...checkpoint.catalog import scan
 from ...errors import CheckpointExistsError, UsageError
 from ...io.files import Files
+from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
 from ...journal.writer import FileSink
@@ -140,11 +142,20 @@ def append_lines(service: Service, run: str, run_id: str, offset: int, lines: by
                 raise ConflictError(
                     f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
                 )
-            sink.append(lines[len(there) :])
-            size += len(lines) - len(there)
+            new = lines[len(there) :]
+            if _begins(new):
+                path.with_name(request_file(run_id)).unlink(missing_ok=True)
+            sink.append(new)
+            size += len(new)
         finally:
             sink.close()
     return JournalSize(bytes=size)
+
+
+def _begins(lines: bytes) -> bool:
+    """Return whether lines of a journal say that a process began."""
+    likely = (text for text in lines.splitlines() if b'"start"' in text)
+    return any((line := decode(text)) is not None and line["kind"] == "start" for text in likely)
 
 
 def _pending(path: Path, taken: str | None) -> RunRequest | None:
