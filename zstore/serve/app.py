@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from .guard.guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
-from .routes import api, beside, datasets, files, page, sessions, uploads, weights
+from .routes import api, datasets, files, page, run_files, sessions, uploads, weights
 from .service import Service
 from .settings import Settings
 
@@ -28,7 +28,7 @@ def make_app(settings: Settings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.service = service
-    app.state.hubs = {}
+    app.state.broadcasts = {}
     return app
 
 
@@ -46,7 +46,7 @@ def _routes() -> list[BaseRoute]:
         *api.routes(),
         *files.routes(),
         *datasets.routes(),
-        *beside.routes(),
+        *run_files.routes(),
         *uploads.routes(),
         *weights.routes(),
         *page.routes(),

@@ -13,7 +13,7 @@ from ...checkpoint.catalog import LOOPS_FOLDER
 from ...checkpoint.folder import Folder
 from ...errors import CheckpointNotFoundError, UsageError
 from .opened import open_below
-from .visible import Place, is_beside, is_real_folder, tags_in
+from .visible import Place, is_real_folder, is_run_file, tags_in
 
 _MOST_FILES = 500_000
 
@@ -64,7 +64,7 @@ def _list_run(folder: Folder, recursive: bool, folders: set[str], files: dict[st
     tags = tags_in(folder)
     loops = [name for name in entries.folders if LOOPS_FOLDER.fullmatch(name) and name not in tags]
     loops = [name for name in loops if is_real_folder(folder, name) and tags_in(folder.child(name))]
-    sizes = _sizes_beside(folder, [name for name in entries.files if is_beside(name)])
+    sizes = _run_file_sizes(folder, [name for name in entries.files if is_run_file(name)])
     files.update(sizes)
     if not recursive:
         folders.update(tags, loops)
@@ -77,7 +77,7 @@ def _list_run(folder: Folder, recursive: bool, folders: set[str], files: dict[st
         files.update({f"{name}/{path}": size for path, size in inner.items()})
 
 
-def _sizes_beside(folder: Folder, names: list[str]) -> dict[str, int]:
+def _run_file_sizes(folder: Folder, names: list[str]) -> dict[str, int]:
     if folder.is_local:
         found = {name: os.lstat(folder.path / name) for name in names}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import actions, beside, events, queries, sessions, uploads
+from . import actions, events, queries, run_files, sessions, uploads
 from .openapi import document
 from .operations import Description, Operation, Values
 
@@ -32,7 +32,7 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
-_ELSEWHERE: tuple[Description, ...] = (*sessions.OPERATIONS, *uploads.OPERATIONS, *beside.OPERATIONS)
+_ELSEWHERE: tuple[Description, ...] = (*sessions.OPERATIONS, *uploads.OPERATIONS, *run_files.OPERATIONS)
 """Operations that have routes of their own modules."""
 
 

@@ -14,12 +14,12 @@ from starlette.routing import BaseRoute, Route
 from ...checkpoint.format import dump_metadata, parse_json
 from ...checkpoint.names import METADATA_FILE
 from ...errors import UsageError
+from ..cache import Cache
 from ..files.dimensions import below, is_bare_group, named
 from ..files.listing import list_place
 from ..files.opened import IsFolderError, Opened
 from ..files.ranges import choose
 from ..files.visible import Place
-from ..kept import Kept
 from ..service import Service, service_of
 from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash
 
@@ -29,12 +29,12 @@ _MOST_KEPT = 16
 _MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A larger document is made for each request."""
 
-_Documents = Kept[tuple[str, ...], bytes]
+_Documents = Cache[tuple[str, ...], bytes]
 
 
 def routes() -> list[BaseRoute]:
     """Return the routes of files for xarray."""
-    documents: _Documents = Kept(_MOST_KEPT)
+    documents: _Documents = Cache(_MOST_KEPT)
 
     async def answer(request: Request) -> Response:
         parts = parts_of(request)

@@ -1,4 +1,4 @@
-"""What lies beside the checkpoints of a run that are uploaded: its journal, and its model's config and tokenizer.
+"""Files of a run besides its checkpoints that a client uploads: its journal, and its model's config and tokenizer.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
@@ -208,7 +208,7 @@ OPERATIONS = (
         access="act",
     ),
     Exchange(
-        path="/api/uploads/beside/{run}/{name}",
+        path="/api/uploads/companions/{run}/{name}",
         method="PUT",
         summary="Put a config or tokenizer file beside the checkpoints",
         answer=None,
