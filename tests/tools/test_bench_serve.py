@@ -13,7 +13,7 @@ from bench import serve, weights_serve
 
 def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "serve.json"
-    arguments = ["--gib", "0.004", "--rounds", "1", "--json", str(out)]
+    arguments = ["--gib", "0.001", "--rounds", "1", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["serve", "--path", str(tmp_path), *arguments])
     serve.main()
     figures = json.loads(out.read_text())
@@ -29,7 +29,7 @@ def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, m
 def test_load_benchmark_counts_what_many_clients_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "load.json"
     clients = ["--range-clients", "3", "--downloads", "2", "--pages", "2", "--model", "none"]
-    arguments = ["--load", "--seconds", "0.5", "--gib", "0.01", *clients, "--json", str(out)]
+    arguments = ["--load", "--seconds", "0.3", "--pace", "0.02", "--gib", "0.001", *clients, "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["serve", "--path", str(tmp_path), *arguments])
     serve.main()
     figures = json.loads(out.read_text())
