@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint.handle import SaveHandle
-from zstore.errors import CheckpointExistsError, UsageError, ZstoreError
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
@@ -41,7 +41,7 @@ from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
-from .report.requests import Requests
+from .report.requests import Requests, save_or_stop
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
@@ -96,8 +96,6 @@ class Engine(nn.Module):
         """Client state that saves to come will have, and that was not looked at yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """What `save_on_signal` asked for."""
-        self._stop_state: ClientState = {}
-        """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """Of the engine's own loader, over and over."""
         self._wait_for_device: Callable[[], object] | None = None
@@ -615,7 +613,7 @@ class Engine(nn.Module):
         self.checkpoints.note_folder(str(save_dir))
         if client_state is not None:
             self._unchecked.append(client_state)
-            self._stop_state = client_state
+            self.requests.client_state = client_state
         self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
 
     def take_requests(self, taker: Callable[[str], str | None]) -> None:
@@ -626,20 +624,7 @@ class Engine(nn.Module):
     def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
         """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
         "stop" do as at a signal, where signals are watched (all ranks). Return why that could not be, else None."""
-        if action == "stop":
-            if not self.signals.are_watched:
-                return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
-            self.signals.pretend(signal.SIGTERM)
-            return None
-        self.checkpoints.wait()  # what went wrong with an earlier save is the loop's to know
-        if self.checkpoints.folder is None:
-            return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
-        state = present(self.steps.client_state or self._stop_state)
-        try:
-            self.save_checkpoint(self.checkpoints.folder, None, state, save_latest, wait=False)
-        except (ZstoreError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return save_or_stop(self, action, save_latest=save_latest)
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all
