@@ -66,7 +66,7 @@ def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) 
             )
         run_id = view.run_id
     made = ask(run.folder, run_id, action)
-    return RunAction(action=action, run_id=run_id, requested_at=made.at)
+    return RunAction(id=made.id, action=action, run_id=run_id, requested_at=made.at)
 
 
 _ACTION_PROBLEMS = (401, 403, 404, 409)
