@@ -41,12 +41,13 @@ from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
-from .report.requests import Requests, save_or_stop
+from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
+from .usual_request import save_or_stop
 
 _log = logging.getLogger("zstore")
 
@@ -96,6 +97,8 @@ class Engine(nn.Module):
         """Client state that saves to come will have, and that was not looked at yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """What `save_on_signal` asked for."""
+        self._stop_state: ClientState = {}
+        """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """Of the engine's own loader, over and over."""
         self._wait_for_device: Callable[[], object] | None = None
@@ -613,7 +616,7 @@ class Engine(nn.Module):
         self.checkpoints.note_folder(str(save_dir))
         if client_state is not None:
             self._unchecked.append(client_state)
-            self.requests.client_state = client_state
+            self._stop_state = client_state
         self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
 
     def take_requests(self, taker: Callable[[str], str | None]) -> None:
@@ -624,7 +627,14 @@ class Engine(nn.Module):
     def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
         """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
         "stop" do as at a signal, where signals are watched (all ranks). Return why that could not be, else None."""
-        return save_or_stop(self, action, save_latest=save_latest)
+        return save_or_stop(
+            action,
+            self.signals,
+            self.checkpoints,
+            lambda folder: self.save_checkpoint(
+                folder, None, present(self.steps.client_state or self._stop_state), save_latest, wait=False
+            ),
+        )
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all

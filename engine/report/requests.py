@@ -13,21 +13,14 @@ import contextlib
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zstore.errors import ZstoreError
 from zstore.journal.names import request_file
 from zstore.journal.requests import Request, read_request
 from zstore.ranks.world import World
 
-from ..checkpoint.snapshots import ClientState, present
 from .journal import RunJournal
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 _log = logging.getLogger("zstore")
 
@@ -44,8 +37,6 @@ class Requests:
         self._finder = _Finder(journal) if journal.enabled else None
         self.taker: Taker | None = None
         """The loop's; None: the engine carries requests out."""
-        self.client_state: ClientState = {}
-        """Of a save that the engine makes, where the loop gives none for snapshots of steps."""
 
     def look(self) -> None:
         """Let all ranks know, with the update that comes next, of what was found; on other ranks than 0 do nothing."""
@@ -66,24 +57,6 @@ class Requests:
         self._journal.acted(action, request_id, problem)
         if problem is not None and self._world.rank == 0:
             _log.warning("a request to %s was refused: %s", action, problem)
-
-
-def save_or_stop(engine: Engine, action: str, *, save_latest: bool) -> str | None:
-    """Carry out a request in the way of a loop that has none of its own; see `Engine.carry_out` (all ranks)."""
-    if action == "stop":
-        if not engine.signals.are_watched:
-            return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
-        engine.signals.pretend(signal.SIGTERM)
-        return None
-    engine.checkpoints.wait()  # what went wrong with an earlier save is the loop's to know
-    if engine.checkpoints.folder is None:
-        return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
-    state = present(engine.steps.client_state or engine.requests.client_state)
-    try:
-        engine.save_checkpoint(engine.checkpoints.folder, None, state, save_latest, wait=False)
-    except (ZstoreError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 class _Finder:
