@@ -1,18 +1,18 @@
 // The switch between light and dark; without a choice the page goes by the system.
 
-import { h } from "./dom.js";
+import { h, replace } from "./dom.js";
 
 const KEY = "zstore-theme";
 const ORDER = ["system", "light", "dark"];
-const NAMES = { system: "Auto", light: "Light", dark: "Dark" };
+const NAMES = { system: "auto", light: "light", dark: "dark" };
 
 /** A button that goes on to the next theme. */
 export function themeSwitch() {
   const button = h("button", { type: "button", class: "quiet", test: "theme" });
   const label = () => {
-    button.textContent = NAMES[theme()];
-    button.setAttribute("aria-label", `Theme: ${theme()}`);
-    button.title = `Theme: ${theme()}. Press for the next of ${ORDER.join(", ")}.`;
+    replace(button, h("span", { class: "wide-only" }, "Theme: "), NAMES[theme()]);
+    button.setAttribute("aria-label", `Theme: ${NAMES[theme()]}`);
+    button.title = "Colour theme: auto follows the system";
   };
   button.addEventListener("click", () => {
     choose(ORDER[(ORDER.indexOf(theme()) + 1) % ORDER.length]);

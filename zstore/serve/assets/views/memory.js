@@ -25,7 +25,7 @@ export async function show(container, params) {
   if (placement.arrays.length === 0 && placement.parts.length === 0) {
     replace(
       container,
-      empty("Nothing is known of its memory", "The run's journal has no plan. A run that trains with a zstore engine writes one when it starts. To see a plan before training:", "zstore plan --help"),
+      empty("No memory data", "The run's journal has no memory plan. A run with a zstore engine writes one when it starts. To see a plan before training:", "zstore plan --help"),
     );
     return undefined;
   }
@@ -100,7 +100,7 @@ class MemoryView {
 /** Return the name of an array, of which the head is cut where there is no room: names differ at their ends. */
 function nameOf({ name }) {
   const cut = Math.max(name.lastIndexOf("/"), name.slice(0, -TAIL).lastIndexOf(".")) + 1;
-  return h("span", { class: "array-name", title: name }, h("span", null, name.slice(0, cut)), h("span", null, name.slice(cut)));
+  return h("span", { class: "placed-name", title: name }, cut === 0 ? null : h("span", null, name.slice(0, cut)), h("span", null, name.slice(cut)));
 }
 
 function legend(kinds) {
