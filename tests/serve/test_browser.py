@@ -172,7 +172,7 @@ def test_an_action_needs_the_token(site: Site) -> None:
     page.fill("[data-test=keep-last]", "2")
     page.click("[data-test=prune-dry-run]")
     page.wait_for_selector("[data-test=prune-summary]")
-    assert "3 checkpoints would go, 2 stay" in page.locator("[data-test=prune-summary]").inner_text()
+    assert "3 checkpoints would be removed, 2 kept" in page.locator("[data-test=prune-summary]").inner_text()
     assert {path.name for path in (site.guarded_folder / RUN).iterdir()} == folders
     page.click("[data-test=prune-remove]")
     page.click("[data-test=confirm]")

@@ -121,7 +121,7 @@ function phases(steps) {
 }
 
 function prefixed(prefix) {
-  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length), values: held(steps.column(name)) }));
+  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length).replaceAll("_", " "), values: held(steps.column(name)) }));
 }
 
 function memory(steps) {

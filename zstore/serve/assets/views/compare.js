@@ -15,9 +15,9 @@ import { TreeView } from "../parts/tree.js";
 const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
 const WORDS = {
   same: "the same",
-  values: "other values",
-  shape: "other shape",
-  dtype: "other type",
+  values: "values changed",
+  shape: "shape changed",
+  dtype: "type changed",
   added: "added",
   removed: "removed",
   unknown: "not known by checksums",
@@ -73,7 +73,7 @@ class CompareView {
           "div",
           { class: "tree-head compare", "aria-hidden": "true" },
           h("span", { class: "cell" }, "Name"),
-          h("span", { class: "cell" }, "Differs in"),
+          h("span", { class: "cell" }, "Difference"),
           h("span", { class: "cell num wide" }, "Chunks changed"),
         ),
         this.tree.element,
