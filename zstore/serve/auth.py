@@ -31,7 +31,7 @@ _MOST_KEPT = 4096
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
-class Wrong:
+class WrongTokens:
     """Counts wrong tokens by address. Usable from any thread."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Access:
         self._lock = threading.Lock()
         self._sessions: OrderedDict[bytes, float] = OrderedDict()
         """Digest of a cookie's value -> when it ends."""
-        self._wrong = Wrong()
+        self._wrong = WrongTokens()
 
     @property
     def has_token(self) -> bool:

@@ -24,7 +24,7 @@ from ...checkpoint.names import LATEST_FILE, RECORD_FILE, parse_own_name
 from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
 from ...weights.companions import COMPANIONS
 
-_BESIDE = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
+_RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
 _FRESH_S = 2.0
 """How long a checkpoint behind a URL is taken to be what it was."""
 _MOST_KEPT = 256
@@ -36,9 +36,9 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and len(os.fsencode(name)) <= 255 and _NOT_PLAIN.search(name) is None
 
 
-def is_beside(name: str) -> bool:
+def is_run_file(name: str) -> bool:
     """Return whether a file of that name beside checkpoints is visible."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _BESIDE)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Checkpoints:
         head, rest = parts[0], parts[1:]
         if not is_plain(head):
             raise _nothing(folder, head)
-        if not rest and is_beside(head):
+        if not rest and is_run_file(head):
             return Place(folder=folder, path=head, info=None, is_folder=False)
         info = self.latest(folder) if head == LATEST_FILE else self.at(folder, head)
         if info is not None:

@@ -46,17 +46,17 @@ def run_summary(service: Library, run: Run) -> RunSummary:
             )
     except (ZstoreError, OSError) as error:
         problem = str(error)
-    glance = service.glances.of(run.folder)
-    times = [glance.last_at, newest.committed_at if newest else None]
+    summary = service.summaries.of(run.folder)
+    times = [summary.last_at, newest.committed_at if newest else None]
     return RunSummary(
         name=run.name,
         location=run.folder.location,
-        state=glance.state,
-        run_id=glance.run_id,
-        step=glance.step,
-        total_steps=glance.total_steps,
-        loss=glance.loss,
-        tokens_per_s=glance.tokens_per_s,
+        state=summary.state,
+        run_id=summary.run_id,
+        step=summary.step,
+        total_steps=summary.total_steps,
+        loss=summary.loss,
+        tokens_per_s=summary.tokens_per_s,
         updated_at=max((at for at in times if at is not None), default=None),
         num_checkpoints=num_checkpoints,
         newest=newest,

@@ -1,4 +1,4 @@
-"""What lies beside the checkpoints of a run that are uploaded: its journal, and its model's config and tokenizer.
+"""Files of a run besides its checkpoints that a client uploads: its journal, and its model's config and tokenizer.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
@@ -60,12 +60,12 @@ class JournalSize(BaseModel):
 
 
 def routes() -> list[Route]:
-    """Return the routes of what lies beside checkpoints."""
+    """Return the routes of a run's other files."""
     journal = "/api/uploads/journals/{run}/{run_id}"
     return [
         Route(journal, _size, methods=["GET"]),
         Route(journal, _append, methods=["POST"]),
-        Route("/api/uploads/beside/{run}/{name}", _put, methods=["PUT"]),
+        Route("/api/uploads/companions/{run}/{name}", _put, methods=["PUT"]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is kept between requests: a bounded number of things, those that were not used for longest go first."""
+"""A bounded cache, of which the least recently used values go first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Kept(Generic[K, V]):
+class Cache(Generic[K, V]):
     """At most `most` values by key. Usable from any thread."""
 
     def __init__(self, most: int) -> None:
@@ -20,14 +20,14 @@ class Kept(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """Return what is kept, None where there is nothing."""
+        """Return the value of a key, None where it is not cached."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: K, value: V) -> V:
-        """Keep a value, and return it."""
+        """Cache a value, and return it."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
@@ -36,7 +36,7 @@ class Kept(Generic[K, V]):
         return value
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """Return what is kept, or keep what `make` returns, which must be quick."""
+        """Return the cached value, or cache what `make` returns; it is called with the lock held, so it must be quick."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = make()
