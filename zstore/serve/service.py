@@ -32,8 +32,8 @@ class Service(Library):
         self.streams = Streams()
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
-        self.transfers = Transfers(settings.memory_bytes // 4)
-        self.downloads = Downloads(settings.memory_bytes // 4)
+        self.transfers = Transfers(self.memory.files_bytes)
+        self.downloads = Downloads(self.memory.weights_bytes)
         self.plans = Plans()
         self.jobs = Jobs()
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
@@ -47,6 +47,7 @@ class Service(Library):
     def close(self) -> None:
         """End what goes on; blocks."""
         self.jobs.close()
+        self.transfers.close()
         super().close()
 
 

@@ -18,8 +18,8 @@ import anyio.to_thread
 from pydantic import BaseModel
 
 from ...errors import ZstoreError
+from ..json_text import json_of
 from ..models import CheckpointsChanged, Ended, Steps
-from ..replies import json_of
 from ..runs import Run
 from ..service import Service
 from ..views.history import JournalView

@@ -14,27 +14,27 @@ from starlette.routing import BaseRoute, Route
 from ...checkpoint.format import dump_metadata, parse_json
 from ...checkpoint.names import METADATA_FILE
 from ...errors import UsageError
+from ..cache import Cache
 from ..files.dimensions import below, is_bare_group, named
 from ..files.listing import list_place
 from ..files.opened import IsFolderError, Opened
 from ..files.ranges import choose
 from ..files.visible import Place
-from ..kept import Kept
 from ..service import Service, service_of
 from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash
 
 _MOST_BYTES = 64 * 1024 * 1024
 _MOST_VALUES = 2**22
-_MOST_KEPT = 16
-_MOST_KEPT_BYTES = 4 * 1024 * 1024
+_MOST_CACHED = 16
+_MOST_CACHED_BYTES = 4 * 1024 * 1024
 """A larger document is made for each request."""
 
-_Documents = Kept[tuple[str, ...], bytes]
+_Documents = Cache[tuple[str, ...], bytes]
 
 
 def routes() -> list[BaseRoute]:
     """Return the routes of files for xarray."""
-    documents: _Documents = Kept(_MOST_KEPT)
+    documents: _Documents = Cache(_MOST_CACHED)
 
     async def answer(request: Request) -> Response:
         parts = parts_of(request)
@@ -74,7 +74,7 @@ def _document(service: Service, place: Place, documents: _Documents) -> tuple[Op
             everything = parse_json(_read(service, root)[1], f"{place.folder}/{root.path}", _MOST_VALUES)
             document["consolidated_metadata"] = below(everything, folder)
         data = dump_metadata(named(document))
-        if len(data) <= _MOST_KEPT_BYTES:
+        if len(data) <= _MOST_CACHED_BYTES:
             documents.put(key, data)
     etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     return replace(source, size=len(data), etag=etag, file=None), data

@@ -61,7 +61,7 @@ class FileResponse(Response):
             await send({"type": "http.response.body", "body": self._data, "more_body": False})
             return
         if scope["method"] == "GET" and self._part.nbytes:
-            gone = asyncio.create_task(_disconnected(receive))
+            gone = asyncio.create_task(disconnected(receive))
             try:
                 async for block in self._transfers.blocks(self._opened, self._part):
                     if gone.done():
@@ -72,7 +72,8 @@ class FileResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..cache import Cache
+from ..memory import Memory
 from ..models import ArrayStatistics, Difference
 from ..runs import Run, Runs
 from ..settings import Settings
@@ -27,7 +28,8 @@ class Library:
         """By the checkpoint's id and the array: a checkpoint never changes."""
         self.differences: Cache[tuple[str | None, ...], Difference] = Cache(_MOST_DIFFERENCES)
         """By place and id of both checkpoints, and the array whose values were compared."""
-        self.readers = Readers(settings.memory_bytes)
+        self.memory = Memory.divide(settings.memory_bytes)
+        self.readers = Readers(self.memory)
 
     def history(self, run: Run) -> History:
         """Return the journals of a run, as far as they were read."""

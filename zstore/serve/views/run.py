@@ -40,7 +40,8 @@ def run_summary(service: Library, run: Run) -> RunSummary:
     try:
         listed = service.timeline(run).listed()
         num_checkpoints = len(listed)
-        if (entry := newest_of(listed)) is not None:
+        if (found := newest_of(listed)) is not None:
+            entry = found.entry
             newest = Newest(
                 checkpoint=entry.checkpoint, tag=entry.tag, step=entry.step, committed_at=entry.committed_at
             )
