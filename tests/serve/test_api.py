@@ -341,6 +341,12 @@ def test_a_run_that_trains_is_asked_and_no_other(copy: Path) -> None:
         asked = client.post(f"{path}/stop", status=202)
         assert (asked["action"], asked["run_id"]) == ("stop", RUN_ID)
         assert json.loads((copy / f"request-{RUN_ID}.json").read_text())["action"] == "stop"
+        assert all(action["id"] != asked["id"] for action in client.get(f"/api/runs/{RUN}")["actions"])
+        with (copy / f"journal-{RUN_ID}.jsonl").open("a") as file:
+            taken = {"kind": "action", "at": time.time(), "action": "stop", "id": asked["id"], "problem": "not now"}
+            file.write(json.dumps({"kind": "step", "at": time.time(), "step": 301}) + "\n" + json.dumps(taken) + "\n")
+        told = client.get(f"/api/runs/{RUN}")["actions"][-1]
+        assert told == {"at": taken["at"], "id": asked["id"], "action": "stop", "step": 301, "problem": "not now"}
 
 
 def test_a_run_that_says_nothing_any_more_is_not_asked(copy: Path) -> None:
