@@ -97,7 +97,8 @@ def _ask(rank: int, trainer: Any, folder: Path) -> None:
     taken = [record for record in records if record["kind"] == "step"]
     assert (records[0]["loop"], records[0]["total_steps"]) == ("trainer", first)
     assert [record["step"] for record in taken] == list(range(1, first + 4))
-    assert [record["tokens"] for record in taken[:first]] == ([48, 48, 16] * 2 if first == 6 else [96, 16] * 2)
+    # At 2 ranks the last batches are filled up.
+    assert [record["tokens"] for record in taken[:first]] == ([48, 48, 16] * 2 if first == 6 else [96, 32] * 2)
     assert [record["loss"] for record in taken[first:]] == pytest.approx(logged, rel=0.3)  # of rank 0's batches
     assert [(action, refused) for action, _, refused in actions(folder)] == [("save", False), ("stop", False)]
     saves = [(record["tag"], record["state"]) for record in records if record["kind"] == "save"]

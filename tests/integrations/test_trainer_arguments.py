@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any

@@ -73,6 +73,31 @@ def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http:
     assert http.request("POST", f"{base}/api/uploads/journals/one/abc?offset=0", body=first).status == 401
 
 
+def test_a_request_that_a_dead_process_left_does_not_reach_the_next_one(
+    tmp_path: Path, base: str, http: urllib3.PoolManager
+) -> None:
+    url = f"{base}/api/uploads/journals/one/abc?offset="
+    begins = json.dumps({"kind": "start", "run": "abc", "step": 2}).encode() + b"\n"
+    first, second = begins + _lines(1, 2), begins + _lines(3)
+    http.request("POST", f"{url}0", body=first, headers=TOKEN)
+    request(tmp_path / "runs/one", "abc", "stop")
+    assert http.request("POST", f"{url}{len(first)}", body=second, headers=TOKEN).json()["request"] is None
+    made = request(tmp_path / "runs/one", "abc", "save")
+    # The answer was lost: what was there already says nothing about the request.
+    again = http.request("POST", f"{url}{len(first)}", body=second + _lines(4), headers=TOKEN)
+    assert again.json()["request"] == {"id": made.id, "action": "save"}
+
+
+def test_lines_and_requests_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+    deep = b'{"kind":"start","config":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    url = f"{base}/api/uploads/journals/one/abc?offset=0"
+    assert http.request("POST", url, body=deep + _lines(7), headers=TOKEN).status == 200
+    runs = http.request("GET", f"{base}/api/runs", headers=TOKEN)
+    assert (runs.status, runs.json()["runs"][0]["step"]) == (200, 7)
+    (tmp_path / "runs/one" / request_file("abc")).write_bytes(b'{"id":' + b"[" * 2000 + b"]" * 2000 + b"}")
+    assert http.request("POST", url, body=deep, headers=TOKEN).json()["request"] is None
+
+
 def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
     tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

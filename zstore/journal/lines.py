@@ -14,7 +14,7 @@ def _other(value: Any) -> Any:
     return value() if callable(value) else str(value)
 
 
-_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_other)
+_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_other)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -34,7 +34,7 @@ def decode(line: bytes | str) -> Record | None:
     """Return the record in a line; None for what is none, as where something else wrote into the file."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
 

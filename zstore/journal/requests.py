@@ -71,6 +71,6 @@ def read_request(path: Path) -> Request | None:
     try:
         found: Any = json.loads(text)
         made = Request(id=str(found["id"])[:100], action=str(found["action"]), at=float(found["at"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return made if made.action in ACTIONS else None

@@ -29,11 +29,10 @@ def named(document: Mapping[str, Any]) -> dict[str, Any]:
     shape = found.get("shape")
     if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
         found["dimension_names"] = found.get("dimension_names") or name_dimensions(shape)
-    consolidated = found.get("consolidated_metadata")
-    inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
-    if isinstance(inner, dict):
+    inner = _inner(document)
+    if inner is not None:
         entries = {path: named(entry) if isinstance(entry, dict) else entry for path, entry in inner.items()}
-        found["consolidated_metadata"] = consolidated | {"metadata": entries}
+        found["consolidated_metadata"] = {**document["consolidated_metadata"], "metadata": entries}
     return found
 
 
@@ -44,10 +43,16 @@ def is_bare_group(document: Mapping[str, Any]) -> bool:
 
 def below(root: Mapping[str, Any], folder: str) -> dict[str, Any] | None:
     """Return the `consolidated_metadata` of the group in `folder`, out of the root's; None where the root has none."""
-    consolidated = root.get("consolidated_metadata")
-    inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
-    if not isinstance(inner, dict):
+    inner = _inner(root)
+    if inner is None:
         return None
     start = f"{folder}/"
     part = {path.removeprefix(start): entry for path, entry in inner.items() if path.startswith(start)}
-    return {**consolidated, "metadata": part}
+    return {**root["consolidated_metadata"], "metadata": part}
+
+
+def _inner(document: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the metadata by path of what is below a group."""
+    consolidated = document.get("consolidated_metadata")
+    inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    return inner if isinstance(inner, dict) else None

@@ -79,6 +79,7 @@ OPERATIONS = (
         handle=_verify,
         status=_ACCEPTED,
         problems=_ACTION_PROBLEMS,
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/prune",
@@ -88,6 +89,7 @@ OPERATIONS = (
         handle=_prune,
         body=PruneRules,
         problems=_ACTION_PROBLEMS,
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/actions/save",
@@ -97,6 +99,7 @@ OPERATIONS = (
         handle=_save,
         status=_ACCEPTED,
         problems=(*_ACTION_PROBLEMS, 507),
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/actions/stop",
@@ -106,5 +109,6 @@ OPERATIONS = (
         handle=_stop,
         status=_ACCEPTED,
         problems=(*_ACTION_PROBLEMS, 507),
+        access="act",
     ),
 )

@@ -4,8 +4,9 @@
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
 there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
 the service cut off is removed before the next ones come. What the run is asked for (see [Note: requests] in
-`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. Under
-`/api/uploads`, where bodies may be larger than JSON elsewhere.
+`zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. One that
+waits when a process begins was meant for a process that is gone, and is removed. Under `/api/uploads`, where bodies may be
+larger than JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from ...checkpoint.catalog import scan
 from ...errors import CheckpointExistsError, UsageError
 from ...io.files import Files
+from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
 from ...journal.writer import FileSink
@@ -31,6 +33,7 @@ from ...weights.companions import is_companion
 from ..auth import require_action
 from ..replies import ConflictError, reply
 from ..service import Service, service_of
+from .operations import Exchange, Parameter
 
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
@@ -57,16 +60,6 @@ class JournalSize(BaseModel):
     """Of the whole lines that are there."""
     request: RunRequest | None = None
     """What the run is asked for."""
-
-
-def routes() -> list[Route]:
-    """Return the routes of a run's other files."""
-    journal = "/api/uploads/journals/{run}/{run_id}"
-    return [
-        Route(journal, _size, methods=["GET"]),
-        Route(journal, _append, methods=["POST"]),
-        Route("/api/uploads/companions/{run}/{name}", _put, methods=["PUT"]),
-    ]
 
 
 async def _size(request: Request) -> Response:
@@ -140,11 +133,20 @@ def append_lines(service: Service, run: str, run_id: str, offset: int, lines: by
                 raise ConflictError(
                     f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
                 )
-            sink.append(lines[len(there) :])
-            size += len(lines) - len(there)
+            new = lines[len(there) :]
+            if _begins(new):
+                path.with_name(request_file(run_id)).unlink(missing_ok=True)
+            sink.append(new)
+            size += len(new)
         finally:
             sink.close()
     return JournalSize(bytes=size)
+
+
+def _begins(lines: bytes) -> bool:
+    """Return whether lines of a journal say that a process began."""
+    likely = (text for text in lines.splitlines() if b'"start"' in text)
+    return any((line := decode(text)) is not None and line["kind"] == "start" for text in likely)
 
 
 def _pending(path: Path, taken: str | None) -> RunRequest | None:
@@ -187,3 +189,49 @@ def _keep(service: Service, run: str, name: str, data: bytes) -> None:
     part = folder / f".{name}.{os.getpid()}.part"
     files.write_small(part, data)
     files.rename(part, path)
+
+
+_JOURNAL = "/api/uploads/journals/{run}/{run_id}"
+_PROBLEMS = (403, 404, 409)
+OPERATIONS = (
+    Exchange(
+        path=_JOURNAL,
+        summary="How much of a journal is there",
+        answer=JournalSize,
+        handle=_size,
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=_JOURNAL,
+        method="POST",
+        summary="Append lines to a journal",
+        answer=JournalSize,
+        handle=_append,
+        parameters=(
+            Parameter(
+                name="offset", help="Byte of the journal that the lines begin at.", kind="integer", required=True
+            ),
+            Parameter(name="taken", help="Id of a request that the run has taken."),
+        ),
+        body_media="application/x-ndjson",
+        problems=(*_PROBLEMS, 413, 507),
+        access="act",
+    ),
+    Exchange(
+        path="/api/uploads/companions/{run}/{name}",
+        method="PUT",
+        summary="Put a config or tokenizer file beside the checkpoints",
+        answer=None,
+        handle=_put,
+        body_media="application/octet-stream",
+        status=204,
+        problems=(*_PROBLEMS, 413, 507),
+        access="act",
+    ),
+)
+
+
+def routes() -> list[Route]:
+    """Return the routes of what lies beside checkpoints."""
+    return [operation.route() for operation in OPERATIONS]
