@@ -1,8 +1,9 @@
 """What a run's journal costs: its own time in the training thread and in its thread, against the time of a step.
 
 One GPT on one process, in fp32 at stage 0, a journal beside nothing else. Steps with and without a journal are taken in turn
-on two engines, so that noise meets both; but what a journal takes is far below that noise, so the processor time within its
-calls is counted besides, and that of its thread, which makes the lines, writes them and looks for requests.
+on two engines, so that noise meets both; but what a journal takes is far below that noise. So as many steps with it follow,
+of which the processor time within its calls is counted, and that of its thread, which makes the lines, writes them and looks
+for requests.
 
     python -m bench.journal [--steps 200] [--model gpt-tiny] [--path FOLDER] [--json FILE]
 """
@@ -24,7 +25,6 @@ from bench.machine import machine
 from zstore.engine.engine import Engine
 from zstore.engine.initialize import initialize
 from zstore.journal import read
-from zstore.journal.writer import JournalWriter
 from zstore.tools.sample.models import SHIPPED, Gpt, loss_of
 
 _GOAL_PERCENT = 0.2
@@ -73,24 +73,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocab = SHIPPED[options.model].vocab_size
     ids = torch.randint(0, vocab, (options.batch, options.tokens + 1))
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    inside, behind = _Counted(time.thread_time), _Counted(time.thread_time)
-    report, requests = engines["with"].report, engines["with"].requests
-    report.journal.step_ended = inside.around(report.journal.step_ended)  # type: ignore[method-assign]
-    requests.look = inside.around(requests.look)  # type: ignore[method-assign]
-    flush = JournalWriter.flush
-    JournalWriter.flush = behind.around(flush)  # type: ignore[method-assign]
     try:
         for number in range(_WARM_UP + options.steps):
-            if number == _WARM_UP:
-                inside.seconds = behind.seconds = 0.0
             for name in list(engines)[:: 1 if number % 2 else -1]:
                 started = time.perf_counter()
                 _step(engines[name], ids)
                 seconds[name].append(time.perf_counter() - started)
+        inside_s, behind_s = _own_seconds(engines["with"], ids, options.steps)
     finally:
         for engine in engines.values():
             engine.close()
-        JournalWriter.flush = flush  # type: ignore[method-assign]
     pairs = list(zip(seconds["with"], seconds["without"], strict=True))[_WARM_UP:]
     step_s = statistics.median(without for _, without in pairs)
     written = sum(path.stat().st_size for path in folder.iterdir())
@@ -101,11 +93,25 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": options.steps,
         "step_s": step_s,
         "ratio_of_pairs": statistics.median(one / other for one, other in pairs),
-        "inside_us": 1e6 * inside.seconds / options.steps,
-        "behind_us": 1e6 * behind.seconds / options.steps,
-        "percent": 100 * (inside.seconds + behind.seconds) / options.steps / step_s,
+        "inside_us": 1e6 * inside_s / options.steps,
+        "behind_us": 1e6 * behind_s / options.steps,
+        "percent": 100 * (inside_s + behind_s) / options.steps / step_s,
         "bytes_per_step": written / len(read(folder)),
     }
+
+
+def _own_seconds(engine: Engine, ids: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Take some steps; return the processor seconds of the journal in the training thread, and in its own."""
+    inside, behind = _Counted(time.thread_time), _Counted(time.thread_time)
+    report, requests, writer = engine.report, engine.requests, engine.journal.writer
+    report.step_ended = inside.around(report.step_ended)  # type: ignore[method-assign]
+    requests.look = inside.around(requests.look)  # type: ignore[method-assign]
+    writer.flush = behind.around(writer.flush)  # type: ignore[method-assign]
+    if writer.beside is not None:
+        writer.beside = behind.around(writer.beside)
+    for _ in range(steps):
+        _step(engine, ids)
+    return inside.seconds, behind.seconds
 
 
 def _engine(options: argparse.Namespace, folder: Path, *, journal: bool) -> Engine:

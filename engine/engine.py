@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint.handle import SaveHandle
-from zstore.errors import CheckpointExistsError, UsageError, ZstoreError
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
@@ -47,6 +47,7 @@ from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
+from .usual_request import save_or_stop
 
 _log = logging.getLogger("zstore")
 
@@ -626,20 +627,14 @@ class Engine(nn.Module):
     def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
         """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
         "stop" do as at a signal, where signals are watched (all ranks). Return why that could not be, else None."""
-        if action == "stop":
-            if not self.signals.are_watched:
-                return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
-            self.signals.pretend(signal.SIGTERM)
-            return None
-        self.checkpoints.wait()  # what went wrong with an earlier save is the loop's to know
-        if self.checkpoints.folder is None:
-            return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
-        state = present(self.steps.client_state or self._stop_state)
-        try:
-            self.save_checkpoint(self.checkpoints.folder, None, state, save_latest, wait=False)
-        except (ZstoreError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return save_or_stop(
+            action,
+            self.signals,
+            self.checkpoints,
+            lambda folder: self.save_checkpoint(
+                folder, None, present(self.steps.client_state or self._stop_state), save_latest, wait=False
+            ),
+        )
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all

@@ -68,7 +68,8 @@ class RunJournal:
         chosen = training.config.own.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written."""
-        self._writer = JournalWriter(self._say_failure)
+        self.writer = JournalWriter(self._say_failure)
+        """Takes its lines."""
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
@@ -87,7 +88,7 @@ class RunJournal:
         self._problem_said = False
         self.saves_s: Callable[[], Mapping[str, float]] = dict
         """Returns the seconds for which saves held training up, by their kind."""
-        self._warnings = Warnings(self._writer)
+        self._warnings = Warnings(self.writer)
         if self.enabled:
             _log.addFilter(self._warnings)
             for line in training.config.report():  # they were said before there was a journal
@@ -113,7 +114,7 @@ class RunJournal:
 
     def look_beside(self, look: Callable[[], None]) -> None:
         """Have `look` called twice a second, in the journal's thread, while the journal is open; it must not raise."""
-        self._writer.beside = look
+        self.writer.beside = look
 
     @property
     def open_at(self) -> tuple[Path, str] | None:
@@ -148,7 +149,7 @@ class RunJournal:
         if now_s >= self._samples.next_s:
             record |= self._samples.take(now_s, step)
         self._step_ended_s = now_s
-        self._writer.append(record)
+        self.writer.append(record)
         if self._sink is None or self._run_id != training.run_id:
             self._open()
 
@@ -160,7 +161,7 @@ class RunJournal:
         if not self.enabled:
             return None
         step = self._training.counters.global_steps
-        notes = SaveNotes(self._writer, {"kind": "save", "step": step, "tag": tag, "location": location}, self._send)
+        notes = SaveNotes(self.writer, {"kind": "save", "step": step, "tag": tag, "location": location}, self._send)
         notes.add(state="begun")
         return notes
 
@@ -180,13 +181,13 @@ class RunJournal:
         self._last_times = replace(self._times)
         self._samples.begin_anew(step)  # what the load moved is no step's
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
-        self._writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
+        self.writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
 
     def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
         """Write down that a request was carried out, or why it was not."""
         if self.enabled:
             record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
-            self._writer.append(record | ({} if problem is None else {"problem": problem}))
+            self.writer.append(record | ({} if problem is None else {"problem": problem}))
 
     def stops(self, reason: str) -> None:
         """Say why the run will have ended: "done" (by default), "stopped" or "failed"."""
@@ -205,14 +206,14 @@ class RunJournal:
         if self._place is None:
             return
         if self._sink is not None:  # another run's checkpoint was loaded
-            self._writer.append(self._end_record("stopped"))
+            self.writer.append(self._end_record("stopped"))
             self._close_file()
             self._first_step = self._training.counters.global_steps
         self._run_id = run_id
         sink = self._opened(self._place)
         if sink is not None:
             self._sink = sink
-            self._writer.open(sink, [self._start_record(), plan_record(self._training)])
+            self.writer.open(sink, [self._start_record(), plan_record(self._training)])
 
     def _opened(self, place: JournalPlace) -> FileSink | None:
         try:
@@ -233,14 +234,14 @@ class RunJournal:
 
     def _move(self, former: FileSink) -> None:
         """Go on in another folder, with what this process has written. See [Note: where the journal goes]."""
-        self._writer.flush()
+        self.writer.flush()
         try:
             with open(former.path, "rb") as file:
                 file.seek(former.begin_bytes)
                 lines = file.read()
         except OSError:
             lines = b""
-        self._writer.append(self._end_record("done"))
+        self.writer.append(self._end_record("done"))
         self._close_file()
         self._sink = None if self._place is None else self._opened(self._place)
         if self._sink is None:
@@ -249,10 +250,10 @@ class RunJournal:
             self._sink.append(lines)
         except OSError as error:
             self._say_failure(f"{type(error).__name__}: {error}")
-        self._writer.open(self._sink)
+        self.writer.open(self._sink)
 
     def _close_file(self) -> None:
-        self._writer.close_sink()
+        self.writer.close_sink()
         self._sink = None
         self._close_tail()
 
@@ -266,7 +267,7 @@ class RunJournal:
         place, sink = self._place, self._sink
         if place is None or place.remote is None or sink is None or isinstance(place.remote, ServicePlace):
             return
-        self._writer.flush()
+        self.writer.flush()
         try:
             place.remote.send(sink.path, sink.path.name, lambda _: None)
         except Exception as error:
@@ -301,8 +302,8 @@ class RunJournal:
         _log.removeFilter(self._warnings)
         if self._sink is not None:
             failed = self._reason == "done" and has_uncaught_error()
-            self._writer.append(self._end_record("failed" if failed else self._reason))
+            self.writer.append(self._end_record("failed" if failed else self._reason))
             self._send()
-        self._writer.close()
+        self.writer.close()
         self._sink = None
         self._close_tail()

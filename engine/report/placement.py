@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ..optim.state import OptimizerState
     from ..training import Training
 
-_STATE = "optimizer state"
-_KINDS = {"parameters": "parameters", "gradients": "gradients", "buffers": "buffers"}
-"""Of the plan's kinds, those that keep their name: masters and slots are optimizer state."""
+_STATE, _MASTERS = "optimizer state", "master weights"
+_KINDS = {"parameters": "parameters", "gradients": "gradients", "master": _MASTERS, "buffers": "buffers"}
+"""What the journal calls the plan's kinds; all others are slots of the optimizer."""
 
 Placed = tuple[str, str, str, int]
 """Name, tier, kind, bytes."""
@@ -62,7 +62,7 @@ def parts_of(
             "measured_bytes": None if kind == "gradients" else measured[tier, kind],
         }
         for tier in ("device", "host", "disk")
-        for kind in ("parameters", "gradients", _STATE, "buffers")
+        for kind in ("parameters", "gradients", _MASTERS, _STATE, "buffers")
         if measured[tier, kind] or (planned is not None and planned.get((tier, kind)))
     ]
 
@@ -75,7 +75,7 @@ def placed_arrays(state: OptimizerState) -> Iterator[Placed]:
         resident += 0 if record.shard is None else record.shard.nbytes
         own = record.group is None or state.is_master(record) or state.is_split(record)
         master, *others = state.arrays_of(record)
-        kinds = {master: "parameters" if own else _STATE} | dict.fromkeys(others, _STATE)
+        kinds = {master: "parameters" if own else _MASTERS} | dict.fromkeys(others, _STATE)
         if record.rest is not None:
             kinds[record.rest] = "parameters"
         if own and store.tier_of(master) == "device":

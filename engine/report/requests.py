@@ -65,6 +65,8 @@ class _Finder:
     def __init__(self, journal: RunJournal) -> None:
         self._journal = journal
         self._path = ""
+        self._last_id = ""
+        self._problem_said = False
         self.found: Request | None = None
         """The last one, until the engine takes it."""
         journal.look_beside(self.look)
@@ -79,19 +81,22 @@ class _Finder:
             self._path = path
             self._forget_old()
         if os.path.exists(path):
-            self.found = self._read() or self.found
+            self._take_up()
 
-    def _read(self) -> Request | None:
-        """Return the request that is there, and remove its file."""
+    def _take_up(self) -> None:
+        """Take up the request that is there, and remove its file; by the time that the file is gone it is `found`."""
         try:
             found = read_request(Path(self._path))
+            if found is None:
+                _log.warning("%s was no request, and is removed", self._path)
+            elif found.id != self._last_id:  # of a file that cannot be removed
+                self.found, self._last_id = found, found.id
             os.unlink(self._path)
+            self._problem_said = False
         except OSError as error:
-            _log.warning("a request to the run cannot be read or removed: %s", error)
-            return None
-        if found is None:
-            _log.warning("%s was no request, and is removed", self._path)
-        return found
+            if not self._problem_said:
+                self._problem_said = True
+                _log.warning("a request to the run cannot be read or removed: %s", error)
 
     def _forget_old(self) -> None:
         with contextlib.suppress(OSError):

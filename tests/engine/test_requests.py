@@ -8,29 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.asking import actions, ask
 from tests.engine.runs import make_config, start, step, whole
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.engine import Engine
 from zstore.errors import CheckpointExistsError
 from zstore.journal import read
 from zstore.journal.names import request_file
-from zstore.journal.requests import request
 from zstore.testing.ranks import run_ranks
-
-
-def ask(engine: Engine, folder: Path, action: str) -> str:
-    """Ask the run, and wait until rank 0 has seen it."""
-    run_id = engine.training_state.run_id
-    made = request(folder, run_id, action)
-    deadline = time.monotonic() + 10
-    while (folder / request_file(run_id)).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return made.id
-
-
-def actions(folder: Path) -> list[tuple[str, str, bool]]:
-    return [(r["action"], r["id"], "problem" in r) for r in read(folder) if r["kind"] == "action"]
 
 
 def _train(rank: int, folder: Path) -> tuple[int, str]:

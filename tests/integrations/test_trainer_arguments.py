@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.utils import filter_repo_objects
 from transformers import Trainer
 
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.hf.arguments import check_arguments
+from zstore.journal import journals
+from zstore.journal.names import request_file, run_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -150,35 +154,50 @@ def test_a_resume_without_a_whole_checkpoint_names_the_newest_that_is(tmp_path: 
     trainer.close()
 
 
-class _Pushing(zstore.hf.Trainer):  # type: ignore[misc,valid-type]
-    """Notes what would go to the hub, in place of sending it."""
+class _Api:
+    """Stands in for the hub: notes the files that would be sent, by the patterns that huggingface_hub filters with."""
 
-    pushed: list[set[str]]
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, set[str]]] = []
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        self.pushed = []
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return argparse.Namespace(repo_id=repo_id)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.pushed.append(set(os.listdir(checkpoint_folder)))
+    def upload_folder(self, *, folder_path: str, ignore_patterns: Any = None, **options: Any) -> Any:
+        files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent = set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+        self.sent.append((options["commit_message"], sent))
+        return argparse.Namespace(is_done=lambda: True, done=lambda: True, result=lambda: None)
 
-    def _finish_current_push(self) -> None:
-        pass
 
-
-def test_what_goes_to_the_hub_is_whole_when_it_goes(tmp_path: Path) -> None:
+def test_what_goes_to_the_hub_is_whole_when_it_goes_and_has_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = _Api()
+    if hasattr(transformers.trainer, "hf_api"):
+        monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    else:
+        for name in ("upload_folder", "create_repo"):
+            monkeypatch.setattr(f"transformers.trainer.{name}", getattr(api, name))
     run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True}
+    run |= {"hub_strategy": "all_checkpoints", "hub_model_id": "somebody/model", "hub_always_push": True}
     wanted = config(tmp_path, device="cpu")
-    trainer = _Pushing(llama(**TINY), arguments(tmp_path, **run), train_dataset=Texts(4), zstore_config=wanted)
+    trainer = zstore.hf.Trainer(llama(**TINY), arguments(tmp_path, **run), train_dataset=Texts(4), zstore_config=wanted)
     trainer.train()
+    checkpoints = [files for message, files in api.sent if message.endswith(", checkpoint")]
     assert [
-        found >= {"model.safetensors", "config.json", f"step-{n}"} for n, found in enumerate(trainer.pushed, 1)
-    ] == [
-        True,
-        True,
-    ]
-    # As `push_to_hub()` calls it.
-    trainer.save_model(_internal_call=True)
-    assert (tmp_path / "model.safetensors").exists()
+        files >= {"model.safetensors", "config.json", "trainer_state.json"}
+        and any(name.startswith(f"step-{number}/") for name in files)
+        for number, files in enumerate(checkpoints, 1)
+    ] == [True, True]
+    (journal,) = journals(tmp_path)
+    (tmp_path / request_file(str(run_of(journal)))).write_text("{}")
+    monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)  # it would ask the hub
+    trainer.push_to_hub(commit_message="the end", blocking=False)
+    message, files = api.sent[-1]
+    assert (message, files >= {"model.safetensors", "config.json"}) == ("the end", True)
+    assert not [name for _, files in api.sent for name in files if "journal" in name or "request" in name]
+    assert any(message.startswith("Training in progress, step") for message, _ in api.sent)
     trainer.close()
 
 

@@ -60,7 +60,7 @@ class Client:
 
     def _operation(self, method: str, path: str) -> dict[str, Any]:
         for template, operations in self.document["paths"].items():
-            pattern = re.escape(template).replace(r"\{checkpoint\}", ".+")
+            pattern = re.sub(r"\\\{(checkpoint|path)\\\}", ".+", re.escape(template))
             if method.lower() in operations and re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", pattern), path):
                 return dict(operations[method.lower()])
         raise AssertionError(f"the document has no {method} {path}")

@@ -85,6 +85,13 @@ class Site:
         watched.page.wait_for_selector(view.ready)
         return watched.page
 
+    def turn_to(self, view: View, watched: Watched) -> Page:
+        """Show a view as a link within the page does, without loading the page again, and wait until it is drawn."""
+        follow = "path => { history.pushState(null, '', path); dispatchEvent(new PopStateEvent('popstate')); }"
+        watched.page.evaluate(follow, view.path)
+        watched.page.wait_for_selector(view.ready)
+        return watched.page
+
 
 @contextlib.contextmanager
 def open_site(folder: Path) -> Iterator[Site]:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import jsonschema
 import numpy as np
 import pytest
 import zarr
+from starlette.routing import Route
 
 from tests.serve.answers import TOKEN, Client
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, RUN, RUN_ID, make_sample
 from zstore import journal
+from zstore.serve.app import make_app
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.diff import diff_command
@@ -337,6 +341,12 @@ def test_a_run_that_trains_is_asked_and_no_other(copy: Path) -> None:
         asked = client.post(f"{path}/stop", status=202)
         assert (asked["action"], asked["run_id"]) == ("stop", RUN_ID)
         assert json.loads((copy / f"request-{RUN_ID}.json").read_text())["action"] == "stop"
+        assert all(action["id"] != asked["id"] for action in client.get(f"/api/runs/{RUN}")["actions"])
+        with (copy / f"journal-{RUN_ID}.jsonl").open("a") as file:
+            taken = {"kind": "action", "at": time.time(), "action": "stop", "id": asked["id"], "problem": "not now"}
+            file.write(json.dumps({"kind": "step", "at": time.time(), "step": 301}) + "\n" + json.dumps(taken) + "\n")
+        told = client.get(f"/api/runs/{RUN}")["actions"][-1]
+        assert told == {"at": taken["at"], "id": asked["id"], "action": "stop", "step": 301, "problem": "not now"}
 
 
 def test_a_run_that_says_nothing_any_more_is_not_asked(copy: Path) -> None:
@@ -392,8 +402,41 @@ def _listed(sample: Path) -> list[Any]:
 
 
 def test_the_document_describes_every_route(client: Client) -> None:
-    from zstore.serve.routes.api import OPERATIONS
-
-    described = [(m, p) for p, methods in client.document["paths"].items() for m in methods]
-    assert len(described) == len(OPERATIONS)
+    described = {(method.upper(), path) for path, methods in client.document["paths"].items() for method in methods}
+    app = make_app(Settings(roots=(Root.parse("memory://none"),), port=0))
+    routes = {
+        (method, route.path.replace(":path}", "}"))
+        for route in app.routes
+        if isinstance(route, Route) and route.path.startswith("/api")
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert described == routes
     assert client.document["openapi"].startswith("3.1")
+    operations = [one for methods in client.document["paths"].values() for one in methods.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    schemas = client.document["components"]["schemas"]
+    named = set(re.findall(r"#/components/schemas/([^\"]+)", json.dumps(client.document)))
+    assert named <= schemas.keys()
+
+
+def test_sessions_and_uploads_are_as_described(copy: Path) -> None:
+    with open_client(copy) as client:
+        paths = client.document["paths"]
+        assert client.get(f"/api/uploads?run={RUN}") == {"uploads": []}
+        journal = f"/api/uploads/journals/{RUN}/{RUN_ID}"
+        size = client.get(journal)["bytes"]
+        assert "offset" in client.post(f"{journal}?offset=x", status=400)["error"]
+        for path in ("/api/uploads/none", "/api/uploads/none/files/model/x"):
+            assert "none" in client.get(path, status=404)["error"]
+        sent = client.raw("POST", f"{journal}?offset={size}", headers={"Content-Type": "application/x-ndjson"})
+        assert str(sent.status) in paths["/api/uploads/journals/{run}/{run_id}"]["post"]["responses"]
+        session = paths["/api/session"]
+        assert session["post"]["security"] == session["delete"]["security"] == [{}]
+        assert paths["/api/uploads"]["get"]["security"] == [{"token": []}]
+        schema = session["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = {"token": TOKEN}
+        jsonschema.validate(body, {**schema, "components": client.document["components"]})
+        stranger = Client(client.base, token=None, document=client.document)
+        assert stranger.raw("POST", "/api/session", body).status == 204
+        assert "204" in session["post"]["responses"]
+        assert "not the token" in stranger.post("/api/session", {"token": "x"}, 401)["error"]

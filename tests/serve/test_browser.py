@@ -32,8 +32,9 @@ def view(name: str) -> View:
 
 def test_every_view_has_a_url_that_shows_it_again_and_fits_a_phone(site: Site) -> None:
     watched = site.page()
+    site.open(view("runs"), watched)
     for each in VIEWS:
-        page = site.open(each, watched)
+        page = site.turn_to(each, watched)
         heading = page.locator("h1, h2").all_inner_texts()
         url = page.url
         assert url.startswith(site.base + each.path.split("?")[0])
@@ -53,13 +54,13 @@ def test_names_from_files_are_text(site: Site) -> None:
     page = site.open(view("runs"), watched)
     assert HOSTILE_RUN in page.locator("[data-test=run] a").all_inner_texts()
     for each in HOSTILE_VIEWS:
-        page = site.open(each, watched)
+        page = site.turn_to(each, watched)
         assert page.locator("[data-test=run-name]").inner_text() == HOSTILE_RUN
         assert page.locator("img, main script, iframe").count() == 0
         assert overflow_px(page) <= 0, each
         if each.name == "array":
             assert page.locator("[data-test=array-name]").inner_text() == HOSTILE_ARRAY
-    page = site.open(view("run"), watched)
+    page = site.turn_to(view("run"), watched)
     assert "<b>expected 2 GB/s</b>" in page.locator("[data-test=warnings]").inner_text()
     watched.check()
 
@@ -172,7 +173,7 @@ def test_an_action_needs_the_token(site: Site) -> None:
     page.fill("[data-test=keep-last]", "2")
     page.click("[data-test=prune-dry-run]")
     page.wait_for_selector("[data-test=prune-summary]")
-    assert "3 checkpoints would go, 2 stay" in page.locator("[data-test=prune-summary]").inner_text()
+    assert "3 checkpoints would be removed, 2 kept" in page.locator("[data-test=prune-summary]").inner_text()
     assert {path.name for path in (site.guarded_folder / RUN).iterdir()} == folders
     page.click("[data-test=prune-remove]")
     page.click("[data-test=confirm]")
@@ -194,7 +195,8 @@ def test_a_report_shows_every_view_from_a_disk(site: Site, tmp_path: Path) -> No
     assert page.url.endswith(f"#/run/{RUN}")
     for each in VIEWS:
         if each.name != "jobs":
-            page.goto("about:blank")
+            if each.name == "difference":
+                page.goto("about:blank")  # the file is opened at that view
             page.goto(f"{out.as_uri()}#{each.path}")
             page.wait_for_selector(each.ready)
             assert page.locator("[data-test=problem]").count() == 0, each

@@ -133,7 +133,9 @@ def test_python_reads_what_is_there_and_counts_it(run: Path, base: str) -> None:
     assert weights["h.0.weight"].equal(zstore.load_state_dict(run, dtype="bf16")["h.0.weight"])
 
 
-@pytest.mark.parametrize("path", ["a%20run", "zarr/a%20run", "run/a%20run", "run/a%20run/timeline", "a%20run/second/"])
+@pytest.mark.parametrize(
+    "path", ["a%20run", "zarr/a%20run", "xarray/a%20run", "run/a%20run", "run/a%20run/timeline", "a%20run/second/"]
+)
 def test_urls_from_a_browser_mean_the_same(path: str, base: str) -> None:
     with open_checkpoint(open_folder(f"{base}/{path}", OPTIONS)) as reader:
         assert reader.location == f"{base}/a%20run/second"

@@ -377,9 +377,9 @@ _HEADERS = st.lists(
 )  # fmt: skip
 _PARTS = st.one_of(
     st.sampled_from(
-        ["api", "runs", "zarr", "weights", "one", "step-00000001", "latest", "model", "a", "zarr.json", "c.0", "..", ".", "",
-         "uploads", "model.safetensors", "checkpoints", "arrays", "stats", "diff", "steps", "jobs", "session", "assets", "run",
-         "events", "%2e%2e", "openapi.json", "actions", "save", "prune", "checkpoint-1"]
+        ["api", "runs", "zarr", "xarray", "weights", "one", "step-00000001", "latest", "model", "a", "zarr.json", "c.0", "..",
+         ".", "", "uploads", "model.safetensors", "checkpoints", "arrays", "stats", "diff", "steps", "jobs", "session",
+         "assets", "run", "events", "%2e%2e", "openapi.json", "actions", "save", "prune", "checkpoint-1"]
     ),
     st.text(max_size=8).map(lambda text: urllib3.util.url._encode_invalid_chars(text, set()) or ""),
     st.binary(max_size=4).map(lambda data: "".join(f"%{byte:02x}" for byte in data)),

@@ -140,6 +140,19 @@ def test_a_run_without_checkpoints_and_one_without_a_journal(sample: Path, tmp_p
     assert [path.rpartition("/")[2] for path in data][-3:] == ["step-00000001", "arrays", "stats?array=model%2Fw"]
 
 
+def test_texts_that_are_no_unicode_are_in_it_as_the_service_answers_them(tmp_path: Path, report: Report) -> None:
+    lines = [
+        {"kind": "start", "at": 1.0, "run": "abc", "step": 0, "host": "h", "pid": 1, "loop": "train"},
+        {"kind": "warning", "at": 2.0, "text": "half of a pair: \ud800"},
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "journal-abc.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code, err = report(folder)
+    assert code == 0, err
+    assert data_in(tmp_path / "report.html")["/api/runs/run"]["warnings"][0]["text"] == "half of a pair: ?"
+
+
 def test_a_damaged_array_is_named_and_the_rest_is_there(tmp_path: Path, report: Report) -> None:
     tag = save_arrays(tmp_path / "run", {"model/w": np.arange(8.0), "model/v": np.arange(9.0)})
     shard = next((tag / "model" / "w").glob("c*"))

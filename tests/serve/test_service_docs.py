@@ -39,7 +39,7 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
         if language == "python":
             exec(code, names)
             continue
-        for line in code.splitlines():
+        for line in code.replace("\\\n", " ").splitlines():
             program, *words = shlex.split(line)
             ran.append(f"{program} {words[0]}" if program == "zstore" else program)
             if program == "curl":
@@ -50,6 +50,7 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
     assert ran == ["zstore serve", "curl", "zstore verify", "zstore consolidate", "zstore report"]
     for values in (names["weight"], names["same"], names["weights"]["0.weight"]):
         np.testing.assert_array_equal(values, weight)
+    np.testing.assert_array_equal(names["bias"], np.ones(8))
     np.testing.assert_array_equal(names["first_rows"], weight[:2])
     downloaded = Path("weights/model.safetensors").read_bytes()
     assert downloaded == Path("consolidated/model.safetensors").read_bytes()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import serve, weights_serve
+from bench import journal, serve, weights_serve
 
 
 def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "serve.json"
-    arguments = ["--gib", "0.004", "--rounds", "1", "--json", str(out)]
+    arguments = ["--gib", "0.001", "--rounds", "1", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["serve", "--path", str(tmp_path), *arguments])
     serve.main()
     figures = json.loads(out.read_text())
@@ -29,7 +29,7 @@ def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, m
 def test_load_benchmark_counts_what_many_clients_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "load.json"
     clients = ["--range-clients", "3", "--downloads", "2", "--pages", "2", "--model", "none"]
-    arguments = ["--load", "--seconds", "0.5", "--gib", "0.01", *clients, "--json", str(out)]
+    arguments = ["--load", "--seconds", "0.3", "--pace", "0.02", "--gib", "0.001", *clients, "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["serve", "--path", str(tmp_path), *arguments])
     serve.main()
     figures = json.loads(out.read_text())
@@ -50,3 +50,15 @@ def test_weights_benchmark_sets_files_made_on_the_way_beside_finished_ones(
     assert set(figures) == {"bf16, 1 client", "bf16, 4 clients", "zstore consolidate --dtype bf16"}
     assert {"zstore", "http.server"} <= set(figures["bf16, 1 client"])
     assert all(row["gb_per_s"] > 0 for row in figures["bf16, 4 clients"].values())
+
+
+def test_journal_benchmark_counts_what_a_step_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "journal.json"
+    arguments = ["--steps", "2", "--batch", "1", "--tokens", "8", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["journal", "--path", str(tmp_path), *arguments])
+    journal.main()
+    figures = json.loads(out.read_text())
+    assert 0 < figures["inside_us"] < 1e6 * figures["step_s"]
+    assert figures["behind_us"] >= 0  # so few steps may end before its thread wakes
+    assert 100 < figures["bytes_per_step"] < 10_000
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.json"]

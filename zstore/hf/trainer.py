@@ -53,6 +53,7 @@ from .arguments import (
 )
 from .callback import RunCallback
 from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
+from .hub import journals_stay
 
 _log = logging.getLogger("zstore")
 
@@ -322,6 +323,16 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                 replace_weights(engine, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload `output_dir` as Trainer does, without the run's journal (all ranks)."""
+        with journals_stay():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint's files as Trainer does, without the run's journal."""
+        with journals_stay():
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_gathered(self, engine: Engine, folder: Path, *, skip: bool) -> None:
         """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model."""

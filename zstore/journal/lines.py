@@ -14,7 +14,7 @@ def _other(value: Any) -> Any:
     return value() if callable(value) else str(value)
 
 
-_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_other)
+_STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_other)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

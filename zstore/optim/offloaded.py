@@ -26,14 +26,15 @@ from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.statistics import StoreStatistics
 
+from .arguments import check_budget, check_kind, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, make_kernel, require_known, settings_of
-from .snapshots import STEPS_FOLDER, LoopState, Resumed, Snapshots
+from .registry import OptimizerClass, make_kernel, settings_of
+from .snapshots import LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
 Overlap = Literal["none", "forward", "backward"]
@@ -115,10 +116,10 @@ class Offloaded(torch.optim.Optimizer):
         _files: Files | None = None,
         **settings: Any,
     ) -> None:
-        _check_kind(kind)
-        _check(device, path, overlap, max_grad_norm)
-        _check_budget(host_budget_bytes)
-        steps_folder = _steps_folder(durability, durability_path, path)
+        check_kind(kind)
+        check_settings(device, path, overlap, max_grad_norm)
+        check_budget(host_budget_bytes)
+        steps_folder = steps_folder_of(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
         self._settings = settings
@@ -130,7 +131,7 @@ class Offloaded(torch.optim.Optimizer):
         self.loop_state: LoopState = {}
         """What the loop itself has to remember, for a snapshot after every step: dicts, lists and tuples of tensors, numbers
         and text, as they are at the end of each `step()`, or a function that is called there. Each rank has its own."""
-        params, first = _taken(params)
+        params, first = groups_of(params)
         streams = _streams or streams_for(first.device)
         options = _options(device, path, host_budget_bytes, first.device, streams)
         store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
@@ -385,80 +386,6 @@ class Offloaded(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_kind(kind: Any) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
-        raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
-    require_known(kind)
-
-
-def _check_budget(nbytes: Any) -> None:
-    if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
-        raise UsageError(
-            f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {nbytes!r}"
-        )
-
-
-def _check(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
-    if device not in ("nvme", "cpu"):
-        raise UsageError(f'device: expected "nvme" or "cpu", where the state rests, got {device!r}')
-    if device == "nvme" and path is None:
-        raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
-    if path is not None and not Path(path).is_dir():
-        raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
-    if overlap not in ("none", "forward", "backward"):
-        raise UsageError(f'overlap: expected "none", "forward" or "backward", got {overlap!r}')
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(
-            f"max_grad_norm: expected a positive number, or None to leave gradients as they are, got {max_grad_norm}"
-        )
-    if max_grad_norm is not None and overlap == "backward":
-        raise UsageError(
-            'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '
-            'for: use overlap "forward" or "none"'
-        )
-
-
-def _steps_folder(durability: str, durability_path: Any, path: Any) -> Path | None:
-    """Return the folder of snapshots; None where none are taken."""
-    if durability not in ("none", "step"):
-        raise UsageError(f'durability: expected "none" or "step", got {durability!r}')
-    if durability == "none":
-        if durability_path is not None:
-            raise UsageError('durability_path is the folder of snapshots, which durability="step" takes: set that too')
-        return None
-    if durability_path is None and path is None:
-        raise UsageError('durability="step" needs a folder for its snapshots: give durability_path, or a path')
-    return Path(durability_path).absolute() if durability_path is not None else Path(path).absolute() / STEPS_FOLDER
-
-
-def _taken(params: Any) -> tuple[Any, torch.Tensor]:
-    """Return the parameters or groups as lists, and the first parameter. Raises UsageError where devices differ."""
-    if isinstance(params, torch.Tensor):
-        raise UsageError("params: expected an iterable of tensors or of group dicts, got a single tensor")
-    if isinstance(params, torch.nn.Module):
-        raise UsageError(
-            "params: expected an iterable of tensors or of group dicts, got a module: give model.parameters()"
-        )
-    taken = [_group(each) if isinstance(each, Mapping) else each for each in params]
-    members = chain.from_iterable(each["params"] if isinstance(each, dict) else [each] for each in taken)
-    tensors = [member[1] if isinstance(member, tuple) else member for member in members]
-    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if not found:
-        raise UsageError("params: expected at least one parameter, got none")
-    devices = {tensor.device for tensor in found}
-    if len(devices) > 1:
-        raise UsageError(
-            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
-        )
-    return taken, found[0]
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    members = group["params"]
-    return {**group, "params": [members] if isinstance(members, torch.Tensor) else list(members)}
 
 
 def _options(

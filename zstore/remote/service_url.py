@@ -2,8 +2,8 @@
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it. The same behind `/zarr/`,
-`/weights/` or `/run/`, as the browser shows them, means the same. So a run that is called like one of these is written
-`/zarr/run/<checkpoint>`. Each part is percent-encoded.
+`/xarray/`, `/weights/` or `/run/`, as the browser shows them, means the same. So a run that is called like one of these is
+written `/zarr/run/<checkpoint>`. Each part is percent-encoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote, urlsplit
 from ..errors import UsageError
 from .url import shown
 
-_PREFIXES = ("zarr", "weights", "run")
+_PREFIXES = ("zarr", "xarray", "weights", "run")
 """What stands before the run in URLs of the service's own."""
 _PAGE = "run"
 """The page's: what comes behind the run is not a folder but a view."""

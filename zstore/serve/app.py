@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from .guard.guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
-from .routes import api, beside, files, page, sessions, uploads, weights
+from .routes import api, datasets, files, page, run_files, sessions, uploads, weights
 from .service import Service
 from .settings import Settings
 
@@ -28,7 +28,7 @@ def make_app(settings: Settings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.service = service
-    app.state.hubs = {}
+    app.state.broadcasts = {}
     return app
 
 
@@ -45,7 +45,8 @@ def _routes() -> list[BaseRoute]:
         *sessions.routes(),
         *api.routes(),
         *files.routes(),
-        *beside.routes(),
+        *datasets.routes(),
+        *run_files.routes(),
         *uploads.routes(),
         *weights.routes(),
         *page.routes(),

@@ -15,11 +15,11 @@ import ipaddress
 import secrets
 import threading
 import time
-from collections import OrderedDict
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from .cache import Cache
 from .settings import Settings
 
 SESSION_S = 7 * 24 * 3600.0
@@ -27,18 +27,18 @@ SESSION_S = 7 * 24 * 3600.0
 _MOST_SESSIONS = 1000
 _TRIES = 20
 _TRIES_PER_S = 1.0
-_MOST_KEPT = 4096
+_MOST_CACHED = 4096
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
-class Wrong:
+class WrongTokens:
     """Counts wrong tokens by address. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._left: Cache[str, tuple[float, float]] = Cache(_MOST_CACHED)
         """By address: tries left, and when that was so."""
-        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        self._tried: Cache[bytes, bool] = Cache(_MOST_CACHED)
         """Digests of address and wrong token."""
 
     def may_try(self, address: str) -> bool:
@@ -50,19 +50,13 @@ class Wrong:
         """Note a wrong token."""
         digest = hashlib.sha256(address.encode() + b"\0" + token).digest()
         with self._lock:
-            if digest in self._tried:
-                self._tried.move_to_end(digest)
+            if self._tried.get(digest):
                 return
-            self._tried[digest] = None
-            self._left[address] = (self._now(address) - 1, time.monotonic())
-            self._left.move_to_end(address)
-            if len(self._left) > _MOST_KEPT:
-                self._left.popitem(last=False)
-            if len(self._tried) > _MOST_KEPT:
-                self._tried.popitem(last=False)
+            self._tried.put(digest, True)
+            self._left.put(address, (self._now(address) - 1, time.monotonic()))
 
     def _now(self, address: str) -> float:
-        left, at = self._left.get(address, (float(_TRIES), 0.0))
+        left, at = self._left.get(address) or (float(_TRIES), 0.0)
         return min(float(_TRIES), left + (time.monotonic() - at) * _TRIES_PER_S)
 
 
@@ -71,10 +65,9 @@ class Access:
 
     def __init__(self, settings: Settings) -> None:
         self._token = None if settings.token is None else settings.token.encode()
-        self._lock = threading.Lock()
-        self._sessions: OrderedDict[bytes, float] = OrderedDict()
+        self._sessions: Cache[bytes, float] = Cache(_MOST_SESSIONS)
         """Digest of a cookie's value -> when it ends."""
-        self._wrong = Wrong()
+        self._wrong = WrongTokens()
 
     @property
     def has_token(self) -> bool:
@@ -97,21 +90,17 @@ class Access:
     def begin_session(self) -> str:
         """Return the value of a new session's cookie."""
         value = secrets.token_urlsafe(32)
-        with self._lock:
-            self._sessions[_digest(value)] = time.monotonic() + SESSION_S
-            while len(self._sessions) > _MOST_SESSIONS:
-                self._sessions.popitem(last=False)
+        self._sessions.put(_digest(value), time.monotonic() + SESSION_S)
         return value
 
     def is_session(self, value: str) -> bool:
         """Return whether a cookie's value belongs to a session that has not ended."""
-        with self._lock:
-            return self._sessions.get(_digest(value), float("-inf")) > time.monotonic()
+        ends_s = self._sessions.get(_digest(value))
+        return ends_s is not None and ends_s > time.monotonic()
 
     def end_session(self, value: str) -> None:
         """End a session."""
-        with self._lock:
-            self._sessions.pop(_digest(value), None)
+        self._sessions.remove(_digest(value))
 
     def authorized(self, request: Request) -> bool:
         """Return whether a request shows the token, or a session's cookie. Raises HTTPException (429)."""

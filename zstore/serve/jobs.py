@@ -31,46 +31,43 @@ class RunningJob:
 
     def __init__(self, jobs: Jobs, job: Job) -> None:
         self._jobs = jobs
-        self._job = job
         self._left_out = 0
-        self._lock = threading.Lock()
+        self.now = job
+        """The job as it stands; replaced as a whole, under the lock of the table."""
         self.version = 0
         """Rises with every change, over all jobs."""
-
-    @property
-    def now(self) -> Job:
-        """The job as it stands."""
-        with self._lock:
-            return self._job
 
     def advance(self, nbytes: int) -> None:
         """Count bytes. Raises JobCancelledError where the service ends."""
         if self._jobs.is_closed:
             raise JobCancelledError("the service ended before the job was done")
-        self._change(done_bytes=self.now.done_bytes + nbytes)
+        with self._jobs.lock:
+            self._change(done_bytes=self.now.done_bytes + nbytes)
 
     def expect(self, total_bytes: int) -> None:
         """Say how many bytes there are in all."""
-        self._change(total_bytes=total_bytes)
+        with self._jobs.lock:
+            self._change(total_bytes=total_bytes)
 
     def say(self, line: str) -> None:
         """Add a line to the result."""
-        lines = self.now.lines
-        if len(lines) < _MOST_LINES:
-            self._change(lines=[*lines, line])
-        else:
-            self._left_out += 1
+        with self._jobs.lock:
+            if len(self.now.lines) < _MOST_LINES:
+                self._change(lines=[*self.now.lines, line])
+            else:
+                self._left_out += 1
 
     def end(self, problem: str | None = None) -> None:
         """End it, well or with a problem."""
-        if self._left_out:
-            self._change(lines=[*self.now.lines, f"and {self._left_out} more"])
-        self._change(state="done" if problem is None else "failed", ended_at=time.time(), problem=problem)
+        with self._jobs.lock:
+            lines = [*self.now.lines, f"and {self._left_out} more"] if self._left_out else self.now.lines
+            state = "done" if problem is None else "failed"
+            self._change(lines=lines, state=state, ended_at=time.time(), problem=problem)
 
     def _change(self, **values: object) -> None:
-        with self._lock:
-            self._job = self._job.model_copy(update=values)
-            self.version = self._jobs.next_version()
+        """Change it; the lock is held."""
+        self.now = self.now.model_copy(update=values)
+        self.version = self._jobs.next_version()
 
 
 Work = Callable[[RunningJob], None]
@@ -81,7 +78,8 @@ class Jobs(Closing):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, RunningJob] = OrderedDict()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """For the table and all its jobs: with a lock of its own each, two threads could wait for each other."""
         self._version = 0
         self._workers = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="zstore-job")
         self.is_closed = False
@@ -92,10 +90,9 @@ class Jobs(Closing):
         return self._version
 
     def next_version(self) -> int:
-        """Return a version higher than all before."""
-        with self._lock:
-            self._version += 1
-            return self._version
+        """Return a version higher than all before; the lock is held."""
+        self._version += 1
+        return self._version
 
     def add(self, kind: Kind, run: str, checkpoint: str | None = None, *, total_bytes: int = 0) -> RunningJob:
         """Return a new job that the caller carries out and ends.
@@ -116,8 +113,8 @@ class Jobs(Closing):
             problem=None,
         )
         running = RunningJob(self, job)
-        running.version = self.next_version()
-        with self._lock:
+        with self.lock:
+            running.version = self.next_version()
             busy = [one.now for one in self._kept.values() if one.now.run == run and one.now.state == "running"]
             if kind != "upload" and (others := [one for one in busy if one.kind != "upload"]):
                 raise ConflictError(
@@ -151,12 +148,12 @@ class Jobs(Closing):
 
     def all(self) -> JobList:
         """Return those that are kept, the oldest first."""
-        with self._lock:
+        with self.lock:
             return JobList(jobs=[one.now for one in self._kept.values()])
 
     def get(self, job_id: str) -> Job:
         """Return a job. Raises CheckpointNotFoundError where none of that id is kept."""
-        with self._lock:
+        with self.lock:
             found = self._kept.get(job_id)
         if found is None:
             raise CheckpointNotFoundError(
@@ -166,7 +163,7 @@ class Jobs(Closing):
 
     def changed(self, run: str, since_version: int) -> list[Job]:
         """Return the jobs of a run that changed after a version."""
-        with self._lock:
+        with self.lock:
             return [one.now for one in self._kept.values() if one.version > since_version and one.now.run == run]
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ class PlanPart(_Model):
 
     tier: Literal["device", "host", "disk"]
     kind: str
-    """parameters, gradients, optimizer state, buffers, activations."""
+    """parameters, gradients, master weights, optimizer state, buffers, activations."""
     planned_bytes: int | None
     measured_bytes: int | None
 
@@ -128,6 +128,19 @@ class SaveEvent(_Model):
     problem: str | None
 
 
+class ActionEvent(_Model):
+    """A request to the run that it carried out, or refused."""
+
+    at: float
+    id: str
+    """Of the answer to the request: `RunAction.id`."""
+    action: Literal["save", "stop"]
+    step: int | None
+    """After which it was carried out: a save that was asked for has the same one."""
+    problem: str | None
+    """Why it was refused."""
+
+
 class Warned(_Model):
     """A warning of the run."""
 
@@ -142,6 +155,8 @@ class RunDetail(_Model):
     sessions: list[Session]
     saves: list[SaveEvent]
     """What was said last of each of the newest 200, the oldest first."""
+    actions: list[ActionEvent]
+    """The newest 50, the oldest first."""
     warnings: list[Warned]
     """The newest 100, the oldest first."""
 
@@ -351,6 +366,8 @@ class PruneResult(_Model):
 class RunAction(_Model):
     """`POST /api/runs/{run}/actions/{save|stop}`: the run takes it up at the end of a step."""
 
+    id: str
+    """`RunDetail.actions` has it once the run has carried the request out."""
     action: Literal["save", "stop"]
     run_id: str
     requested_at: float

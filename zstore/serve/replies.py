@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +18,7 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
+from .json_text import json_of
 from .models import Problem
 
 
@@ -46,24 +42,6 @@ _STATUS = (
 def reply(model: BaseModel, status: int = 200) -> Response:
     """Return the answer with a model as its JSON."""
     return Response(json_of(model), status, media_type="application/json", headers={"Cache-Control": "no-store"})
-
-
-def json_of(model: BaseModel) -> str:
-    """Return a model as JSON in UTF-8, numbers that are not finite as null and what is no Unicode in a text as `?`."""
-    try:
-        return model.model_dump_json()
-    except PydanticSerializationError:  # a lone surrogate, out of a journal or the name of a file
-        return json.dumps(_encodable(model.model_dump()), separators=(",", ":"), ensure_ascii=False)
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:

@@ -16,17 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.catalog import scan
+from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ..journal.names import run_of
 from ..open.sources import folder_of
 from ..remote.url import is_url
 from .settings import Root, Settings
 
-_JOURNAL = re.compile(r"journal-.*\.jsonl")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
 _TAKEN = frozenset({"api", "assets"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
@@ -142,17 +141,17 @@ def _may_name_a_run(name: str) -> bool:
         plain = tag_folder(name) == name
     except UsageError:
         return False
-    return plain and name not in _TAKEN and _LOOPS_FOLDER.fullmatch(name) is None
+    return plain and name not in _TAKEN and LOOPS_FOLDER.fullmatch(name) is None
 
 
 def _is_run(folder: Folder) -> bool:
     """Return whether a folder has checkpoints or a journal."""
     try:
         entries = folder.entries()
-        if any(_JOURNAL.fullmatch(name) for name in entries.files):
+        if any(run_of(name) is not None for name in entries.files):
             return True
         if RECORD_FILE in entries.files:  # a checkpoint itself
             return False
-        return bool(scan(folder).tags) or any(_LOOPS_FOLDER.fullmatch(name) for name in entries.folders)
+        return bool(scan(folder).tags) or any(LOOPS_FOLDER.fullmatch(name) for name in entries.folders)
     except (OSError, ZstoreError):
         return False

@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End live pages at once, others in a few seconds."""
-        self._service.endless.end()
+        self._service.streams.close()
         log = logging.getLogger("uvicorn.error")
         level = log.level
         log.setLevel(logging.CRITICAL)  # it tells of each request that was cut off, with its traceback

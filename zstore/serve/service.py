@@ -8,7 +8,6 @@ import anyio
 from starlette.requests import Request
 
 from .auth import Access
-from .endless import Endless
 from .files.downloads import Downloads
 from .files.opened import RemoteSizes
 from .files.plans import Plans
@@ -19,6 +18,7 @@ from .inbox.limits import UploadLimits
 from .jobs import Jobs
 from .runs import Run
 from .settings import Settings
+from .streams import Streams
 from .views.library import Library
 from .views.readers import NUM_HEAVY
 
@@ -29,11 +29,11 @@ class Service(Library):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.access = Access(settings)
-        self.endless = Endless()
+        self.streams = Streams()
         self.checkpoints = Checkpoints()
         self.remote_sizes = RemoteSizes()
-        self.transfers = Transfers(settings.memory_bytes // 4)
-        self.downloads = Downloads(settings.memory_bytes // 4)
+        self.transfers = Transfers(self.memory.files_bytes)
+        self.downloads = Downloads(self.memory.weights_bytes)
         self.plans = Plans()
         self.jobs = Jobs()
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
@@ -47,6 +47,7 @@ class Service(Library):
     def close(self) -> None:
         """End what goes on; blocks."""
         self.jobs.close()
+        self.transfers.close()
         super().close()
 
 

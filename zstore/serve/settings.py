@@ -55,7 +55,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
     memory_bytes: int = 512 * 1024 * 1024
-    """Most that buffers of all requests take together."""
+    """Most that buffers and cached metadata take together; see `zstore.serve.memory`."""
     files: Files = field(default_factory=Files, repr=False)
     """Through which uploads are written."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)

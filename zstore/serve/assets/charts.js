@@ -10,7 +10,7 @@ const TABLE_ROWS = 100;
 const DRAG_PX = 5;
 const SMOOTH_POINTS = 20;
 const HELP =
-  "Arrow keys read the points, with Shift they mark a range, Enter shows it, plus and minus zoom, Escape shows all again.";
+  "Arrow keys read the points, with Shift they select a range, Enter zooms to it, plus and minus zoom, Escape shows everything.";
 
 /**
  * Charts that share the range of x and the point that is read.

@@ -2,7 +2,7 @@
 
 const EMBEDDED = document.getElementById("report-data");
 const KEPT = EMBEDDED === null ? null : JSON.parse(EMBEDDED.textContent);
-const RETRY_S = [1, 2, 5, 10, 30];
+const RETRY_S = [1, 2, 5, 10];
 
 /** Whether this is a report: a file without a service behind it. */
 export const isReport = KEPT !== null;
@@ -14,6 +14,11 @@ export class RequestError extends Error {
     this.name = "RequestError";
     this.status = status;
   }
+}
+
+/** Let the page ask for the token again: the service does not know this browser (any more), as after a restart. */
+export function signedOut() {
+  dispatchEvent(new Event("zstore-signed-out"));
 }
 
 /** Return a path of the API: segments are percent-encoded, `query` leaves out what is null. */
@@ -28,7 +33,7 @@ export function api(segments, query = {}) {
 export async function get(path, { signal } = {}) {
   if (!isReport) return ask(path, { signal });
   const answer = KEPT[path] ?? KEPT[path.split("?")[0]];
-  if (answer === undefined) throw new RequestError(404, "This report does not hold it: ask the service that it was made from.");
+  if (answer === undefined) throw new RequestError(404, "Not in this report. Open it in the service that the report was made from.");
   return answer;
 }
 
@@ -75,6 +80,7 @@ export function listen(path, handlers) {
       if (event.target !== source) return;
       lost();
       if (source.readyState !== EventSource.CLOSED) return;
+      get("/api").then((service) => service.needs_token && signedOut(), () => {});
       timer = setTimeout(connect, RETRY_S[Math.min(tries++, RETRY_S.length - 1)] * 1000);
     });
     for (const [name, handle] of Object.entries(named)) {
@@ -110,7 +116,7 @@ async function ask(path, options) {
     response = await fetch(path, { credentials: "same-origin", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new RequestError(0, "The service does not answer: see whether zstore serve still runs.");
+    throw new RequestError(0, "The service does not answer. Check that zstore serve is running.");
   }
   const text = await response.text();
   let answer = null;

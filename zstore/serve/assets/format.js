@@ -105,6 +105,14 @@ export function when(at) {
   );
 }
 
+/** The zone of the times that `when` writes: UTC+2, UTC-3:30. */
+export function zone(at = Date.now() / 1000) {
+  const minutes = -new Date(at * 1000).getTimezoneOffset();
+  if (minutes === 0) return "UTC";
+  const [hours, rest] = [Math.floor(Math.abs(minutes) / 60), Math.abs(minutes) % 60];
+  return `UTC${minutes < 0 ? "-" : "+"}${hours}${rest === 0 ? "" : `:${String(rest).padStart(2, "0")}`}`;
+}
+
 /** The shape of an array: [128, 64]. */
 export function shape(sizes) {
   return `[${sizes.join(", ")}]`;

@@ -26,6 +26,10 @@ start();
 
 async function start() {
   follow(() => void show());
+  addEventListener("zstore-signed-out", () => {
+    // A box over the page may be asking for the token already.
+    if (!service.needs_token && document.querySelector("dialog[open]") === null) void again();
+  });
   if (isReport && location.hash === "") await openRun();
   await learn();
   await show();
@@ -66,11 +70,11 @@ async function show() {
   }
   lastPath = path;
   if (found === null) {
-    replace(container, empty("There is no such page", `Nothing is at ${path}. The list of runs is at the top left.`));
+    replace(container, empty("No such page", `Nothing is at ${path}. The list of runs is at the top left.`));
     return;
   }
   if (service.needs_token) {
-    replace(container, askForToken(again));
+    signIn(container);
     return;
   }
   try {
@@ -92,8 +96,13 @@ function find(path) {
 
 function fail(container, error) {
   if (error.status === undefined) console.error(error);
-  if (error.status === 401) replace(container, askForToken(again));
+  if (error.status === 401) signIn(container);
   else replace(container, problem(error, () => void show()));
+}
+
+function signIn(container) {
+  replace(container, askForToken(again));
+  container.querySelector("input").focus();
 }
 
 async function again() {

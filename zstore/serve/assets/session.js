@@ -6,7 +6,7 @@ import { h, replace } from "./dom.js";
 const PATH = "/api/session";
 
 /** The box that asks for the token; `done` is called when the service has taken it. */
-export function askForToken(done, text = "This service asks for its token before it shows anything.") {
+export function askForToken(done, text = "This service needs a token.") {
   const field = h("input", {
     type: "password",
     id: "token",
@@ -27,7 +27,7 @@ export function askForToken(done, text = "This service asks for its token before
       field.value = "";
       await done();
     } catch (error) {
-      replace(trouble, error.status === 401 || error.status === 403 ? `The token was not taken: ${error.message}` : error.message);
+      replace(trouble, error.status === 401 || error.status === 403 ? `Sign-in failed: ${error.message}` : error.message);
       field.select();
     } finally {
       button.disabled = false;
@@ -44,7 +44,7 @@ export function askForToken(done, text = "This service asks for its token before
       h("label", { for: "token" }, "Token"),
       h("div", { class: "row" }, field, button),
       trouble,
-      h("p", { class: "hint" }, "It is the text that zstore serve was given with --token-file or in ZSTORE_TOKEN."),
+      h("p", { class: "hint" }, "The token that zstore serve was started with (--token-file or ZSTORE_TOKEN)."),
     ),
   );
 }
@@ -70,7 +70,7 @@ function openBox(changed) {
   };
   replace(
     dialog,
-    askForToken(taken, "With the token you may verify, prune, and tell a run to save or stop."),
+    askForToken(taken, "With the token you can verify and prune checkpoints, and tell a run to save or stop."),
     h("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Close"),
   );
   dialog.addEventListener("close", () => dialog.remove());

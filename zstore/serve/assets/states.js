@@ -23,7 +23,7 @@ export function problem(error, retry = null) {
   return h(
     "section",
     { class: "panel problem", role: "alert", test: "problem" },
-    h("h2", null, TITLES[error.status] ?? "That did not work"),
+    h("h2", null, TITLES[error.status] ?? "Something went wrong"),
     h("p", null, error.message ?? String(error)),
     retry === null ? null : h("button", { type: "button", onclick: retry, test: "retry" }, "Try again"),
   );
@@ -34,7 +34,7 @@ const TITLES = {
   401: "A token is needed",
   403: "Not allowed",
   404: "Not found",
-  409: "In the way of something else",
+  409: "Conflict",
   503: "The service is busy",
   507: "The disk is full",
 };

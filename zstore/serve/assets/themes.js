@@ -4,15 +4,15 @@ import { h } from "./dom.js";
 
 const KEY = "zstore-theme";
 const ORDER = ["system", "light", "dark"];
-const NAMES = { system: "Auto", light: "Light", dark: "Dark" };
+const NAMES = { system: "auto", light: "light", dark: "dark" };
 
 /** A button that goes on to the next theme. */
 export function themeSwitch() {
   const button = h("button", { type: "button", class: "quiet", test: "theme" });
   const label = () => {
-    button.textContent = NAMES[theme()];
-    button.setAttribute("aria-label", `Theme: ${theme()}`);
-    button.title = `Theme: ${theme()}. Press for the next of ${ORDER.join(", ")}.`;
+    button.textContent = `Theme: ${NAMES[theme()]}`;
+    button.setAttribute("aria-label", `Theme: ${NAMES[theme()]}`);
+    button.title = "Colour theme: auto follows the system";
   };
   button.addEventListener("click", () => {
     choose(ORDER[(ORDER.indexOf(theme()) + 1) % ORDER.length]);

@@ -13,7 +13,7 @@ from ...checkpoint.catalog import LOOPS_FOLDER
 from ...checkpoint.folder import Folder
 from ...errors import CheckpointNotFoundError, UsageError
 from .opened import open_below
-from .visible import Place, is_beside, is_real_folder, tags_in
+from .visible import Place, is_real_folder, is_run_file, tags_in
 
 _MOST_FILES = 500_000
 
@@ -30,9 +30,10 @@ class Listing:
         files = [{"name": name, "size": size} for name, size in self.files]
         return json.dumps({"folders": self.folders, "files": files})
 
-    def as_html(self, title: str) -> str:
-        """Return an index of relative links."""
-        rows = [(f"{name}/", None) for name in self.folders] + list(self.files)
+    def as_html(self, title: str, *, sizes: bool = True) -> str:
+        """Return an index of relative links, files with their sizes unless told otherwise."""
+        rows: list[tuple[str, int | None]] = [(f"{name}/", None) for name in self.folders]
+        rows += [(name, size if sizes else None) for name, size in self.files]
         lines = [f"<li>{_link(name)}{'' if size is None else f' {size}'}</li>" for name, size in rows]
         head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>'
         return f"{head}<body><h1>{html.escape(title)}</h1><ul>\n" + "\n".join(lines) + "\n</ul></body></html>\n"
@@ -63,7 +64,7 @@ def _list_run(folder: Folder, recursive: bool, folders: set[str], files: dict[st
     tags = tags_in(folder)
     loops = [name for name in entries.folders if LOOPS_FOLDER.fullmatch(name) and name not in tags]
     loops = [name for name in loops if is_real_folder(folder, name) and tags_in(folder.child(name))]
-    sizes = _sizes_beside(folder, [name for name in entries.files if is_beside(name)])
+    sizes = _run_file_sizes(folder, [name for name in entries.files if is_run_file(name)])
     files.update(sizes)
     if not recursive:
         folders.update(tags, loops)
@@ -76,7 +77,7 @@ def _list_run(folder: Folder, recursive: bool, folders: set[str], files: dict[st
         files.update({f"{name}/{path}": size for path, size in inner.items()})
 
 
-def _sizes_beside(folder: Folder, names: list[str]) -> dict[str, int]:
+def _run_file_sizes(folder: Folder, names: list[str]) -> dict[str, int]:
     if folder.is_local:
         found = {name: os.lstat(folder.path / name) for name in names}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}

@@ -6,14 +6,13 @@ import errno
 import hashlib
 import os
 import stat
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from ...checkpoint.folder import Folder
 from ...errors import CheckpointNotFoundError
 from ...remote.url_folder import UrlFolder
+from ..cache import Cache
 from .visible import Place
 
 _TYPES = {
@@ -65,8 +64,7 @@ class RemoteSizes:
     """Sizes of files behind URLs, each asked for once: files of a checkpoint do not change. Usable from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self._sizes: Cache[tuple[str, str, str], int] = Cache(_MOST_SIZES)
 
     def open(self, place: Place) -> Opened:
         """Return the file at a place behind a URL; raises FileNotFoundError, or IsFolderError."""
@@ -74,14 +72,9 @@ class RemoteSizes:
         if place.info is None:  # beside checkpoints files change, and nothing says when
             return Opened(folder=folder, path=place.path, size=_size(folder, place.path), etag=None, file=None)
         key = (folder.location, place.info.record.id, place.path)
-        with self._lock:
-            size = self._known.get(key)
+        size = self._sizes.get(key)
         if size is None:
-            size = _size(folder, place.path)
-            with self._lock:
-                self._known[key] = size
-                while len(self._known) > _MOST_SIZES:
-                    self._known.popitem(last=False)
+            size = self._sizes.put(key, _size(folder, place.path))
         tag = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
         return Opened(folder=folder, path=place.path, size=size, etag=f'"{tag}"', file=None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...checkpoint.reader import CheckpointReader
 from ...weights.from_checkpoint import DTYPES, list_weights
 from ...weights.layout import FileLayout, plan_files
-from ..kept import Kept
+from ..cache import Cache
 
 _MOST_PLANS = 8
 _MOST_REFUSED = 256
@@ -15,8 +15,8 @@ class Plans:
     """The layouts that were asked for last, by checkpoint, and which weights fit no type. Usable from any thread."""
 
     def __init__(self) -> None:
-        self._layouts: Kept[tuple[str, str, int], list[FileLayout]] = Kept(_MOST_PLANS)
-        self._refused: Kept[tuple[str, str], str] = Kept(_MOST_REFUSED)
+        self._layouts: Cache[tuple[str, str, int], list[FileLayout]] = Cache(_MOST_PLANS)
+        self._refused: Cache[tuple[str, str], str] = Cache(_MOST_REFUSED)
 
     def layouts(self, reader: CheckpointReader, dtype: str, max_file_bytes: int) -> list[FileLayout]:
         """Return the files of the model, as `zstore consolidate` writes them."""

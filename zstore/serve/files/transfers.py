@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiofiles.threadpool import wrap
 
+from ...closing import Closing
 from .opened import Opened
 from .ranges import Part
 
@@ -17,7 +18,7 @@ _REMOTE_BLOCK_BYTES = 4 * 1024 * 1024
 _NUM_THREADS = 16
 
 
-class Transfers:
+class Transfers(Closing):
     """Files on their way to clients: the threads that read them, and how much each may hold."""
 
     def __init__(self, memory_bytes: int) -> None:
@@ -50,3 +51,7 @@ class Transfers:
                 yield data
         finally:
             self._under_way -= 1
+
+    def close(self) -> None:
+        """End the threads, once they have read what they were asked for."""
+        self.threads.shutdown(wait=True, cancel_futures=True)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from ...checkpoint.catalog import LOOPS_FOLDER, TagInfo, find_folder, list_nested, newest_of, scan
@@ -23,11 +21,12 @@ from ...checkpoint.folder import Folder
 from ...checkpoint.names import LATEST_FILE, RECORD_FILE, parse_own_name
 from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
 from ...weights.companions import COMPANIONS
+from ..cache import Cache
 
-_BESIDE = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
+_RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
 _FRESH_S = 2.0
 """How long a checkpoint behind a URL is taken to be what it was."""
-_MOST_KEPT = 256
+_MOST_CACHED = 256
 _NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f]")
 
 
@@ -36,9 +35,9 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and len(os.fsencode(name)) <= 255 and _NOT_PLAIN.search(name) is None
 
 
-def is_beside(name: str) -> bool:
+def is_run_file(name: str) -> bool:
     """Return whether a file of that name beside checkpoints is visible."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _BESIDE)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,7 @@ class Checkpoints:
     systems."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Folder, str], tuple[object, TagInfo]] = OrderedDict()
+        self._known: Cache[tuple[Folder, str], tuple[object, TagInfo]] = Cache(_MOST_CACHED)
 
     def find(self, folder: Folder, checkpoint: str) -> TagInfo:
         """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`, or
@@ -80,11 +78,9 @@ class Checkpoints:
         if not is_plain(name) or parse_own_name(name) is not None:
             return None
         key, state = (folder, name), _state(folder, name)
-        with self._lock:
-            kept_state, kept = self._known.get(key, (None, None))
-            if kept is not None and state is not None and kept_state == state:
-                self._known.move_to_end(key)
-                return kept
+        cached = self._known.get(key)
+        if cached is not None and cached[0] == state:
+            return cached[1]
         try:
             found = find_folder(folder, name)
         except (CorruptionError, CheckpointMismatchError) as error:
@@ -92,10 +88,7 @@ class Checkpoints:
                 f"{folder} has no readable checkpoint {name!r}: its record is not valid"
             ) from error
         if found is not None and found.folder.name == name and state is not None:
-            with self._lock:
-                self._known[key] = (state, found)
-                while len(self._known) > _MOST_KEPT:
-                    self._known.popitem(last=False)
+            self._known.put(key, (state, found))
         return found
 
     def latest(self, folder: Folder) -> TagInfo:
@@ -115,7 +108,7 @@ class Checkpoints:
         head, rest = parts[0], parts[1:]
         if not is_plain(head):
             raise _nothing(folder, head)
-        if not rest and is_beside(head):
+        if not rest and is_run_file(head):
             return Place(folder=folder, path=head, info=None, is_folder=False)
         info = self.latest(folder) if head == LATEST_FILE else self.at(folder, head)
         if info is not None:

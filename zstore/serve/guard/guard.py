@@ -22,10 +22,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..auth import require_token
-from ..endless import Endless
 from ..replies import problem
 from ..service import Service
 from ..settings import Settings
+from ..streams import Streams
 
 _log = logging.getLogger("zstore.serve")
 
@@ -69,7 +69,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, self._service.endless)
+        answer = _Answer(send, self._service.streams)
         request = Request(scope, receive)
         try:
             body = _Body(receive, None if scope["path"].startswith(STREAMING) else MOST_BODY_BYTES)
@@ -83,7 +83,7 @@ class Guard:
         except ClientDisconnect:
             return
         except asyncio.CancelledError:
-            if not (self._service.endless.is_over and answer.started):
+            if not (self._service.streams.are_closed and answer.started):
                 raise
             await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception:
@@ -106,9 +106,9 @@ class Guard:
 class _Answer:
     """Gives an answer its headers, and notes one that goes on until somebody ends it."""
 
-    def __init__(self, send: Send, endless: Endless) -> None:
+    def __init__(self, send: Send, streams: Streams) -> None:
         self._send = send
-        self._endless = endless
+        self._streams = streams
         self._task = asyncio.current_task()  # what sends may be a task of its own
         self.started = False
 
@@ -120,7 +120,7 @@ class _Answer:
                 headers.setdefault(name, value)
             message = {**message, "headers": headers.raw}
             if headers.get("content-type", "").startswith("text/event-stream"):
-                self._endless.add(self._task)
+                self._streams.add(self._task)
         await self._send(message)
 
 

@@ -43,9 +43,9 @@ from ...errors import (
     ZstoreError,
 )
 from ...io.files import Files, OpenFile
-from .arrivals import check_shard, file_sha256
 from .models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
 from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
+from .verify import file_sha256, verify_shard
 
 _TOUCH_S = 60.0
 _NUM_SEARCHED = 4
@@ -339,7 +339,7 @@ class Upload:
         self._files.sync_data(opened)
         try:
             if isinstance(content, ShardContent):
-                check_shard(part, content.array, content.shard, content.crcs)
+                verify_shard(part, content.array, content.shard, content.crcs)
             elif file_sha256(part) != content.sha256:
                 raise CorruptionError(f"{file} fails its SHA-256")
         except CorruptionError as error:

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from pydantic import BaseModel
+
 from ..._version import __version__
 from ...errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ...remote.url import is_url
 from ...sizes import format_bytes
-from ..models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo, _Model
+from ..json_text import json_of
+from ..models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo
 from ..runs import Run
 from ..settings import Root, Settings
 from ..views.arrays import array_statistics, list_arrays
@@ -36,7 +39,7 @@ MOST_READ_BYTES = 2**30
 """Of arrays' values, for statistics."""
 NUM_POINTS = 2000
 
-M = TypeVar("M", bound=_Model)
+M = TypeVar("M", bound=BaseModel)
 Advance = Callable[[int], None]
 
 
@@ -59,9 +62,9 @@ class Answers:
     num_bytes: int = 0
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, path: str, answer: _Model) -> bool:
+    def add(self, path: str, answer: BaseModel) -> bool:
         """Take in an answer; False where it is too large for what is left."""
-        text = answer.model_dump_json()
+        text = json_of(answer)
         num_bytes = answer_bytes(path, text)
         if self.num_bytes + num_bytes > self.most_bytes:
             return False
@@ -73,14 +76,14 @@ class Answers:
         """Take in an answer with as much of the end of its list `name` as half of what is left holds."""
         whole: list[Any] = getattr(answer, name)
         kept = whole
-        while answer_bytes(path, answer.model_dump_json()) * 2 > self.most_bytes - self.num_bytes and kept:
+        while answer_bytes(path, json_of(answer)) * 2 > self.most_bytes - self.num_bytes and kept:
             kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
             answer = answer.model_copy(update={name: kept})
         if len(kept) < len(whole):
             self.left_out.append(f"{len(whole) - len(kept):,} of {len(whole):,} {what}")
         self.require(path, answer)
 
-    def require(self, path: str, answer: _Model) -> None:
+    def require(self, path: str, answer: BaseModel) -> None:
         """Take in an answer. Raises UsageError where it is too large for what is left."""
         if not self.add(path, answer):
             raise UsageError(f"{path} does not fit into a report of that size: give a larger --max-size")
@@ -134,7 +137,9 @@ class Report:
 
     def _with(self, data: dict[str, str], note: str) -> str:
         title = f"{self.run.name} · zstore report"
-        return one_file(self._page, self._assets, Inside(data=data, title=title, note=note[:_NOTE_BYTES]))
+        # Names of files may have bytes that are no text.
+        title, note = (text.encode("utf-8", "replace").decode() for text in (title, note[:_NOTE_BYTES]))
+        return one_file(self._page, self._assets, Inside(data=data, title=title, note=note))
 
     def _path(self, *segments: str, **query: str) -> str:
         return api_path("runs", self.run.name, *segments, **query)
@@ -222,11 +227,11 @@ class Report:
                 adding(self._path("diff", before=before, after=after, array=name), compared)
 
     @contextmanager
-    def _trying(self, what: str) -> Iterator[Callable[[str, _Model], None]]:
+    def _trying(self, what: str) -> Iterator[Callable[[str, BaseModel], None]]:
         """Yield what adds an answer; note what is too large, or cannot be read, as left out."""
         fits = True
 
-        def add(path: str, answer: _Model) -> None:
+        def add(path: str, answer: BaseModel) -> None:
             nonlocal fits
             fits = self._answers.add(path, answer) and fits
 

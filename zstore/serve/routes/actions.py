@@ -66,7 +66,7 @@ def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) 
             )
         run_id = view.run_id
     made = ask(run.folder, run_id, action)
-    return RunAction(action=action, run_id=run_id, requested_at=made.at)
+    return RunAction(id=made.id, action=action, run_id=run_id, requested_at=made.at)
 
 
 _ACTION_PROBLEMS = (401, 403, 404, 409)
@@ -79,6 +79,7 @@ OPERATIONS = (
         handle=_verify,
         status=_ACCEPTED,
         problems=_ACTION_PROBLEMS,
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/prune",
@@ -88,6 +89,7 @@ OPERATIONS = (
         handle=_prune,
         body=PruneRules,
         problems=_ACTION_PROBLEMS,
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/actions/save",
@@ -97,6 +99,7 @@ OPERATIONS = (
         handle=_save,
         status=_ACCEPTED,
         problems=(*_ACTION_PROBLEMS, 507),
+        access="act",
     ),
     Operation(
         path="/api/runs/{run}/actions/stop",
@@ -106,5 +109,6 @@ OPERATIONS = (
         handle=_stop,
         status=_ACCEPTED,
         problems=(*_ACTION_PROBLEMS, 507),
+        access="act",
     ),
 )

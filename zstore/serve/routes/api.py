@@ -1,4 +1,4 @@
-"""The routes below `/api`, and the document that describes them, both from the table of operations."""
+"""The routes of what `/api` shows and does, and the document that describes all below `/api`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import actions, events, queries
+from . import actions, events, queries, run_files, sessions, uploads
 from .openapi import document
-from .operations import Operation, Values
+from .operations import Description, Operation, Values
 
 
 @functools.cache
 def _text() -> str:
-    return json.dumps(document(OPERATIONS), separators=(",", ":"))
+    return json.dumps(document((*OPERATIONS, *_ELSEWHERE)), separators=(",", ":"))
 
 
 async def _document(request: Request, values: Values) -> Response:
@@ -32,6 +32,10 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
+_ELSEWHERE: tuple[Description, ...] = (*sessions.OPERATIONS, *uploads.OPERATIONS, *run_files.OPERATIONS)
+"""Operations that have routes of their own modules."""
+
+
 def routes() -> list[Route]:
-    """Return all routes, in the order in which paths are tried."""
+    """Return the routes of `OPERATIONS`, in the order in which paths are tried."""
     return [operation.route() for operation in OPERATIONS]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..service import run_of, service_of
-from .hub import Cursor, Hub, first_cursor
+from .broadcast import Broadcast, Cursor, first_cursor
 from .operations import Operation, Values
 
 _HEARTBEAT_S = 15.0
@@ -20,25 +20,27 @@ _RETRY_MS = 2000
 async def _events(request: Request, values: Values) -> Response:
     run = await anyio.to_thread.run_sync(run_of, request)
     service = service_of(request)
-    hubs: dict[str, Hub] = request.app.state.hubs
-    hub = hubs.get(run.folder.location) or hubs.setdefault(run.folder.location, Hub(service, run))
+    broadcasts: dict[str, Broadcast] = request.app.state.broadcasts
+    broadcast = broadcasts.get(run.folder.location) or broadcasts.setdefault(
+        run.folder.location, Broadcast(service, run)
+    )
     seen = Cursor.parse(request.headers.get("last-event-id", ""))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_stream(hub, seen), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_stream(broadcast, seen), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(hub: Hub, seen: Cursor | None) -> AsyncIterator[str]:
+async def _stream(broadcast: Broadcast, seen: Cursor | None) -> AsyncIterator[str]:
     yield f"retry: {_RETRY_MS}\n\n"
-    async with hub.listening():
-        now = await hub.now()
+    async with broadcast.listening():
+        now = await broadcast.now()
         # Jobs are of this process: one that comes back gets all that are kept.
         cursor = first_cursor(now) if seen is None else replace(seen, jobs=0)
         while True:
-            news = await hub.news(cursor)
+            news = await broadcast.news(cursor)
             cursor = news.cursor
             for name, data in news.events:
                 yield f"event: {name}\nid: {cursor.text}\ndata: {data}\n\n"
-            if not await hub.changed(cursor, _HEARTBEAT_S):
+            if not await broadcast.changed(cursor, _HEARTBEAT_S):
                 yield ": still here\n\n"
 
 

@@ -26,7 +26,7 @@ from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
 from ..files.transfers import Transfers
 from ..files.visible import Place
-from ..service import service_of
+from ..service import Service, service_of
 
 _AT_ONCE_BYTES = 256 * 1024
 """What is read where the file is opened: less than going to a thread once more costs."""
@@ -61,7 +61,7 @@ class FileResponse(Response):
             await send({"type": "http.response.body", "body": self._data, "more_body": False})
             return
         if scope["method"] == "GET" and self._part.nbytes:
-            gone = asyncio.create_task(_disconnected(receive))
+            gone = asyncio.create_task(disconnected(receive))
             try:
                 async for block in self._transfers.blocks(self._opened, self._part):
                     if gone.done():
@@ -72,25 +72,27 @@ class FileResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def routes() -> list[BaseRoute]:
     """Return the routes of files."""
-    return [Route("/zarr/{run}", _run_without_slash), Route("/zarr/{run}/{path:path}", _file)]
+    return [Route("/zarr/{run}", run_without_slash), Route("/zarr/{run}/{path:path}", answer_file)]
 
 
-async def _run_without_slash(request: Request) -> Response:
+async def run_without_slash(request: Request) -> Response:
+    """Point to the run's folder."""
     await run_in_threadpool(service_of(request).runs.get, request.path_params["run"])
-    return _with_slash(request)
+    return with_slash(request)
 
 
-async def _file(request: Request) -> Response:
+async def answer_file(request: Request) -> Response:
+    """Answer with a file as it is, or with what a folder has."""
     service = service_of(request)
-    raw: bytes = request.scope["raw_path"]
-    parts = tuple(raw.decode("ascii", "replace").split("/")[2:])
+    parts = parts_of(request)
     if parts[-1] == "":
         recursive = request.query_params.get("recursive", "0") not in ("0", "false")
         listing = await run_in_threadpool(_list, request, parts, recursive)
@@ -98,8 +100,14 @@ async def _file(request: Request) -> Response:
     try:
         opened, part, data = await run_in_threadpool(_open, request, parts)
     except IsFolderError:
-        return _with_slash(request)
+        return with_slash(request)
     return FileResponse(opened, part, service.transfers, data)
+
+
+def parts_of(request: Request) -> tuple[str, ...]:
+    """Return the components of a path from the run's name on, as they stand; the last is empty where it ends in `/`."""
+    raw: bytes = request.scope["raw_path"]
+    return tuple(raw.decode("ascii", "replace").split("/")[2:])
 
 
 def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -108,8 +116,8 @@ def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([decoded, decoded[:1] + parts[1:], parts]))
 
 
-def _first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
-    """Return what `use` makes of what the path after `/zarr/` names. Raises CheckpointNotFoundError where nothing is there."""
+def first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
+    """Return what `use` makes of what `parts_of` names. Raises CheckpointNotFoundError where nothing is there."""
     service = service_of(request)
     run = service.runs.get(unquote(parts[0]))
     missing: Exception | None = None
@@ -121,17 +129,22 @@ def _first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T])
     raise CheckpointNotFoundError(f"the run {run.name!r} has no file {'/'.join(parts[1:])!r}") from missing
 
 
+def open_place(service: Service, place: Place) -> Opened:
+    """Return the file at a place. Raises FileNotFoundError or CheckpointNotFoundError, and IsFolderError for a folder."""
+    if place.is_folder or (place.info is not None and not place.path):
+        raise IsFolderError
+    return open_local(place) if place.folder.is_local else service.remote_sizes.open(place)
+
+
+def headers_of(request: Request) -> dict[str, str]:
+    """Return a request's headers by their lower-case names."""
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
 def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:
     """Return the file that a request names, what it gets of it, and the bytes of that where they are few."""
-
-    def use(place: Place) -> Opened:
-        if place.is_folder or (place.info is not None and not place.path):
-            raise IsFolderError
-        return open_local(place) if place.folder.is_local else service_of(request).remote_sizes.open(place)
-
-    opened = _first(request, parts, use)
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    part = choose(request.method, headers, opened.etag, opened.size)
+    opened = first(request, parts, lambda place: open_place(service_of(request), place))
+    part = choose(request.method, headers_of(request), opened.etag, opened.size)
     if opened.file is None or not 0 < part.nbytes <= _AT_ONCE_BYTES or request.method != "GET":
         return opened, part, None
     data = os.pread(opened.file.fileno(), part.nbytes, part.start)
@@ -139,7 +152,7 @@ def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes
 
 
 def _list(request: Request, parts: tuple[str, ...], recursive: bool) -> Listing:
-    return _first(request, parts, lambda place: list_place(place, recursive=recursive))
+    return first(request, parts, lambda place: list_place(place, recursive=recursive))
 
 
 def _index(request: Request, listing: Listing) -> Response:
@@ -150,7 +163,7 @@ def _index(request: Request, listing: Listing) -> Response:
     return Response(page, headers=headers, media_type="text/html")
 
 
-def _with_slash(request: Request) -> Response:
-    """Point to the folder, relative to where the request went."""
+def with_slash(request: Request) -> Response:
+    """Point to the folder's URL, relative to where the request went."""
     raw: bytes = request.scope["raw_path"]
     return RedirectResponse(f"./{raw.rpartition(b'/')[2].decode('ascii', 'replace')}/")

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from ..._version import __version__
 from ..models import CheckpointsChanged, Ended, Job, Problem, RunDetail, SaveEvent, Steps, Warned
-from .operations import Operation, Parameter
+from .operations import Description, Parameter
 
 EVENTS: Mapping[str, type[BaseModel]] = {
     "steps": Steps,
@@ -32,22 +32,30 @@ _HELP = {
     "run": "Name of a run, percent-encoded.",
     "checkpoint": "Path of the tag's folder inside the run's, or `latest`.",
     "job": "Id of a job.",
+    "upload": "Id of an upload.",
+    "path": "Path of a file inside the checkpoint.",
+    "run_id": "Id of the training run, 32 hex digits.",
+    "name": "Name of a file.",
 }
 _ABOUT = (
-    "Runs, checkpoints and arrays that a service has, and what it can do with them. Not described here: `/api/session`, by "
-    "which the page signs in, and `/api/uploads`, by which zstore sends checkpoints."
+    "Runs, checkpoints and arrays that a service has, what it can do with them, and how checkpoints are sent to it. Files are "
+    "below `/zarr`, `/xarray` and `/weights`."
 )
 _ALWAYS = {400: "The request is not as expected.", 401: "The token is missing or wrong."}
 _MEANINGS = _ALWAYS | {
-    403: "The service takes no actions.",
-    404: "There is no such run, checkpoint, array or job.",
+    403: "The service takes no actions, or has no token.",
+    404: "There is no such run, checkpoint, array, job, upload or file.",
     409: "It does not fit how things are now.",
+    413: "The body is too large.",
     422: "The checkpoint is damaged.",
+    429: "Too many wrong tokens: wait a second.",
     507: "The drive is full.",
 }
+_ACCESS: Mapping[str, list[dict[str, list[str]]]] = {"read": [{"token": []}, {}], "act": [{"token": []}], "open": [{}]}
+"""Requirements of security; a service without a token lets everybody read."""
 
 
-def document(operations: Iterable[Operation]) -> dict[str, Any]:
+def document(operations: Iterable[Description]) -> dict[str, Any]:
     """Return the document as JSON."""
     listed = list(operations)
     bodies = {one.body for one in listed if one.body is not None}
@@ -74,11 +82,11 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
             "schemas": schemas["$defs"],
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"token": []}, {}],
+        "security": _ACCESS["read"],
     }
 
 
-def _operation(one: Operation, refs: Refs) -> dict[str, Any]:
+def _operation(one: Description, refs: Refs) -> dict[str, Any]:
     found: dict[str, Any] = {
         "operationId": _name(one),
         "summary": one.summary,
@@ -86,8 +94,10 @@ def _operation(one: Operation, refs: Refs) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "description": _HELP[name], "schema": {"type": "string"}}
             for name in _SEGMENT.findall(one.path)
         ]
-        + [_parameter(parameter) for parameter in one.parameters],
+        + [_parameter(parameter, "query") for parameter in one.parameters]
+        + [_parameter(parameter, "header") for parameter in one.headers],
         "responses": {str(one.status): _success(one, refs)}
+        | {str(status): _success(one, refs) | {"description": text} for status, text in one.other.items()}
         | {
             str(status): {
                 "description": _MEANINGS[status],
@@ -96,17 +106,20 @@ def _operation(one: Operation, refs: Refs) -> dict[str, Any]:
             for status in sorted({*_ALWAYS, *one.problems})
         },
     }
-    if one.body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[one.body]}}}
+    if one.access != "read":
+        found["security"] = _ACCESS[one.access]
+    if one.body is not None or one.body_media != "application/json":
+        schema = {} if one.body is None else {"schema": refs[one.body]}
+        found["requestBody"] = {"required": True, "content": {one.body_media: schema}}
     return found
 
 
-def _name(one: Operation) -> str:
+def _name(one: Description) -> str:
     parts = [part for part in one.path.split("/")[1:] if part]
     return "_".join([one.method.lower(), *(_SEGMENT.sub(r"\1", part).replace(".", "_") for part in parts)])
 
 
-def _parameter(parameter: Parameter) -> dict[str, Any]:
+def _parameter(parameter: Parameter, where: str) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": parameter.kind}
     if parameter.kind == "integer":
         schema |= {"minimum": parameter.least, "maximum": parameter.most}
@@ -114,14 +127,16 @@ def _parameter(parameter: Parameter) -> dict[str, Any]:
         schema["default"] = parameter.default
     return {
         "name": parameter.name,
-        "in": "query",
+        "in": where,
         "required": parameter.required,
         "description": parameter.help,
         "schema": schema,
     }
 
 
-def _success(one: Operation, refs: Refs) -> dict[str, Any]:
+def _success(one: Description, refs: Refs) -> dict[str, Any]:
+    if one.status == 204:
+        return {"description": one.summary}
     if one.answer is not None:
         return {"description": one.summary, "content": {one.media: {"schema": refs[one.answer]}}}
     if one.media != "text/event-stream":

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import anyio.to_thread
@@ -59,21 +59,46 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """What one method of one path does."""
+class Description:
+    """What the document says of one method of one path."""
 
     path: str
     summary: str
     answer: type[BaseModel] | None
     """Model of the answer; None: it is of another kind, and `media` says which."""
-    handle: Callable[[Request, Values], Awaitable[Response]]
-    method: Literal["GET", "POST"] = "GET"
+    method: Literal["GET", "POST", "PUT", "DELETE"] = "GET"
     parameters: tuple[Parameter, ...] = ()
+    headers: tuple[Parameter, ...] = ()
     body: type[BaseModel] | None = None
+    body_media: str = "application/json"
+    """Content type of the body; one without a model has another than JSON."""
     status: int = 200
+    """204: the answer is empty."""
+    other: Mapping[int, str] = field(default_factory=dict)
+    """Other statuses with the same answer, and what they mean."""
     media: str = "application/json"
     problems: tuple[int, ...] = ()
     """Statuses of answers that it may give in place of this, beside those that all may give."""
+    access: Literal["read", "act", "open"] = "read"
+    """act: needs the token, and a service that takes actions; open: needs no token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Description):
+    """An operation that reads its request itself."""
+
+    handle: Callable[[Request], Awaitable[Response]]
+
+    def route(self) -> Route:
+        """Return its route."""
+        return Route(self.path, self.handle, methods=[self.method])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Description):
+    """An operation whose query is read by its description."""
+
+    handle: Callable[[Request, Values], Awaitable[Response]]
 
     def route(self) -> Route:
         """Return its route."""

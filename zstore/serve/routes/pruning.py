@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ...checkpoint.catalog import TagInfo, find_folder
 from ...checkpoint.folder import Folder
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.retention import Fate, Keep, plan_lines, remove_each, weigh
@@ -21,9 +22,6 @@ from ..runs import Run
 from ..service import Service
 from ..views.timeline import checkpoint_of
 
-_POOL_BYTES = 32 * 1024 * 1024
-_LEAST_POOL_BYTES = 8 * 1024 * 1024
-
 
 def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
     """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError where a job goes on."""
@@ -31,8 +29,7 @@ def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
     info, location = listed.info, listed.info.location
 
     def verify(job: RunningJob) -> None:
-        pool_bytes = max(_LEAST_POOL_BYTES, min(_POOL_BYTES, service.settings.memory_bytes // 16))
-        with open_resources(pool_bytes=pool_bytes) as resources:
+        with open_resources(pool_bytes=service.memory.verification_bytes) as resources:
             try:
                 with CheckpointReader(info, resources) as reader:
                     job.expect(sum(array.file_bytes for array in reader.arrays.values()))
@@ -106,6 +103,19 @@ def _digest(doomed: Sequence[Fate]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
+def _remover_of_same(folder: Folder) -> Callable[[TagInfo], None]:
+    """Return what removes a checkpoint in the folder, unless another one took its name while the job waited."""
+    remove = remover(folder)
+
+    def remove_same(info: TagInfo) -> None:
+        now = find_folder(folder, info.folder.name)
+        if now is not None and now.record.id != info.record.id:
+            raise ConflictError("another checkpoint was saved under its name since the plan was made: that one stays")
+        remove(info)
+
+    return remove_same
+
+
 def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) -> Job:
     doomed = [fate for fate in fates if not fate.reasons]
     sizes = {fate.info.location: fate.size_bytes for fate in doomed}
@@ -116,7 +126,7 @@ def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) 
             job.say(line)
         try:
             messages = remove_each(
-                [fate.info for fate in doomed], remover(place), lambda info: job.advance(sizes[info.location])
+                [fate.info for fate in doomed], _remover_of_same(place), lambda info: job.advance(sizes[info.location])
             )
         finally:
             service.timeline(run).forget()

@@ -7,11 +7,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from ...errors import UsageError
 from ..auth import SESSION_S, address_of, cookie_name, cookie_of
 from ..service import service_of
+from .operations import Exchange
 
 
 class SignIn(BaseModel):
@@ -19,11 +20,6 @@ class SignIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     token: SecretStr
-
-
-def routes() -> list[BaseRoute]:
-    """Return the routes of sessions."""
-    return [Route("/api/session", _begin, methods=["POST"]), Route("/api/session", _end, methods=["DELETE"])]
 
 
 async def _begin(request: Request) -> Response:
@@ -56,3 +52,32 @@ async def _end(request: Request) -> Response:
         cookie_name(request), secure=request.scope["scheme"] == "https", httponly=True, samesite="strict"
     )
     return answer
+
+
+OPERATIONS = (
+    Exchange(
+        path="/api/session",
+        method="POST",
+        summary="Show the token, and get a cookie in exchange",
+        answer=None,
+        handle=_begin,
+        body=SignIn,
+        status=204,
+        problems=(403, 429),
+        access="open",
+    ),
+    Exchange(
+        path="/api/session",
+        method="DELETE",
+        summary="End the session of the cookie",
+        answer=None,
+        handle=_end,
+        status=204,
+        access="open",
+    ),
+)
+
+
+def routes() -> list[BaseRoute]:
+    """Return the routes of sessions."""
+    return [operation.route() for operation in OPERATIONS]

@@ -29,10 +29,11 @@ from starlette.routing import Route
 
 from ...errors import CheckpointError, CheckpointNotFoundError, UsageError
 from ..auth import require_action
-from ..inbox.models import Claims, Linked, UploadList, UploadOffer
+from ..inbox.models import Claims, Committed, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from ..inbox.upload import Arrival, Upload
 from ..replies import problem, reply
 from ..service import Service, service_of
+from .operations import Exchange, Parameter
 
 _OFFER_BYTES = 160 * 1024 * 1024
 """An offer's JSON has the record as text, with its quotes escaped."""
@@ -43,22 +44,6 @@ _WRITE_BYTES = 1024 * 1024
 """What is collected of a file before it is written."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 M = TypeVar("M", bound=BaseModel)
-
-
-def routes() -> list[Route]:
-    """Return the routes of uploads."""
-    one = "/api/uploads/{upload}"
-    return [
-        Route("/api/uploads", _begin, methods=["POST"]),
-        Route("/api/uploads", _list, methods=["GET"]),
-        Route(one, _state, methods=["GET"]),
-        Route(one, _give_up, methods=["DELETE"]),
-        Route(f"{one}/plan", _plan, methods=["POST"]),
-        Route(f"{one}/claims", _claim, methods=["POST"]),
-        Route(f"{one}/commit", _commit, methods=["POST"]),
-        Route(f"{one}/files/{{path:path}}", _file, methods=["GET"]),
-        Route(f"{one}/files/{{path:path}}", _put, methods=["PUT"]),
-    ]
 
 
 async def _begin(request: Request) -> Response:
@@ -219,3 +204,101 @@ async def _body(request: Request, kind: type[M], most_bytes: int) -> AsyncIterat
             raise UsageError(f"{place[:200] or 'the body'}: {found['msg'][:200]}") from error
         data.clear()
         yield model
+
+
+_ONE = "/api/uploads/{upload}"
+_FILE = f"{_ONE}/files/{{path:path}}"
+_PROBLEMS = (403, 404, 409)
+OPERATIONS = (
+    Exchange(
+        path="/api/uploads",
+        method="POST",
+        summary="Offer a checkpoint: the upload begins, or goes on where it was",
+        answer=UploadState,
+        handle=_begin,
+        body=UploadOffer,
+        problems=(*_PROBLEMS, 422, 507),
+        access="act",
+    ),
+    Exchange(
+        path="/api/uploads",
+        summary="Uploads that are not committed",
+        answer=UploadList,
+        handle=_list,
+        parameters=(Parameter(name="run", help="Those of this run; refused where it takes none."),),
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=_ONE,
+        summary="What is missing of an upload",
+        answer=UploadState,
+        handle=_state,
+        parameters=(Parameter(name="rank", help="Files of this rank alone.", kind="integer", most=10**7 - 1),),
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=_ONE,
+        method="DELETE",
+        summary="Give an upload up",
+        answer=None,
+        handle=_give_up,
+        status=204,
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=f"{_ONE}/plan",
+        method="POST",
+        summary="Find out which files are wanted, once metadata and manifests are there",
+        answer=UploadState,
+        handle=_plan,
+        problems=(*_PROBLEMS, 422, 507),
+        access="act",
+    ),
+    Exchange(
+        path=f"{_ONE}/claims",
+        method="POST",
+        summary="Show the SHA-256 of files that the service seems to have",
+        answer=Linked,
+        handle=_claim,
+        body=Claims,
+        problems=(*_PROBLEMS, 507),
+        access="act",
+    ),
+    Exchange(
+        path=f"{_ONE}/commit",
+        method="POST",
+        summary="Make the checkpoint visible, whole",
+        answer=Committed,
+        handle=_commit,
+        problems=(*_PROBLEMS, 422, 507),
+        access="act",
+    ),
+    Exchange(
+        path=_FILE,
+        summary="How much of a file is there",
+        answer=UploadFile,
+        handle=_file,
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=_FILE,
+        method="PUT",
+        summary="The file was whole before",
+        answer=UploadState,
+        handle=_put,
+        headers=(Parameter(name="Content-Range", help="Which bytes the body is, as `bytes 0-9/10`; without it, all."),),
+        body_media="application/octet-stream",
+        other={201: "The file is whole, and was checked.", 202: "The file goes on behind these bytes."},
+        problems=(*_PROBLEMS, 507),
+        access="act",
+    ),
+)
+
+
+def routes() -> list[Route]:
+    """Return the routes of uploads."""
+    return [operation.route() for operation in OPERATIONS]

@@ -46,7 +46,7 @@ from ..models import WeightsFile, WeightsFolder
 from ..replies import problem, reply, status_of
 from ..runs import Run
 from ..service import Service, run_of, service_of
-from .files import FileResponse
+from .files import FileResponse, disconnected
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -280,7 +280,7 @@ class _WeightsResponse(Response):
             await problem(status_of(error), str(error))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         try:
             while block is not None and not gone.done():
                 async with asyncio.timeout(_STALL_S):
@@ -293,8 +293,3 @@ class _WeightsResponse(Response):
             gone.cancel()
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from ...checkpoint.folder import Folder
 from ...journal.names import run_of
-from ..models import SaveEvent, Session, Warned
+from ..models import ActionEvent, SaveEvent, Session, Warned
 from .columns import StepTable, number, row_of
 from .journals import decode_lines, journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
 _MOST_SESSIONS = 500
-MOST_SAVES, MOST_WARNINGS = 200, 100
+MOST_SAVES, MOST_WARNINGS, MOST_ACTIONS = 200, 100, 50
 _MOST_LINE_BYTES = 64 * 1024 * 1024
 _BLOCK_BYTES = 4 * 1024 * 1024
 _LATE_S = 5.0
@@ -118,6 +118,19 @@ def _save_of(line: Mapping[str, Any]) -> SaveEvent | None:
     )
 
 
+def _action_of(line: Mapping[str, Any], step: int | None) -> ActionEvent | None:
+    action = line.get("action")
+    if action not in ("save", "stop"):
+        return None
+    return ActionEvent(
+        at=seconds_of(line, "at") or 0.0,
+        id=text_of(line, "id"),
+        action=action,
+        step=step,
+        problem=text_of(line, "problem") or None,
+    )
+
+
 @dataclass
 class Numbered:
     """An event, and its number among all of its kind in the journal."""
@@ -138,6 +151,9 @@ class JournalView:
         self.sessions: list[Session] = []
         self.saves: OrderedDict[tuple[int, str], Numbered] = OrderedDict()
         """By step and tag, what was said last of each."""
+        self.actions: list[ActionEvent] = []
+        self.step: int | None = None
+        """The last one."""
         self.warnings: list[Numbered] = []
         self.num_saves = self.num_warnings = 0
         self.plan: dict[str, Any] = {}
@@ -167,6 +183,8 @@ class JournalView:
                 self.saves[save.step, save.tag] = Numbered(self.num_saves, save)
                 if len(self.saves) > MOST_SAVES:
                     self.saves.popitem(last=False)
+            case "action" if (action := _action_of(line, self.step)) is not None:
+                self.actions = [*self.actions[1 - MOST_ACTIONS :], action]
             case "warning":
                 self.num_warnings += 1
                 warned = Warned(at=self.last_at, text=text_of(line, "text"))
@@ -175,6 +193,7 @@ class JournalView:
                 pass
 
     def _take_step(self, line: dict[str, Any]) -> None:
+        self.step = count_of(line, "step")
         memory = line.get("memory")
         self.memory = memory if isinstance(memory, dict) else self.memory
         if self.keeps_steps:
@@ -182,9 +201,9 @@ class JournalView:
 
     @property
     def mark(self) -> str:
-        """Hexadecimal digits that change with the sessions and the state of the run."""
+        """Hexadecimal digits that change with the sessions, the state and the carried out requests of the run."""
         ended = self.sessions[-1].ended_at if self.sessions else None
-        text = repr((len(self.sessions), ended, self.state))
+        text = repr((len(self.sessions), ended, self.state, self.actions[-1:]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..kept import Kept
+from ..cache import Cache
+from ..memory import Memory
 from ..models import ArrayStatistics, Difference
 from ..runs import Run, Runs
 from ..settings import Settings
-from .glance import Glances
 from .history import History
 from .readers import Readers
+from .summaries import JournalSummaries
 from .timeline import Timeline
 
 _MOST_HISTORIES, _MOST_TIMELINES, _MOST_STATISTICS, _MOST_DIFFERENCES = 8, 64, 8192, 32
@@ -20,14 +21,15 @@ class Library:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.runs = Runs(settings)
-        self.glances = Glances()
-        self._histories: Kept[str, History] = Kept(_MOST_HISTORIES)
-        self._timelines: Kept[str, Timeline] = Kept(_MOST_TIMELINES)
-        self.statistics: Kept[tuple[str, str], ArrayStatistics] = Kept(_MOST_STATISTICS)
+        self.summaries = JournalSummaries()
+        self._histories: Cache[str, History] = Cache(_MOST_HISTORIES)
+        self._timelines: Cache[str, Timeline] = Cache(_MOST_TIMELINES)
+        self.statistics: Cache[tuple[str, str], ArrayStatistics] = Cache(_MOST_STATISTICS)
         """By the checkpoint's id and the array: a checkpoint never changes."""
-        self.differences: Kept[tuple[str | None, ...], Difference] = Kept(_MOST_DIFFERENCES)
+        self.differences: Cache[tuple[str | None, ...], Difference] = Cache(_MOST_DIFFERENCES)
         """By place and id of both checkpoints, and the array whose values were compared."""
-        self.readers = Readers(settings.memory_bytes)
+        self.memory = Memory.divide(settings.memory_bytes)
+        self.readers = Readers(self.memory)
 
     def history(self, run: Run) -> History:
         """Return the journals of a run, as far as they were read."""

@@ -1,38 +1,38 @@
 """Open checkpoints, shared by the requests that read values: one pool of buffers, and metadata within a bound.
 
 [Note: memory of reading]
-All reading shares one pool, an eighth of the settings' memory and at most 64 MiB; each of the `NUM_HEAVY` requests that go
-on at a time reads ahead in half as much beside it, and computes in blocks of about 1 MiB a thread. Metadata of checkpoints
-that were used last takes another quarter; one that is larger alone is opened for its request only.
+All reading shares one pool; each of the `NUM_HEAVY` requests that go on at a time reads ahead in half as much beside it, and
+computes in blocks of about 1 MiB a thread. A checkpoint whose metadata is larger alone than what is cached of all is opened
+for its request only. See [Note: memory of the service] in `zstore.serve.memory`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 
 from ...checkpoint.catalog import TagInfo
 from ...checkpoint.reader import CheckpointReader
 from ...closing import Closing
 from ...io.shards import IoResources, open_resources
+from ..cache import Cache
+from ..memory import Memory
 
 NUM_HEAVY = 2
 """Requests that read values at a time; others wait."""
-_MOST_POOL_BYTES = 64 * 1024 * 1024
-_LEAST_POOL_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 8
 _ARRAY_BYTES = 2_000
 """What the metadata of an array takes in memory, about."""
 
 
 class Readers(Closing):
-    """Readers of checkpoints, kept while they are used. Usable from any thread."""
+    """Cached readers of checkpoints. Usable from any thread."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._pool_bytes = max(_LEAST_POOL_BYTES, min(_MOST_POOL_BYTES, memory_bytes // 8))
-        self._most_arrays = memory_bytes // 4 // _ARRAY_BYTES
-        self._kept: OrderedDict[tuple[str, str], CheckpointReader] = OrderedDict()
+    def __init__(self, memory: Memory) -> None:
+        self._pool_bytes = memory.pool_bytes
+        self._readers: Cache[tuple[str, str], CheckpointReader] = Cache(
+            memory.metadata_bytes // _ARRAY_BYTES, cost=lambda reader: len(reader.arrays)
+        )
         self._ends = contextlib.ExitStack()
         self._resources: IoResources | None = None
         self._lock = threading.Lock()
@@ -40,29 +40,23 @@ class Readers(Closing):
     def open(self, info: TagInfo) -> CheckpointReader:
         """Return a reader of a checkpoint; it needs no closing. Raises like `CheckpointReader`."""
         key = (info.location, info.record.id)
+        if (cached := self._readers.get(key)) is not None:
+            return cached
         with self._lock:
             if self._resources is None:
                 opening = open_resources(pool_bytes=self._pool_bytes, num_threads=_NUM_THREADS)
                 self._resources = self._ends.enter_context(opening)
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
         reader = CheckpointReader(info, self._resources)
         # Parsed metadata as JSON is most of what a reader takes, and only verifying asks for it.
         reader.documents.clear()
-        with self._lock:
-            self._kept[key] = reader
-            while sum(len(one.arrays) for one in self._kept.values()) > self._most_arrays and self._kept:
-                self._kept.popitem(last=False)
-        return reader
+        return self._readers.put(key, reader)
 
     def forget(self, info: TagInfo) -> None:
         """Open the checkpoint anew the next time, as after its files were found damaged."""
-        with self._lock:
-            self._kept.pop((info.location, info.record.id), None)
+        self._readers.remove((info.location, info.record.id))
 
     def close(self) -> None:
         """End the threads; what is read meanwhile fails."""
+        self._readers.clear()
         with self._lock:
-            self._kept.clear()
             self._ends.close()

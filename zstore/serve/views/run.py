@@ -21,7 +21,7 @@ from ..models import (
     Steps,
 )
 from ..runs import Run
-from .history import MOST_SAVES, MOST_WARNINGS, History, count_of, text_of
+from .history import MOST_ACTIONS, MOST_SAVES, MOST_WARNINGS, History, count_of, text_of
 from .library import Library
 from .timeline import newest_of
 
@@ -40,23 +40,24 @@ def run_summary(service: Library, run: Run) -> RunSummary:
     try:
         listed = service.timeline(run).listed()
         num_checkpoints = len(listed)
-        if (entry := newest_of(listed)) is not None:
+        if (found := newest_of(listed)) is not None:
+            entry = found.entry
             newest = Newest(
                 checkpoint=entry.checkpoint, tag=entry.tag, step=entry.step, committed_at=entry.committed_at
             )
     except (ZstoreError, OSError) as error:
         problem = str(error)
-    glance = service.glances.of(run.folder)
-    times = [glance.last_at, newest.committed_at if newest else None]
+    summary = service.summaries.of(run.folder)
+    times = [summary.last_at, newest.committed_at if newest else None]
     return RunSummary(
         name=run.name,
         location=run.folder.location,
-        state=glance.state,
-        run_id=glance.run_id,
-        step=glance.step,
-        total_steps=glance.total_steps,
-        loss=glance.loss,
-        tokens_per_s=glance.tokens_per_s,
+        state=summary.state,
+        run_id=summary.run_id,
+        step=summary.step,
+        total_steps=summary.total_steps,
+        loss=summary.loss,
+        tokens_per_s=summary.tokens_per_s,
         updated_at=max((at for at in times if at is not None), default=None),
         num_checkpoints=num_checkpoints,
         newest=newest,
@@ -72,17 +73,19 @@ def fresh_history(service: Library, run: Run) -> History:
 
 
 def run_detail(service: Library, run: Run) -> RunDetail:
-    """Return a run with its sessions, saves and warnings."""
+    """Return a run with its sessions, saves, requests and warnings."""
     history = fresh_history(service, run)
     with history.lock:
         views = history.views
         sessions = [session for view in views for session in view.sessions]
         saves = [numbered.event for view in views for numbered in view.saves.values()]
         warnings = [numbered.event for view in views for numbered in view.warnings]
+        actions = [action for view in views for action in view.actions]
     return RunDetail(
         summary=run_summary(service, run),
         sessions=sorted(sessions, key=lambda session: session.started_at),
         saves=sorted(saves, key=lambda save: save.at)[-MOST_SAVES:],
+        actions=sorted(actions, key=lambda action: action.at)[-MOST_ACTIONS:],
         warnings=sorted(warnings, key=lambda warned: warned.at)[-MOST_WARNINGS:],
     )
 
@@ -115,7 +118,7 @@ def run_placement(service: Library, run: Run) -> Placement:
     for tier in _TIERS:
         # What a step measured is not told apart by kind.
         measured = count_of(memory, tier)
-        if measured is not None and all(part.measured_bytes is None for part in parts if part.tier == tier):
+        if measured and all(part.measured_bytes is None for part in parts if part.tier == tier):
             parts.append(PlanPart(tier=tier, kind="all", planned_bytes=None, measured_bytes=measured))
     arrays = [
         PlacedArray(name=entry[0], tier=entry[1], kind=entry[2], nbytes=entry[3])

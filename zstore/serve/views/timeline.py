@@ -9,13 +9,14 @@ Behind a URL one listing tells all sizes; it counts for `_REMOTE_FRESH_S`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from ...checkpoint.catalog import Catalog, TagInfo, list_nested, scan
 from ...checkpoint.folder import Folder
-from ...checkpoint.names import RECORD_FILE
+from ...checkpoint.names import LATEST_FILE, RECORD_FILE
 from ...errors import CheckpointNotFoundError
 from ..models import CheckpointEntry, CheckpointList, RefusedFolder
 from .unfinished import find_unfinished
@@ -166,8 +167,8 @@ class Timeline:
         Only what the list has is found. Raises CheckpointNotFoundError.
         """
         found = self.listed()
-        if checkpoint == "latest" and found:
-            return next((one for one in reversed(found) if one.info.record.is_latest), found[-1])
+        if checkpoint == LATEST_FILE and (newest := newest_of(found)) is not None:
+            return newest
         named = [one for one in found if one.entry.checkpoint == checkpoint]
         named = named or [one for one in found if one.entry.tag == checkpoint]
         if named:
@@ -204,12 +205,10 @@ class Timeline:
         changed = signature != known.signature
         if changed:
             catalog = self._read_catalog()
-            folders = {info.location: _folder_signature(info.folder) for info in catalog.tags}
-            known.files = {
-                key: known.files.get(key) or read_files(info.folder)
-                for info, key in zip(catalog.tags, folders.values(), strict=True)
-            }
-            known.catalog, known.signature = catalog, signature
+            present = [(info, key) for info in catalog.tags if (key := _folder_signature(info.folder)) is not None]
+            known.files = {key: known.files.get(key) or read_files(info.folder) for info, key in present}
+            known.catalog = replace(catalog, tags=tuple(info for info, _ in present))
+            known.signature = signature
         tables = list(known.files.values())
         self._count_again(tables, everything=changed)
         return self._listed(tables)
@@ -306,40 +305,41 @@ def _total_bytes(tables: Sequence[FileTable]) -> int:
     return int(np.concatenate([table.sizes for table in tables])[first].sum())
 
 
-def _folder_signature(folder: Folder) -> Signature:
-    status = os.stat(folder.path)
+def _folder_signature(folder: Folder) -> Signature | None:
+    """Return what changes where another checkpoint takes the place of a tag's folder; None where it was removed."""
+    try:
+        status = os.stat(folder.path)
+    except FileNotFoundError:
+        return None
     return folder.location, status.st_ino, status.st_mtime_ns
 
 
 def _signature(folder: Folder) -> Signature:
     """Return the folders below a run's, and below those that loops make, each with its inode and time."""
-    found: list[tuple[str, int, int]] = []
     try:
-        with os.scandir(folder.path) as entries:
-            folders = sorted(((entry.name, entry) for entry in entries if entry.is_dir()), key=lambda pair: pair[0])
-        for name, entry in folders:
-            status = entry.stat()
-            found.append((name, status.st_ino, status.st_mtime_ns))
+        found = _subfolders(str(folder.path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} is gone: its folder was removed or renamed") from error
     for name, _, _ in list(found):
         if name.startswith(("checkpoint-", "checkpoint_")):
-            found += [
-                (f"{name}/{inner}", ino, at) for inner, ino, at in _flat_signature(os.path.join(folder.path, name))
-            ]
+            with contextlib.suppress(OSError):
+                inner = _subfolders(os.path.join(folder.path, name))
+                found += [(f"{name}/{each}", ino, at) for each, ino, at in inner]
     return tuple(found)
 
 
-def _flat_signature(path: str) -> list[tuple[str, int, int]]:
-    try:
-        with os.scandir(path) as entries:
-            statuses = [(entry.name, entry.stat()) for entry in entries if entry.is_dir()]
-    except OSError:
-        return []
-    return sorted((name, status.st_ino, status.st_mtime_ns) for name, status in statuses)
+def _subfolders(path: str) -> list[tuple[str, int, int]]:
+    """Return name, inode and time of the folders in a folder, by name; those that are removed meanwhile are left out."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_dir():
+                    status = entry.stat()
+                    found.append((entry.name, status.st_ino, status.st_mtime_ns))
+    return sorted(found)
 
 
-def newest_of(listed: Sequence[Listed]) -> CheckpointEntry | None:
-    """Return the newest checkpoint, None where there is none."""
-    latest = (one.entry for one in reversed(listed) if one.info.record.is_latest)
-    return next(latest, listed[-1].entry if listed else None)
+def newest_of(listed: Sequence[Listed]) -> Listed | None:
+    """Return the checkpoint that `latest` means, None where there is none."""
+    return next((one for one in reversed(listed) if one.info.record.is_latest), listed[-1] if listed else None)

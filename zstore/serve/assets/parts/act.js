@@ -6,8 +6,8 @@ import { askForToken } from "../session.js";
 
 /** Why nothing can be done here; null where it can, maybe after signing in. */
 export function whyNot(service) {
-  if (isReport) return "This is a report: actions need the service that it was made from.";
-  if (!service.allows_actions) return "This service only shows: actions need zstore serve --allow-actions and a token.";
+  if (isReport) return "This is a report. Actions need the service that it was made from.";
+  if (!service.allows_actions) return "This service is read-only: actions need zstore serve --allow-actions and a token.";
   return null;
 }
 

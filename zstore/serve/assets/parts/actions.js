@@ -4,7 +4,7 @@
 
 import { api, get, post } from "../data.js";
 import { h, replace } from "../dom.js";
-import { bytes } from "../format.js";
+import { bytes, count } from "../format.js";
 import { runUrl } from "../router.js";
 import { act, actionButton, confirmed, whyNot } from "./act.js";
 import { repeat } from "./poll.js";
@@ -33,7 +33,7 @@ export class RunActions {
     this.detail = detail;
     const reason = this.reason();
     const wait = asked.get(this.run);
-    const unless = (action) => (wait?.action === action ? "The run was asked already." : reason);
+    const unless = (action) => (wait?.action === action ? "Already requested." : reason);
     replace(
       this.buttons,
       actionButton("Save now", "action-save", () => this.save(), unless("save")),
@@ -48,37 +48,37 @@ export class RunActions {
 
   reason() {
     const { state } = this.detail.summary;
-    if (state === "stopped") return "The run does not train: there is nothing to save or stop.";
-    if (state === "unknown") return "The run has no journal: it cannot be asked to save or stop.";
+    if (state === "stopped") return "The run is not training, so there is nothing to save or stop.";
+    if (state === "unknown") return "The run has no journal, so it cannot be asked to save or stop.";
     return whyNot(this.context.service);
   }
 
   async save() {
-    await this.request("save", "The token is needed to have the run save.");
+    await this.request("save", "Saving needs the service's token.");
   }
 
   async stop() {
     const sure = await confirmed({
       title: "Stop the run?",
       text:
-        `${this.run} finishes the step it is at, and then ends as after its last one. ` +
-        "A loop of your own does so where it looks at engine.stop_requested.",
+        `${this.run} finishes its current step, and then ends as it would after its last one. ` +
+        "A training loop of your own stops where it checks engine.stop_requested.",
       button: "Stop after this step",
       danger: true,
     });
-    if (sure) await this.request("stop", "The token is needed to stop the run.");
+    if (sure) await this.request("stop", "Stopping the run needs the service's token.");
   }
 
   async request(action, text) {
-    const before = new Set((this.detail?.saves ?? []).map(keyOf));
+    let answer;
     try {
-      const answer = await act(() => post(api(["runs", this.run, "actions", action])), this.context, text);
-      if (answer === null) return;
+      answer = await act(() => post(api(["runs", this.run, "actions", action])), this.context, text);
     } catch (error) {
       this.say("bad", error.message);
       return;
     }
-    asked.set(this.run, { action, before });
+    if (answer === null) return;
+    asked.set(this.run, answer);
     this.update(this.detail);
     this.watch();
   }
@@ -87,7 +87,7 @@ export class RunActions {
   watch() {
     this.ask();
     const wait = asked.get(this.run);
-    this.say("muted", "Asked: the run takes it up at the end of its step.");
+    this.say("muted", waiting(wait));
     const look = async () => {
       const detail = await get(api(["runs", this.run]));
       const { text, kind, ended, tag } = carriedOut(wait, detail);
@@ -104,37 +104,36 @@ export class RunActions {
 
   say(kind, text, tag = null) {
     if (this.progress.textContent === text) return;
-    const where = tag === null ? null : [" ", h("a", { href: runUrl(this.run, "checkpoints") }, "See the checkpoints")];
+    const where = tag === null ? null : [" ", h("a", { href: runUrl(this.run, "checkpoints") }, "Show checkpoints")];
     replace(this.progress, h("span", { class: kind }, text), where);
   }
 }
 
-function keyOf(save) {
-  return `${save.at} ${save.tag} ${save.state}`;
+function waiting({ action }) {
+  return action === "save" ? "Save requested: the run saves after its current step." : "Stop requested: the run finishes its current step.";
 }
 
 /**
- * @param {{action: string, before: Set<string>}} wait
+ * @param {{id: string, action: string}} wait What the run was asked.
  * @param {object} detail Of the run, as it is now.
  * @returns {{text: string, kind: string, ended: boolean, tag: string | null}} How far the run is with it.
  */
-export function carriedOut({ action, before }, detail) {
+export function carriedOut(wait, detail) {
+  const pending = (text) => ({ text, kind: "muted", ended: false, tag: null });
+  const over = (text, kind, tag = null) => ({ text, kind, ended: true, tag });
   const stopped = detail.summary.state === "stopped";
-  if (action === "stop") {
-    if (stopped) return { text: "The run has stopped.", kind: "good", ended: true, tag: null };
-    return { text: "Asked to stop: the run finishes its step.", kind: "muted", ended: false, tag: null };
+  const done = detail.actions.find((action) => action.id === wait.id);
+  if (done?.problem) return over(`The run refused to ${wait.action}: ${done.problem}`, "bad");
+  if (wait.action === "stop") {
+    if (stopped) return over("The run has stopped.", "good");
+    return pending(done === undefined ? waiting(wait) : `Stopping after step ${count(done.step)}.`);
   }
-  const save = detail.saves.filter((other) => !before.has(keyOf(other))).at(-1);
-  if (save === undefined) {
-    if (stopped) return { text: "The run ended before it saved.", kind: "bad", ended: true, tag: null };
-    return { text: "Asked to save: the run finishes its step.", kind: "muted", ended: false, tag: null };
-  }
-  if (save.state === "begun") {
-    const far = save.done_bytes === null ? "" : `, ${bytes(save.done_bytes)} so far`;
-    return { text: `Saving ${save.tag} at step ${save.step}${far}.`, kind: "muted", ended: false, tag: null };
-  }
-  if (save.state === "failed") {
-    return { text: `The save failed: ${save.problem ?? "see the run's log"}`, kind: "bad", ended: true, tag: null };
-  }
-  return { text: `Saved as ${save.tag} at step ${save.step}.`, kind: "good", ended: true, tag: save.tag };
+  if (done === undefined) return stopped ? over("The run ended before it saved.", "bad") : pending(waiting(wait));
+  const save = detail.saves.findLast((one) => one.step === done.step);
+  if (save === undefined) return stopped ? over("The run ended before it saved.", "bad") : pending("The run is about to save.");
+  if (save.state === "failed") return over(`The save failed: ${save.problem ?? "see the run's log"}`, "bad");
+  if (save.state !== "begun") return over(`Saved ${save.tag} at step ${count(save.step)}.`, "good", save.tag);
+  if (stopped) return over("The run ended while it saved.", "bad");
+  const far = save.done_bytes === null ? "" : `, ${bytes(save.done_bytes)} so far`;
+  return pending(`Saving ${save.tag} at step ${count(save.step)}${far}.`);
 }

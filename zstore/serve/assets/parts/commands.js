@@ -76,7 +76,7 @@ export function commandList(commands) {
         await navigator.clipboard.writeText(text);
         copied.textContent = "Copied";
       } catch {
-        copied.textContent = "Not allowed here: select the text";
+        copied.textContent = "The browser does not allow it: select the text";
       }
     };
     const label = `Copy the command for ${tool}`;

@@ -45,7 +45,7 @@ export class Curves {
         { class: "row" },
         h("h2", null, "Curves"),
         h("span", { class: "spring" }),
-        h("span", { class: "hint keys" }, "Drag to zoom, or focus a chart and use arrows, Shift, Enter, Esc"),
+        h("span", { class: "hint keys" }, "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets"),
         this.smooth,
         this.log,
         this.all,
@@ -121,7 +121,7 @@ function phases(steps) {
 }
 
 function prefixed(prefix) {
-  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length), values: held(steps.column(name)) }));
+  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length).replaceAll("_", " "), values: held(steps.column(name)) }));
 }
 
 function memory(steps) {

@@ -1,7 +1,7 @@
 // Numbers with their names, and times.
 
 import { h } from "../dom.js";
-import { ago, when } from "../format.js";
+import { ago, when, zone } from "../format.js";
 
 /** An entry of a list of facts; `hint` is said when the pointer rests on it. */
 export function fact(name, value, { test = null, hint = null } = {}) {
@@ -10,12 +10,12 @@ export function fact(name, value, { test = null, hint = null } = {}) {
 
 /** How long ago a time was, with its date as a hint. */
 export function age(at) {
-  return h("time", { datetime: iso(at), title: when(at) }, ago(at));
+  return h("time", { datetime: iso(at), title: `${when(at)} ${zone(at)}` }, ago(at));
 }
 
 /** A time as date and clock. */
 export function date(at) {
-  return h("time", { datetime: iso(at), title: ago(at) }, when(at));
+  return h("time", { datetime: iso(at), title: `${zone(at)}, ${ago(at)}` }, when(at));
 }
 
 /** A number, marked where it is not zero. */

@@ -57,7 +57,7 @@ export class HistogramView {
       counts.map((size, index) => this.bar(index, size, yOf)),
       low < 0 && high > 0 ? svg("line", { class: "zero", x1: this.xOf(0), x2: this.xOf(0), y1: TOP, y2: yOf(0) }) : null,
       this.valueTicks(width),
-      axisName({ x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 6 }, this.log ? "value (counts by their logarithm)" : "value"),
+      axisName({ x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 6 }, this.log ? "value (logarithmic counts)" : "value"),
       axisName({ x: -(HEIGHT - BOTTOM) / 2, y: 11, transform: "rotate(-90)" }, "elements"),
     );
   }
@@ -109,7 +109,7 @@ export class HistogramView {
   }
 }
 
-/** The bins as a table, closed at first. */
+/** Bins as a table, closed at first. */
 function binTable({ edges, counts }) {
   const row = (size, index) =>
     h(
@@ -124,7 +124,7 @@ function binTable({ edges, counts }) {
   return h(
     "details",
     { test: "histogram-table" },
-    h("summary", null, "The bins as a table"),
+    h("summary", null, "Bins as a table"),
     h(
       "div",
       { class: "scroll" },

@@ -111,14 +111,17 @@ function put(element, text) {
  */
 export function showJob(place, id, ended = () => {}) {
   let view = null;
+  let hint = null;
   const look = async () => {
     const job = await get(api(["jobs", id]));
     if (view === null) {
       view = new JobView(job);
       const jobs = h("a", { href: link("/jobs") }, "Jobs");
-      replace(place, view.element, h("p", { class: "hint" }, "It goes on when this page is left: see ", jobs, "."));
+      hint = h("p", { class: "hint" }, "It continues if you leave this page: see ", jobs, ".");
+      replace(place, view.element, hint);
     } else view.update(job);
     if (job.state === "running") return 1;
+    hint.remove();
     ended(job);
     return null;
   };

@@ -13,7 +13,7 @@ export function unfinishedPanel(unfinished) {
   return panel(
     "Not committed",
     "unfinished",
-    "Saves and uploads that go on, or were cut off. None is a checkpoint; the next save removes what was cut off.",
+    "Saves and uploads that are running or were interrupted. The next save removes what was interrupted.",
     [heading("Folder"), heading("State"), heading("Size so far", "num")],
     rows,
   );
@@ -26,7 +26,7 @@ export function refusedPanel(refused) {
   return panel(
     "Refused",
     "refused",
-    "These folders look like checkpoints but are not valid; nothing reads them.",
+    "These folders look like checkpoints but are not valid.",
     [heading("Folder"), heading("Why")],
     rows,
   );

@@ -1,7 +1,7 @@
 // Where the bytes of a run rest, as a tree: tiers, kinds of state, arrays. Pure.
 
 export const TIERS = ["device", "host", "disk"];
-const KINDS = ["parameters", "gradients", "optimizer state", "buffers", "activations"];
+const KINDS = ["parameters", "gradients", "optimizer state", "buffers", "activations", "master weights"];
 
 /** Return the tiers that hold something, each with its kinds, and these with their arrays, the largest first. */
 export function treeOf(placement) {

@@ -1,5 +1,7 @@
 // Asking again and again, while the page is looked at.
 
+import { signedOut } from "../data.js";
+
 const MOST_FAILURES = 5;
 
 /**
@@ -19,7 +21,8 @@ export function repeat(ask, failed, firstS = 0) {
         failures = 0;
       } catch (error) {
         failures += 1;
-        nextS = Math.min(30, 2 ** failures);
+        nextS = Math.min(10, 2 ** failures);
+        if (error.status === 401) signedOut();
         if (failures === MOST_FAILURES || error.status === 401) failed(error);
       }
     }

@@ -18,8 +18,8 @@ const WHY = {
   tag: "its tag is named",
 };
 const INTRODUCTION =
-  "A checkpoint stays if any rule keeps it; the newest always stays. You see what would go before anything is removed.";
-const TOKEN_TEXT = "The token is needed to prune.";
+  "A checkpoint is kept if any rule keeps it; the newest is always kept. Nothing is removed before you have seen the list.";
+const TOKEN_TEXT = "Pruning needs the service's token.";
 
 /** The panel of a run in which it is pruned. */
 export class PrunePanel {
@@ -40,7 +40,7 @@ export class PrunePanel {
     this.result = h("div", { class: "prune-result", test: "prune-result" });
     this.grid = null;
     this.stopJob = () => {};
-    this.button = h("button", { type: "submit", class: "primary", test: "prune-dry-run" }, "Show what would go");
+    this.button = h("button", { type: "submit", class: "primary", test: "prune-dry-run" }, "Show what would be removed");
     this.element = h(
       "section",
       { class: "panel prune", "aria-label": "Prune", test: "prune" },
@@ -99,7 +99,7 @@ export class PrunePanel {
     const { keep_last, keep_every, keep_best, keep_tags } = rules;
     note({ keep_last, keep_every, keep_best, keep_tags: keep_tags.join(",") });
     if (keep_last === null && keep_every === null && keep_best === null && keep_tags.length === 0) {
-      replace(this.trouble, "Say what to keep: fill in at least one rule.");
+      replace(this.trouble, "Fill in at least one rule.");
       return;
     }
     await this.plan(rules);
@@ -130,10 +130,10 @@ export class PrunePanel {
     this.onPlan(new Set(going.map((fate) => fate.checkpoint)));
     if (going.length === 0) {
       const all = counted(staying, "checkpoint");
-      replace(this.result, h("p", { role: "status", test: "prune-summary" }, `Nothing would go: these rules keep all ${all}.`));
+      replace(this.result, h("p", { role: "status", test: "prune-summary" }, `Nothing to remove: these rules keep all ${all}.`));
       return;
     }
-    const label = "What becomes of each checkpoint";
+    const label = "What happens to each checkpoint";
     this.grid = new Grid({ label, test: "prune-fates", keyOf: (fate) => fate.checkpoint });
     this.grid.element.classList.add("short");
     const remove = () => void this.remove(rules, plan, going);
@@ -143,8 +143,8 @@ export class PrunePanel {
       h(
         "p",
         { role: "status", test: "prune-summary" },
-        h("strong", null, `${counted(going.length, "checkpoint")} would go, ${count(staying)} stay. `),
-        `Those that go have ${bytes(size)} on disk; removing them frees ${bytes(plan.freed_bytes)}: files that others share stay.`,
+        h("strong", null, `${counted(going.length, "checkpoint")} would be removed, ${count(staying)} kept. `),
+        `They take ${bytes(size)} on disk. Removing them frees ${bytes(plan.freed_bytes)}; files shared with other checkpoints stay.`,
       ),
       this.grid.element,
       actionButton(`Remove ${counted(going.length, "checkpoint")}`, "prune-remove", remove, null, "danger"),
@@ -156,15 +156,16 @@ export class PrunePanel {
   async planAnew(rules) {
     const why = this.trouble.textContent;
     this.forget();
+    replace(this.trouble, `Nothing was removed: ${why} Updating the list.`);
     await this.plan(rules);
-    replace(this.trouble, `Nothing was removed: ${why} What is shown now is new.`);
+    replace(this.trouble, `Nothing was removed: ${why} The list below is now up to date.`);
   }
 
   columns() {
     const fateOf = (fate) =>
       fate.reasons.length === 0
-        ? h("span", { class: "bad" }, "goes")
-        : `stays: ${fate.reasons.map((reason) => WHY[reason] ?? reason).join(", ")}`;
+        ? h("span", { class: "bad" }, "removed")
+        : `kept: ${fate.reasons.map((reason) => WHY[reason] ?? reason).join(", ")}`;
     const href = (fate) => runUrl(this.run, `checkpoint/${fate.checkpoint}`);
     const link = (fate) => h("a", { href: href(fate), tabindex: "-1", title: fate.checkpoint }, h("bdi", null, fate.tag));
     const step = (fate) => count(fate.step);
@@ -174,14 +175,14 @@ export class PrunePanel {
       { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.2fr)", cell: link, value: (fate) => fate.tag },
       { key: "step", label: "Step", width: "5rem", numeric: true, cell: step, value: (fate) => fate.step },
       { key: "size", label: "Size", width: "6rem", numeric: true, cell: size, value: (fate) => fate.size_bytes },
-      { key: "fate", label: "What becomes of it", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
+      { key: "fate", label: "Result", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
     ];
   }
 
   async remove(rules, plan, going) {
     const sure = await confirmed({
       title: `Remove ${counted(going.length, "checkpoint")}?`,
-      text: `They cannot be brought back. It frees ${bytes(plan.freed_bytes)}.`,
+      text: `This frees ${bytes(plan.freed_bytes)} and cannot be undone.`,
       button: `Remove ${counted(going.length, "checkpoint")}`,
       danger: true,
     });

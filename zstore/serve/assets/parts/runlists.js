@@ -1,13 +1,13 @@
 // What a run did besides steps: saves, warnings, and the processes that took part.
 
 import { h } from "../dom.js";
-import { bytes, count, counted, duration, when } from "../format.js";
+import { bytes, count, counted, duration, when, zone } from "../format.js";
 import { runUrl } from "../router.js";
 import { stateTag } from "./runstate.js";
 
 /** The saves of a run, the newest first. */
 export function savesPanel(run, saves) {
-  const head = ["Tag", "Step", "State", "When", "Stall", "Took", "Linked", "Written"];
+  const head = ["Tag", "Step", "State", `When (${zone()})`, "Stall", "Took", "Linked", "Written"];
   const rows = saves.toReversed().map((save) =>
     h(
       "tr",
@@ -67,7 +67,7 @@ export function sessionsPanel({ sessions, summary }) {
 }
 
 function process(session, runs) {
-  const end = session.ended_at !== null ? `ended ${when(session.ended_at)}` : runs ? "runs" : "did not end by itself: killed, or the machine went away";
+  const end = session.ended_at !== null ? `ended ${when(session.ended_at)}` : runs ? "runs" : "no end recorded: the process was killed or the machine went down";
   const versions = Object.entries(session.versions).map(([name, version]) => `${name} ${version}`);
   return h(
     "li",

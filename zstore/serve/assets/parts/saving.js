@@ -40,8 +40,8 @@ export class Saving {
   }
 
   show(done, whole) {
-    const beside = whole === null ? null : h("span", { class: "muted" }, `; the newest checkpoint has ${bytes(whole)}`);
-    replace(this.text, `Saving ${this.tag}`, done === null ? null : `: ${bytes(done)} in its folder`, beside);
+    const beside = whole === null ? null : h("span", { class: "muted" }, `; the newest checkpoint is ${bytes(whole)}`);
+    replace(this.text, `Saving ${this.tag}`, done === null ? null : `: ${bytes(done)} so far`, beside);
     if (done === null || !whole) this.bar.removeAttribute("value");
     else this.bar.value = Math.min(1, done / whole);
   }

@@ -155,6 +155,6 @@ function legend(slots) {
   return [
     entry("freed", "freed when it is removed"),
     entry("shared", "shared with other checkpoints"),
-    slots.some((slot) => slot.size > slot.shared + slot.freed) ? entry("rest", "held by the run's own files") : null,
+    slots.some((slot) => slot.size > slot.shared + slot.freed) ? entry("rest", "shared with the run's working files") : null,
   ];
 }

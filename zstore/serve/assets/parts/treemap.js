@@ -12,7 +12,7 @@ const LEAST_TITLE = 46;
 const LINE_PX = 14;
 const GAP = 3;
 const NUM_COLOURS = 8;
-const HELP = "Arrow keys go to the neighbour in their direction, Home to the largest array, Enter shows only its part, Escape all again.";
+const HELP = "Arrow keys move to the next array in that direction, Home to the largest; Enter zooms into its group, Escape shows everything.";
 
 /** The map. `reached(array)` is called with the array that is pointed at, or null. */
 export class Treemap {

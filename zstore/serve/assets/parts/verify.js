@@ -13,10 +13,10 @@ export function startVerify(place, run, checkpoint, context) {
   let ended = false;
   let stop = () => {};
   const begin = async () => {
-    replace(place, h("p", { class: "muted", role: "status" }, "Asking for a verification"));
+    replace(place, h("p", { class: "muted", role: "status" }, "Starting the verification"));
     try {
       const path = api(["runs", run, "checkpoints", checkpoint, "verify"]);
-      const job = await act(() => post(path), context, "The token is needed to verify a checkpoint.");
+      const job = await act(() => post(path), context, "Verifying a checkpoint needs the service's token.");
       if (job === null) replace(place);
       else if (!ended) stop = showJob(place, job.id, (done) => context.announce(outcome(done)));
     } catch (error) {
@@ -32,5 +32,5 @@ export function startVerify(place, run, checkpoint, context) {
 
 function outcome(job) {
   if (job.state === "failed") return "The verification failed.";
-  return hasFaults(job) ? "The verification found faults." : "The verification found no fault.";
+  return hasFaults(job) ? "Faults found." : "No faults found.";
 }

@@ -125,7 +125,7 @@ class CheckpointView {
         { class: "small-facts" },
         h("div", null, h("dt", null, "Folder"), h("dd", { class: "mono name" }, location)),
         h("div", null, h("dt", null, "Id"), h("dd", { class: "mono name" }, id)),
-        h("div", null, h("dt", null, "Run id"), h("dd", { class: "mono name" }, entry.run_id)),
+        entry.run_id === "" ? null : h("div", null, h("dt", null, "Run id"), h("dd", { class: "mono name" }, entry.run_id)),
       ),
     );
   }
@@ -142,7 +142,7 @@ class CheckpointView {
         "section",
         { class: "panel", test: "no-arrays" },
         h("h2", null, "Arrays"),
-        h("p", { class: "muted" }, "This report does not hold them: ask the service that it was made from."),
+        h("p", { class: "muted" }, "Not in this report. Open it in the service that the report was made from."),
       );
     }
     const input = h("input", {
@@ -213,7 +213,7 @@ class CheckpointView {
   }
 
   histogramOf({ array, histogram }) {
-    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "It has no finite value to draw.");
+    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "No finite values to draw.");
     this.histogram = new HistogramView(histogram, `Histogram of ${array.slice(0, 200)}`, this.log);
     const box = h("input", { type: "checkbox", checked: this.log, test: "array-log" });
     box.addEventListener("change", () => {
@@ -221,7 +221,7 @@ class CheckpointView {
       note({ log: this.log ? "1" : null });
       this.histogram.setLog(this.log);
     });
-    return [h("label", { class: "check" }, box, "Counts by their logarithm"), this.histogram.element];
+    return [h("label", { class: "check" }, box, "Logarithmic counts"), this.histogram.element];
   }
 
   arrayTools(entry) {
@@ -250,7 +250,7 @@ class CheckpointView {
     };
     const select = h(
       "select",
-      { "aria-label": "Type of the weights", test: "weights-dtype" },
+      { "aria-label": "Data type of the weights", test: "weights-dtype" },
       DTYPES.map((dtype) => h("option", { value: dtype, selected: dtype === chosen }, dtype)),
     );
     select.addEventListener("change", () => {
@@ -262,7 +262,7 @@ class CheckpointView {
       "section",
       { class: "panel", test: "weights" },
       h("h2", null, "Weights as one file"),
-      h("p", { class: "muted" }, "Consolidated as it is read, in the type that you choose; a download can be resumed."),
+      h("p", { class: "muted" }, "Consolidated during the download, in the data type you choose. Downloads can be resumed."),
       h("div", { class: "row" }, select, link),
       h("details", null, h("summary", null, "Read it with other tools"), commands),
     );
@@ -274,7 +274,7 @@ class CheckpointView {
       "section",
       { class: "panel", test: "checkpoint-state" },
       h("h2", null, "State"),
-      Object.keys(state).length === 0 ? h("p", { class: "muted" }, "Its record holds no state.") : valueList(state),
+      Object.keys(state).length === 0 ? h("p", { class: "muted" }, "The checkpoint has no state.") : valueList(state),
     );
   }
 }

@@ -96,12 +96,12 @@ class CheckpointsView {
   draw() {
     replace(
       this.element,
+      this.trouble,
       h("section", { class: "panel" }, h("div", { class: "row spread" }, this.facts, this.buttons())),
       this.prunePlace,
       this.verifyPlace,
       this.isEmpty ? nothingYet() : [this.chartPanel(), this.tablePanel],
       this.leavings,
-      this.trouble,
     );
     this.drawData();
     if (this.grid.selected.length > 0) this.grid.reveal(this.grid.selected[0]);
@@ -116,7 +116,7 @@ class CheckpointsView {
       open: () => {
         this.trouble.hidden = true;
       },
-      lost: () => this.fail("the connection to the service is lost; it is tried again."),
+      lost: () => this.fail("the connection to the service is lost; reconnecting."),
       again: changed,
       checkpoints: changed,
       run: (detail) => {
@@ -150,7 +150,7 @@ class CheckpointsView {
 
   fail(text) {
     this.trouble.hidden = false;
-    this.trouble.textContent = `What is shown may be old: ${text}`;
+    this.trouble.textContent = `This may be out of date: ${text}`;
   }
 
   drawData() {
@@ -261,8 +261,8 @@ class CheckpointsView {
     const size = sizeColumn("size", "Size", "Bytes of all its files", (entry) => entry.size_bytes);
     const sharedHint = "Of those, what other checkpoints have too";
     const shared = sizeColumn("shared", "Shared", sharedHint, (entry) => entry.shared_bytes);
-    const freed = sizeColumn("freed", "Frees", "Bytes that removing it alone would free", (entry) => entry.freed_bytes);
-    const written = sizeColumn("written", "Written", "Bytes that its save wrote anew, by the journal", writtenBy);
+    const freed = sizeColumn("freed", "Frees", "Bytes freed by removing only this checkpoint", (entry) => entry.freed_bytes);
+    const written = sizeColumn("written", "Written", "New bytes that its save wrote, from the journal", writtenBy);
     const phone = matchMedia("(max-width: 640px)").matches;
     const tag = { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.5fr)", cell: link, value: (entry) => entry.tag };
     return [
@@ -361,7 +361,7 @@ function metricNames(entries, most = MOST_METRICS) {
 function nothingYet() {
   return empty(
     "No checkpoints yet",
-    "The run's checkpoints appear here as they are committed.",
+    "Checkpoints appear here once they are committed.",
     'engine.save_checkpoint("folder")',
   );
 }

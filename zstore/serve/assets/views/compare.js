@@ -15,9 +15,9 @@ import { TreeView } from "../parts/tree.js";
 const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
 const WORDS = {
   same: "the same",
-  values: "other values",
-  shape: "other shape",
-  dtype: "other type",
+  values: "values changed",
+  shape: "shape changed",
+  dtype: "type changed",
   added: "added",
   removed: "removed",
   unknown: "not known by checksums",
@@ -28,7 +28,7 @@ export async function show(container, params, context) {
   const { checkpoints } = await get(api(["runs", run, "checkpoints"]));
   if (checkpoints.length < 2) {
     const number = counted(checkpoints.length, "checkpoint");
-    replace(container, empty("Nothing to compare", `The run has ${number}: a comparison takes two.`));
+    replace(container, empty("Nothing to compare", `The run has ${number}; a comparison needs two.`));
     return undefined;
   }
   const after = query.get("after") ?? checkpoints.at(-1).checkpoint;
@@ -73,7 +73,7 @@ class CompareView {
           "div",
           { class: "tree-head compare", "aria-hidden": "true" },
           h("span", { class: "cell" }, "Name"),
-          h("span", { class: "cell" }, "Differs in"),
+          h("span", { class: "cell" }, "Difference"),
           h("span", { class: "cell num wide" }, "Chunks changed"),
         ),
         this.tree.element,
@@ -105,7 +105,7 @@ class CompareView {
       return h("div", { class: "field" }, h("label", { for: `pick-${name}` }, label), select);
     };
     const swap = () => this.goTo({ before: this.after, after: this.before });
-    const text = "Swap the two";
+    const text = "Swap before and after";
     const button = h("button", { type: "button", onclick: swap, "aria-label": text, title: text, test: "compare-swap" }, "⇄");
     return h(
       "section",
@@ -145,7 +145,7 @@ class CompareView {
     replace(this.place, h("p", { class: "loading", role: "status" }, "Comparing checksums"));
     const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after });
     if (!has(path)) {
-      const text = "This report does not hold the comparison of these two: ask the service that it was made from.";
+      const text = "This comparison is not in the report. Open it in the service that the report was made from.";
       replace(this.place, h("p", { class: "panel muted" }, text));
       return;
     }
@@ -164,7 +164,7 @@ class CompareView {
     const same = counts.same ?? 0;
     if (arrays.length === 0) {
       const text = `All ${counted(same, "array")} are the same, byte for byte.`;
-      const title = h("h2", { class: "good" }, "No array differs");
+      const title = h("h2", { class: "good" }, "No differences");
       replace(this.place, h("section", { class: "panel", test: "compare-counts" }, title, h("p", null, text)));
       return;
     }
@@ -243,7 +243,7 @@ class CompareView {
     );
     if (chosen && matchMedia("(max-width: 900px)").matches) this.detail.scrollIntoView({ block: "start" });
     if (["values", "dtype", "unknown"].includes(entry.status)) await this.loadValues(entry, values);
-    else replace(values, h("p", { class: "muted" }, "Values are compared only where both have the same shape."));
+    else replace(values, h("p", { class: "muted" }, "Values are compared only if both arrays have the same shape."));
   }
 
   async loadValues(entry, place) {

@@ -62,7 +62,7 @@ class JobsView {
 
   fail(error) {
     this.trouble.hidden = false;
-    this.trouble.textContent = `What is shown may be old: ${error.message}`;
+    this.trouble.textContent = `This may be out of date: ${error.message}`;
   }
 
   draw() {
@@ -72,8 +72,8 @@ class JobsView {
       replace(
         this.list,
         this.jobs.length === 0
-          ? empty("No jobs", "Verifications, prunes and uploads appear here, those that run and the newest that ended.")
-          : h("p", { class: "muted" }, "None of the jobs is in this state."),
+          ? empty("No jobs", "Verifications, prunes and uploads appear here while they run and after they end.")
+          : h("p", { class: "muted" }, "No job matches."),
       );
       return;
     }

@@ -10,12 +10,10 @@ import { planPanel } from "../parts/planbars.js";
 import { Treemap } from "../parts/treemap.js";
 import { empty } from "../states.js";
 
-const COLUMNS = [
-  { key: "name", label: "Array", width: "minmax(7rem, 1fr)", cell: (array) => nameOf(array), value: (array) => array.name },
-  { key: "kind", label: "Kind", width: "8rem", cell: (array) => array.kind, value: (array) => array.kind },
-  { key: "tier", label: "Tier", width: "4rem", cell: (array) => array.tier, value: (array) => array.tier },
-  { key: "nbytes", label: "Size", width: "5.75rem", numeric: true, cell: (array) => bytes(array.nbytes), value: (array) => array.nbytes },
-];
+const NAME = { key: "name", label: "Array", width: "minmax(13rem, 1fr)", stays: true, cell: (array) => nameOf(array), value: (array) => array.name };
+const KIND = { key: "kind", label: "Kind", width: "8.5rem", cell: (array) => array.kind, value: (array) => array.kind };
+const TIER = { key: "tier", label: "Tier", width: "4rem", cell: (array) => array.tier, value: (array) => array.tier };
+const SIZE = { key: "nbytes", label: "Size", width: "5.75rem", numeric: true, cell: (array) => bytes(array.nbytes), value: (array) => array.nbytes };
 
 /** Characters of a name that are shown in any case. */
 const TAIL = 22;
@@ -25,7 +23,7 @@ export async function show(container, params) {
   if (placement.arrays.length === 0 && placement.parts.length === 0) {
     replace(
       container,
-      empty("Nothing is known of its memory", "The run's journal has no plan. A run that trains with a zstore engine writes one when it starts. To see a plan before training:", "zstore plan --help"),
+      empty("No memory data", "The run's journal has no memory plan. A run with a zstore engine writes one when it starts. To see a plan before training:", "zstore plan --help"),
     );
     return undefined;
   }
@@ -37,6 +35,7 @@ export async function show(container, params) {
 class MemoryView {
   constructor(placement) {
     this.placement = placement;
+    this.columns = matchMedia("(max-width: 640px)").matches ? [NAME, SIZE, KIND, TIER] : [NAME, KIND, TIER, SIZE];
     const kinds = colours(placement);
     const tree = treeOf(placement);
     this.arrays = tree.flatMap((tier) => tier.children.flatMap((kind) => kind.children)).sort((a, b) => b.nbytes - a.nbytes);
@@ -44,7 +43,7 @@ class MemoryView {
     this.map = new Treemap({ tree, colours: kinds, reached: (array) => this.reached(array) });
     this.grid = new Grid({ label: "Arrays", test: "placed-arrays", keyOf: (array) => this.keys.get(array), onActive: (array) => this.map.reach(array, false) });
     this.grid.sort = { key: "nbytes", down: true };
-    this.grid.show(this.arrays, COLUMNS);
+    this.grid.show(this.arrays, this.columns);
     this.shown = h("span", { class: "hint", role: "status" }, counted(this.arrays.length, "array"));
     this.element = h(
       "div",
@@ -81,7 +80,7 @@ class MemoryView {
     const found = words.length === 0 ? this.arrays : this.arrays.filter(fits);
     const kept = new Set(found);
     this.map.filter(words.length === 0 ? null : (array) => kept.has(array));
-    this.grid.show(found, COLUMNS);
+    this.grid.show(found, this.columns);
     const size = found.reduce((sum, array) => sum + array.nbytes, 0);
     const number = found.length === this.arrays.length ? count(found.length) : `${count(found.length)} of ${count(this.arrays.length)}`;
     this.shown.textContent = `${number} arrays, ${bytes(size)}`;
@@ -100,7 +99,7 @@ class MemoryView {
 /** Return the name of an array, of which the head is cut where there is no room: names differ at their ends. */
 function nameOf({ name }) {
   const cut = Math.max(name.lastIndexOf("/"), name.slice(0, -TAIL).lastIndexOf(".")) + 1;
-  return h("span", { class: "array-name", title: name }, h("span", null, name.slice(0, cut)), h("span", null, name.slice(cut)));
+  return h("span", { class: "placed-name", title: name }, cut === 0 ? null : h("span", null, name.slice(0, cut)), h("span", null, name.slice(cut)));
 }
 
 function legend(kinds) {

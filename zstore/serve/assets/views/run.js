@@ -153,11 +153,11 @@ class RunView {
     if (summary.state === "unknown") {
       return empty(
         "No journal",
-        `This folder holds ${counted(summary.num_checkpoints, "checkpoint")} and no journal, so there is nothing to draw. Training that saves here writes one:`,
+        `This folder has ${counted(summary.num_checkpoints, "checkpoint")} but no journal, so there are no curves. Training that saves here writes a journal:`,
         `zstore train --config ds_config.json --model gpt-tiny --steps 100 --save ${summary.location}`,
       );
     }
-    return empty("No steps yet", "The run has begun. The first curve starts with its first step.");
+    return empty("No steps yet", "The run has started. Curves appear after its first step.");
   }
 
   close() {

@@ -64,7 +64,7 @@ class RunTable {
       oninput: (event) => this.setFilter(event.target.value),
       test: "filter",
     });
-    this.none = h("p", { class: "hint", hidden: true }, "No run has that in its name or folder.");
+    this.none = h("p", { class: "hint", hidden: true }, "No run matches the filter.");
     this.table = h(
       "section",
       { class: "panel flush" },
@@ -73,7 +73,7 @@ class RunTable {
     );
     this.missing = empty(
       "No runs yet",
-      "The folders that are served hold no checkpoints and no journal. Training with zstore writes both; serve the folder that it saves to:",
+      "The served folders have no checkpoints and no journals. Training with zstore writes both. Serve the folder that it saves to:",
       "zstore serve runs/my-run",
     );
     this.tools = h("div", { class: "row" }, h("h1", null, "Runs"), this.count, this.lost, h("span", { class: "spring" }), field);

@@ -1,4 +1,4 @@
-"""Checking a shard file that arrived: index, every chunk and all that lies between, in one pass and a megabyte of memory."""
+"""Verifying an uploaded shard file: index, every chunk and all that lies between, in one pass and a megabyte of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...format.shardfile import CRC_BYTES, check_index, checksum_error, layout_o
 _PIECE_BYTES = 1024 * 1024
 
 
-def check_shard(path: Path, array: StoredArray, shard: int, crcs: Sequence[int] | npt.NDArray[np.uint32]) -> None:
+def verify_shard(path: Path, array: StoredArray, shard: int, crcs: Sequence[int] | npt.NDArray[np.uint32]) -> None:
     """Raise CorruptionError unless the file is the shard with the checksums `crcs`, by chunk, with zeros in between.
 
     A file of a chunk is read a piece at a time, however large the chunk is; the index is held whole (16 MiB at most).

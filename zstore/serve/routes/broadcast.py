@@ -1,4 +1,4 @@
-"""What happens to a run while somebody watches it: one look at its files for all who do, and for each what is new to it.
+"""Live events of a run: its files are polled once for all listeners, and each gets what is new to it.
 
 [Note: cursors]
 What a listener has seen is told by counts of the journal's lines, which any process of the service finds alike, and by marks of
@@ -18,16 +18,16 @@ import anyio.to_thread
 from pydantic import BaseModel
 
 from ...errors import ZstoreError
+from ..json_text import json_of
 from ..models import CheckpointsChanged, Ended, Steps
-from ..replies import json_of
 from ..runs import Run
 from ..service import Service
 from ..views.history import JournalView
 from ..views.run import run_detail
 
-LOOK_S, _REMOTE_LOOK_S = 0.5, 10.0
-_LISTING_LOOKS = 4
-"""Looks at the journal for each at the list of checkpoints."""
+POLL_S, _REMOTE_POLL_S = 0.5, 10.0
+_POLLS_PER_LISTING = 4
+"""The list of checkpoints is read at every so many polls of the journal."""
 _MOST_ROWS = 200
 _FIRST_ROWS = 64
 """Steps that a new listener gets: those that came since it asked for all."""
@@ -55,7 +55,7 @@ class Cursor:
         return f"{self.journal}~{self.lines}~{self.saves}~{self.warnings}~{self.run}~{self.listing}"
 
     def is_ahead_of(self, seen: Cursor) -> bool:
-        """Return whether something of it was not seen. More may have been seen than the last look found."""
+        """Return whether something of it was not seen. More may have been seen than the last poll found."""
         mine, theirs = ((one.lines, one.saves, one.warnings, one.jobs) for one in (self, seen))
         marks = (self.journal, self.run, self.listing) != (seen.journal, seen.run, seen.listing)
         return marks or any(a > b for a, b in zip(mine, theirs, strict=True))
@@ -79,39 +79,39 @@ class News:
     cursor: Cursor
 
 
-class Hub:
-    """Looks at one run for as long as somebody listens. Its methods belong to the event loop."""
+class Broadcast:
+    """Polls one run while somebody listens. Its methods belong to the event loop."""
 
     def __init__(self, service: Service, run: Run) -> None:
         self._service = service
         self._run = run
         self._listeners = 0
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._now: Cursor | None = None
-        self._looked = asyncio.Event()
-        self._num_looks = 0
+        self._polled = asyncio.Event()
+        self._num_polls = 0
         self._told: dict[tuple[Cursor, Cursor], News] = {}
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Look for the length of a `with` block."""
+        """Poll for the length of a `with` block."""
         self._listeners += 1
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look_on())
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll_forever())
         try:
             yield
         finally:
             self._listeners -= 1
             if not self._listeners:
-                looking, self._looking, self._now = self._looking, None, None
-                looking.cancel()
+                polling, self._polling, self._now = self._polling, None, None
+                polling.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await looking
+                    await polling
 
     async def now(self) -> Cursor:
-        """Return what there is, as it was at the last look."""
+        """Return what there is, as it was at the last poll."""
         while self._now is None:
-            await self._looked.wait()
+            await self._polled.wait()
         return self._now
 
     async def changed(self, seen: Cursor, timeout_s: float) -> bool:
@@ -121,7 +121,7 @@ class Hub:
                 while True:
                     if self._now is not None and self._now.is_ahead_of(seen):
                         return True
-                    await self._looked.wait()
+                    await self._polled.wait()
         return False
 
     async def news(self, seen: Cursor) -> News:
@@ -133,11 +133,11 @@ class Hub:
             self._told = {key: value for key, value in self._told.items() if key[1] == now} | {(seen, now): found}
         return found
 
-    async def _look_on(self) -> None:
-        pause_s = LOOK_S if self._run.folder.is_local else _REMOTE_LOOK_S
+    async def _poll_forever(self) -> None:
+        pause_s = POLL_S if self._run.folder.is_local else _REMOTE_POLL_S
         while True:
             try:
-                found = await anyio.to_thread.run_sync(self._look)
+                found = await anyio.to_thread.run_sync(self._poll)
             except (ZstoreError, OSError):  # the folder is gone, and may come back
                 found = self._now or Cursor()
             if found != self._now:
@@ -146,15 +146,15 @@ class Hub:
             await asyncio.sleep(pause_s)
 
     def _wake(self) -> None:
-        looked, self._looked = self._looked, asyncio.Event()
-        looked.set()
+        polled, self._polled = self._polled, asyncio.Event()
+        polled.set()
 
-    def _look(self) -> Cursor:
-        """Look at the files; in a thread."""
+    def _poll(self) -> Cursor:
+        """Read the files; in a thread."""
         listing = self._now.listing if self._now is not None else "0"
-        if self._num_looks % _LISTING_LOOKS == 0:
+        if self._num_polls % _POLLS_PER_LISTING == 0:
             listing = self._service.timeline(self._run).mark()
-        self._num_looks += 1
+        self._num_polls += 1
         history = self._service.history(self._run)
         history.refresh()
         cursor = Cursor(listing=listing, jobs=self._service.jobs.version)
@@ -180,7 +180,7 @@ class Hub:
         with history.lock:
             view = history.current
             if view is not None and view.run_id == now.journal:
-                # What came since the look is told with it.
+                # What came since the poll is told with it.
                 now = replace(now, lines=view.table.num_lines, saves=view.num_saves, warnings=view.num_warnings)
                 events += _of_journal(view, seen)
         if (seen.run, seen.saves, seen.warnings) != (now.run, now.saves, now.warnings):

@@ -1,4 +1,4 @@
-"""What a journal says at its ends: enough for a run's line in the list of all, whatever the journal's size."""
+"""Summaries of journals, from their first and last lines only: what the list of runs shows."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 
 from ...checkpoint.folder import Folder
-from ..kept import Kept
+from ..cache import Cache
 from ..models import Session
 from .columns import number, row_of
 from .history import State, count_of, seconds_of, session_of, state_of, text_of
 from .journals import decode_lines, journals_in, read_part
 
 _END_BYTES = 64 * 1024
-_MOST_KEPT = 4096
+_MOST_CACHED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glance:
-    """The ends of a run's newest journal."""
+class JournalSummary:
+    """What the first and the last lines of a run's newest journal say."""
 
     run_id: str | None = None
     step: int | None = None
@@ -35,26 +35,26 @@ class Glance:
         return state_of(self.session, self.last_at or 0.0, self.step_s)
 
 
-class Glances:
-    """What was seen, kept until a journal grows. Usable from any thread; calls block on the file system."""
+class JournalSummaries:
+    """Cached summaries, each made again when its journal grows. Usable from any thread; calls block on the file system."""
 
     def __init__(self) -> None:
-        self._kept: Kept[str, tuple[tuple[str, int, int], Glance]] = Kept(_MOST_KEPT)
+        self._cache: Cache[str, tuple[tuple[str, int, int], JournalSummary]] = Cache(_MOST_CACHED)
 
-    def of(self, folder: Folder) -> Glance:
+    def of(self, folder: Folder) -> JournalSummary:
         """Return what the newest journal in a folder says."""
         found = journals_in(folder)
         if not found:
-            return Glance()
+            return JournalSummary()
         name = max(found, key=lambda name: found[name].written_ns)
         key = (name, found[name].nbytes, found[name].written_ns)
-        kept = self._kept.get(folder.location)
-        if kept is not None and kept[0] == key:
-            return kept[1]
-        return self._kept.put(folder.location, (key, _look(folder, name, found[name].nbytes)))[1]
+        cached = self._cache.get(folder.location)
+        if cached is not None and cached[0] == key:
+            return cached[1]
+        return self._cache.put(folder.location, (key, _summarize(folder, name, found[name].nbytes)))[1]
 
 
-def _look(folder: Folder, name: str, nbytes: int) -> Glance:
+def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
     head = read_part(folder, name, 0, min(nbytes, _END_BYTES)).rpartition(b"\n")[0]
     tail = b""
     if nbytes > _END_BYTES:
@@ -75,7 +75,7 @@ def _look(folder: Folder, name: str, nbytes: int) -> Glance:
         # A later process began between the two parts.
         session = session.model_copy(update={"ended_at": None})
     known = {key: None if math.isnan(value) else value for key, value in row.items()}
-    return Glance(
+    return JournalSummary(
         run_id=None if session is None else session.run_id,
         step=step,
         total_steps=total_steps,

@@ -1,4 +1,4 @@
-"""What lies beside the checkpoints of a run that are uploaded: its journal, and its model's config and tokenizer.
+"""Files of a run besides its checkpoints that a client uploads: its journal, and its model's config and tokenizer.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
@@ -33,6 +33,7 @@ from ...weights.companions import is_companion
 from ..auth import require_action
 from ..replies import ConflictError, reply
 from ..service import Service, service_of
+from .operations import Exchange, Parameter
 
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
@@ -59,16 +60,6 @@ class JournalSize(BaseModel):
     """Of the whole lines that are there."""
     request: RunRequest | None = None
     """What the run is asked for."""
-
-
-def routes() -> list[Route]:
-    """Return the routes of what lies beside checkpoints."""
-    journal = "/api/uploads/journals/{run}/{run_id}"
-    return [
-        Route(journal, _size, methods=["GET"]),
-        Route(journal, _append, methods=["POST"]),
-        Route("/api/uploads/beside/{run}/{name}", _put, methods=["PUT"]),
-    ]
 
 
 async def _size(request: Request) -> Response:
@@ -198,3 +189,49 @@ def _keep(service: Service, run: str, name: str, data: bytes) -> None:
     part = folder / f".{name}.{os.getpid()}.part"
     files.write_small(part, data)
     files.rename(part, path)
+
+
+_JOURNAL = "/api/uploads/journals/{run}/{run_id}"
+_PROBLEMS = (403, 404, 409)
+OPERATIONS = (
+    Exchange(
+        path=_JOURNAL,
+        summary="How much of a journal is there",
+        answer=JournalSize,
+        handle=_size,
+        problems=_PROBLEMS,
+        access="act",
+    ),
+    Exchange(
+        path=_JOURNAL,
+        method="POST",
+        summary="Append lines to a journal",
+        answer=JournalSize,
+        handle=_append,
+        parameters=(
+            Parameter(
+                name="offset", help="Byte of the journal that the lines begin at.", kind="integer", required=True
+            ),
+            Parameter(name="taken", help="Id of a request that the run has taken."),
+        ),
+        body_media="application/x-ndjson",
+        problems=(*_PROBLEMS, 413, 507),
+        access="act",
+    ),
+    Exchange(
+        path="/api/uploads/companions/{run}/{name}",
+        method="PUT",
+        summary="Put a config or tokenizer file beside the checkpoints",
+        answer=None,
+        handle=_put,
+        body_media="application/octet-stream",
+        status=204,
+        problems=(*_PROBLEMS, 413, 507),
+        access="act",
+    ),
+)
+
+
+def routes() -> list[Route]:
+    """Return the routes of what lies beside checkpoints."""
+    return [operation.route() for operation in OPERATIONS]

@@ -1,0 +1,67 @@
+"""A bounded cache, of which the least recently used values go first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Cache(Generic[K, V]):
+    """Values by key, whose costs (by default 1 each) are `most` at most in sum. Usable from any thread."""
+
+    def __init__(self, most: int, *, cost: Callable[[V], int] = lambda _: 1) -> None:
+        self._most = most
+        self._cost = cost
+        self._sum = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key, None where it is not cached."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: K, value: V) -> V:
+        """Cache a value, unless it costs too much alone, and return it."""
+        with self._lock:
+            self._put(key, value)
+        return value
+
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """Return the cached value, or cache what `make` returns; it is called with the lock held, so it must be quick."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+            value = make()
+            self._put(key, value)
+            return value
+
+    def remove(self, key: K) -> None:
+        """Remove a value; one that is not cached is no error."""
+        with self._lock:
+            self._remove(key)
+
+    def clear(self) -> None:
+        """Remove all values."""
+        with self._lock:
+            self._values.clear()
+            self._sum = 0
+
+    def _put(self, key: K, value: V) -> None:
+        self._remove(key)
+        self._values[key] = value
+        self._sum += self._cost(value)
+        while self._sum > self._most:
+            self._sum -= self._cost(self._values.popitem(last=False)[1])
+
+    def _remove(self, key: K) -> None:
+        if key in self._values:
+            self._sum -= self._cost(self._values.pop(key))

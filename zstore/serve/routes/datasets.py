@@ -1,0 +1,93 @@
+"""`/xarray/<run>/<path>`: what `/zarr` has, with names of dimensions in each `zarr.json`. See [Note: names of dimensions]."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import anyio.to_thread
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ...checkpoint.format import dump_metadata, parse_json
+from ...checkpoint.names import METADATA_FILE
+from ...errors import UsageError
+from ..cache import Cache
+from ..files.dimensions import below, is_bare_group, named
+from ..files.listing import list_place
+from ..files.opened import IsFolderError, Opened
+from ..files.ranges import choose
+from ..files.visible import Place
+from ..service import Service, service_of
+from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash
+
+_MOST_BYTES = 64 * 1024 * 1024
+_MOST_VALUES = 2**22
+_MOST_CACHED = 16
+_MOST_CACHED_BYTES = 4 * 1024 * 1024
+"""A larger document is made for each request."""
+
+_Documents = Cache[tuple[str, ...], bytes]
+
+
+def routes() -> list[BaseRoute]:
+    """Return the routes of files for xarray."""
+    documents: _Documents = Cache(_MOST_CACHED)
+
+    async def answer(request: Request) -> Response:
+        parts = parts_of(request)
+        if parts[-1] == "":
+            # Sizes are left out: those of documents are others than on disk.
+            listing = await run_in_threadpool(first, request, parts, lambda place: list_place(place, recursive=False))
+            page = listing.as_html(request.scope["path"], sizes=False).encode("utf-8", "replace")
+            return Response(page, headers={"Cache-Control": "private, no-cache"}, media_type="text/html")
+        if parts[-1] != METADATA_FILE:
+            return await answer_file(request)
+        service = service_of(request)
+        try:
+            opened, data = await anyio.to_thread.run_sync(
+                lambda: first(request, parts, lambda place: _document(service, place, documents)), limiter=service.heavy
+            )
+        except IsFolderError:
+            return with_slash(request)
+        part = choose(request.method, headers_of(request), opened.etag, opened.size)
+        return FileResponse(opened, part, service.transfers, data[part.start : part.stop])
+
+    return [Route("/xarray/{run}", run_without_slash), Route("/xarray/{run}/{path:path}", answer)]
+
+
+def _document(service: Service, place: Place, documents: _Documents) -> tuple[Opened, bytes]:
+    """Return a `zarr.json` with names of dimensions: what it is as a file, and its bytes."""
+    source, text = _read(service, place)
+    info = place.info
+    if info is None:  # beside checkpoints there is none
+        raise FileNotFoundError(place.path)
+    key = (info.record.id, place.path, source.etag or "")
+    data = documents.get(key)
+    if data is None:
+        document = parse_json(text, f"{place.folder}/{place.path}", _MOST_VALUES)
+        folder = place.path.rpartition("/")[0]
+        if folder and is_bare_group(document):
+            root = replace(place, path=METADATA_FILE)
+            everything = parse_json(_read(service, root)[1], f"{place.folder}/{root.path}", _MOST_VALUES)
+            document["consolidated_metadata"] = below(everything, folder)
+        data = dump_metadata(named(document))
+        if len(data) <= _MOST_CACHED_BYTES:
+            documents.put(key, data)
+    etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    return replace(source, size=len(data), etag=etag, file=None), data
+
+
+def _read(service: Service, place: Place) -> tuple[Opened, bytes]:
+    """Return a `zarr.json` as it is, closed, and its bytes."""
+    opened = open_place(service, place)
+    try:
+        if opened.size > _MOST_BYTES:
+            raise UsageError(f"{place.path} has {opened.size} bytes: names are added to up to {_MOST_BYTES}")
+        if opened.file is None:
+            return opened, opened.read(0, opened.size)
+        return opened, opened.file.read(opened.size)
+    finally:
+        opened.close()
