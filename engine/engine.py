@@ -200,7 +200,8 @@ class Engine(nn.Module):
         training.was_applied = False
         try:
             if boundary:
-                self.requests.look()
+                if self.requests.finder is not None and self.requests.finder.found is not None:
+                    self.requests.tell()
                 with self._timed("optimizer_s"):
                     training.step()
         finally:
@@ -214,7 +215,7 @@ class Engine(nn.Module):
                 check(present(self._unchecked.pop()))
             if self.steps.enabled:
                 self.steps.take()
-            if self.requests.is_due:
+            if training.world.heard:
                 self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()

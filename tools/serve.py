@@ -98,7 +98,7 @@ def serve_command(
         from zstore.serve.settings import Root, Settings
     except ImportError as error:
         raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
-    from zstore.remote.url import parse_options
+    from zstore.remote.url import is_url, parse_options
 
     settings = Settings(
         roots=tuple(Root.parse(place) for place in places),
@@ -112,5 +112,8 @@ def serve_command(
         hosts=tuple(listening.allow_host or ()),
         storage_options=parse_options(listening.storage_option or ()),
     )
+    for root in settings.roots:
+        if not is_url(root.location) and not os.path.isdir(root.location):
+            print(f"warning: there is no folder {root.location}: what is made there later is served", file=sys.stderr)
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

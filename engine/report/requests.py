@@ -34,23 +34,20 @@ class Requests:
     def __init__(self, world: World, journal: RunJournal) -> None:
         self._world = world
         self._journal = journal
-        self._finder = _Finder(journal) if journal.enabled else None
+        self.finder = _Finder(journal) if journal.enabled else None
+        """What finds requests, on rank 0 of a run that has a journal."""
         self.taker: Taker | None = None
         """The loop's; None: the engine carries requests out."""
 
-    def look(self) -> None:
-        """Let all ranks know, with the update that comes next, of what was found; on other ranks than 0 do nothing."""
-        if self._finder is not None and self._finder.found is not None:
-            found, self._finder.found = self._finder.found, None
+    def tell(self) -> None:
+        """Let all ranks know, with the update that comes next, of what was found (rank 0)."""
+        if self.finder is not None and self.finder.found is not None:
+            found, self.finder.found = self.finder.found, None
             self._world.asks = json.dumps([found.action, found.id])
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a request is to be carried out now: the same on every rank after each step."""
-        return bool(self._world.heard)
-
     def carry_out(self, usual: Taker) -> None:
-        """Have the request that is due carried out, by the loop or as `usual`, and write that down (all ranks)."""
+        """Have the request that all ranks heard of (`World.heard`) carried out, by the loop or as `usual`, and write that down
+        (all ranks)."""
         action, request_id = json.loads(self._world.heard)
         self._world.heard = self._world.asks = ""
         problem = (self.taker or usual)(action)

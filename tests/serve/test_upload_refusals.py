@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -305,6 +306,12 @@ def test_what_nobody_goes_on_with_is_removed(client: Client, monkeypatch: pytest
     monkeypatch.setattr("zstore.serve.inbox.inbox.KEPT_S", -1.0)
     assert client.ask("GET", "")[1]["uploads"] == []
     assert list(client.runs.iterdir()) == []
+
+
+def test_a_run_that_is_removed_under_way_leaves_room_for_others(client: Client) -> None:
+    client.begin()
+    shutil.rmtree(client.runs / "one")
+    assert client.plan(client.begin(run="two"))[0] == 200
 
 
 def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(

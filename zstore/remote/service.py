@@ -201,6 +201,10 @@ class ServiceConnection:
             )
         except HTTPError as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
+            if isinstance(cause, SSLError) and "WRONG_VERSION_NUMBER" in str(cause):
+                raise UsageError(
+                    f"{self.base} does not speak TLS: if it is a service without a certificate, write http:// in place of https://"
+                ) from error
             if isinstance(cause, SSLError):
                 raise UsageError(
                     f"{self.base} cannot be trusted: {cause}; name a file of the certificates to trust with "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -62,7 +64,11 @@ async def answer_refusal(request: Request, error: Exception) -> Response:
     """Answer a status that a route, or the router, raised as HTTPException."""
     if not isinstance(error, HTTPException):
         raise error
-    return problem(error.status_code, error.detail, dict(error.headers or {}))
+    text = error.detail
+    if text == HTTPStatus(error.status_code).phrase:  # the router's
+        where = f"{request.method} {request.url.path!r:.200}"
+        text = f"{text}: the service has nothing for {where}; runs are at /RUN, JSON is described by /api/openapi.json"
+    return problem(error.status_code, text, dict(error.headers or {}))
 
 
 HANDLED = (ZstoreError, FileNotFoundError, NotADirectoryError)

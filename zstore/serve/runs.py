@@ -3,18 +3,21 @@
 [Note: names of runs]
 A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
 some are a run each, called as their folder is. Of two with one name the second is called `<root>.<name>`, and so on. A name
-is one segment of a URL, percent-encoded there.
+is one segment of a URL, percent-encoded there. A link in a root that leads out of it is no run, nor is a folder with control
+characters in its name, which no URL of the service may have.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.catalog import LOOPS_FOLDER, scan
-from ..checkpoint.folder import Folder, LocalFolder
+from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
@@ -22,6 +25,7 @@ from ..open.sources import folder_of
 from ..remote.url import is_url
 from .settings import Root, Settings
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TAKEN = frozenset({"api", "assets"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
@@ -101,8 +105,8 @@ class Runs:
                 f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
                 "folder above it"
             )
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise UsageError(f"{name!r} is a file in the folder of runs: choose another name")
+        if os.path.lexists(folder / name) and ((folder / name).is_symlink() or not (folder / name).is_dir()):
+            raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
         return folder / name
 
     def _look(self) -> dict[str, Run]:
@@ -126,7 +130,9 @@ def _runs_in(root: Root, folder: Folder) -> Iterator[tuple[str, Folder]]:
         return
     for name in sorted(entries.folders):
         child = folder.child(name)
-        if not name.startswith(".") and _is_run(child):
+        if name.startswith(".") or _CONTROL.search(name) or (child.is_local and links_elsewhere(child.path)):
+            continue
+        if _is_run(child):
             yield name, child
 
 

@@ -101,7 +101,7 @@ def _list_inside(
             else:
                 folders.add(inner.partition("/")[0])
         return
-    descriptor = open_below(folder, top)
+    descriptor = open_below(folder, top, is_checkpoint=True)
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise CheckpointNotFoundError(f"{folder} has no folder {top!r}")

@@ -88,7 +88,7 @@ def _size(folder: UrlFolder, path: str) -> int:
 
 def open_local(place: Place, start: int = 0) -> Opened:
     """Return the file at a local place; raises CheckpointNotFoundError where there is none, or IsFolderError."""
-    descriptor = open_below(place.folder, place.path)
+    descriptor = open_below(place.folder, place.path, is_checkpoint=place.info is not None)
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
@@ -103,15 +103,15 @@ def open_local(place: Place, start: int = 0) -> Opened:
     return Opened(folder=place.folder, path=place.path, size=status.st_size, etag=etag, file=file)
 
 
-def open_below(folder: Folder, path: str) -> int:
+def open_below(folder: Folder, path: str, *, is_checkpoint: bool) -> int:
     """Return a descriptor of what `path` names in a local folder, the folder itself for an empty one.
 
-    No link is followed and no other way leads out, also where something changes on the way. Raises CheckpointNotFoundError
-    where it is missing, or is a link.
+    No link is followed and no other way leads out, also where something changes on the way; but the folder of a checkpoint
+    may be a link to another one beside it. Raises CheckpointNotFoundError where it is missing, or is a link.
     """
     descriptor = -1
     try:
-        descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = _open_folder(folder, is_checkpoint=is_checkpoint)
         for part in path.split("/") if path else ():
             above = descriptor
             # A pipe would block without O_NONBLOCK.
@@ -124,6 +124,19 @@ def open_below(folder: Folder, path: str) -> int:
             raise _absent(folder, path) from error
         raise
     return descriptor
+
+
+def _open_folder(folder: Folder, *, is_checkpoint: bool) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    if not is_checkpoint:  # whoever serves it named it
+        return os.open(folder.path, flags)
+    # Wherever a link leads by now, only what lies in the folder of checkpoints is opened.
+    name = os.path.basename(os.path.realpath(folder.path))
+    above = os.open(folder.path.parent, flags)
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=above)
+    finally:
+        os.close(above)
 
 
 def _absent(folder: Folder, path: str) -> CheckpointNotFoundError:

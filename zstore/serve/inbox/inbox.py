@@ -183,7 +183,7 @@ class Inbox:
         there = upload.folder if upload.folder.is_dir() else upload.folder.parent
         device = os.stat(there).st_dev
         others = [
-            one for one in self.all() if one is not upload and _is_alive(one) and os.stat(one.folder).st_dev == device
+            one for one in self.all() if one is not upload and _is_alive(one) and _device_of(one.folder) == device
         ]
         theirs = sum(one.room_needed() for one in others)
         needed = upload.room_needed()
@@ -291,6 +291,14 @@ def _keep_of(rules: KeepRules | None) -> Keep | None:
 
 def _files_of(offer: UploadOffer) -> tuple[object, ...]:
     return offer.documents, offer.extras
+
+
+def _device_of(folder: Path) -> int | None:
+    """Return the drive that a folder is on; None where somebody removed it."""
+    try:
+        return os.stat(folder).st_dev
+    except FileNotFoundError:
+        return None
 
 
 def _is_alive(upload: Upload) -> bool:
