@@ -105,7 +105,7 @@ def _own_seconds(engine: Engine, ids: torch.Tensor, steps: int) -> tuple[float, 
     inside, behind = _Counted(time.thread_time), _Counted(time.thread_time)
     report, requests, writer = engine.report, engine.requests, engine.journal.writer
     report.step_ended = inside.around(report.step_ended)  # type: ignore[method-assign]
-    requests.look = inside.around(requests.look)  # type: ignore[method-assign]
+    requests.tell = inside.around(requests.tell)  # type: ignore[method-assign]
     writer.flush = behind.around(writer.flush)  # type: ignore[method-assign]
     if writer.beside is not None:
         writer.beside = behind.around(writer.beside)
