@@ -1,6 +1,6 @@
 // The switch between light and dark; without a choice the page goes by the system.
 
-import { h } from "./dom.js";
+import { h, replace } from "./dom.js";
 
 const KEY = "zstore-theme";
 const ORDER = ["system", "light", "dark"];
@@ -10,7 +10,7 @@ const NAMES = { system: "auto", light: "light", dark: "dark" };
 export function themeSwitch() {
   const button = h("button", { type: "button", class: "quiet", test: "theme" });
   const label = () => {
-    button.textContent = `Theme: ${NAMES[theme()]}`;
+    replace(button, "◐ ", h("span", { class: "wide-only" }, "Theme: "), NAMES[theme()]);
     button.setAttribute("aria-label", `Theme: ${NAMES[theme()]}`);
     button.title = "Colour theme: auto follows the system";
   };

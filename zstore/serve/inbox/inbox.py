@@ -140,7 +140,7 @@ class Inbox:
     def _begun(self, new: Upload) -> Upload:
         uploads = self.all()
         upload = next((one for one in uploads if one.id == new.id), None)
-        if upload is not None and upload.offer.extras != new.offer.extras:
+        if upload is not None and _files_of(upload.offer) != _files_of(new.offer):
             self.remove(upload)
             upload = None
         if upload is None:
@@ -295,6 +295,10 @@ def _device_of(folder: Path) -> int | None:
         return os.stat(folder).st_dev
     except FileNotFoundError:
         return None
+
+
+def _files_of(offer: UploadOffer) -> tuple[object, ...]:
+    return offer.documents, offer.extras
 
 
 def _is_alive(upload: Upload) -> bool:

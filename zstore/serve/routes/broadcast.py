@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from ..runs import Run
 from ..service import Service
 from ..views.history import JournalView
 from ..views.run import run_detail
+
+_log = logging.getLogger(__name__)
 
 POLL_S, _REMOTE_POLL_S = 0.5, 10.0
 _POLLS_PER_LISTING = 4
@@ -135,10 +138,16 @@ class Broadcast:
 
     async def _poll_forever(self) -> None:
         pause_s = POLL_S if self._run.folder.is_local else _REMOTE_POLL_S
+        was_logged = False
         while True:
             try:
                 found = await anyio.to_thread.run_sync(self._poll)
             except (ZstoreError, OSError):  # the folder is gone, and may come back
+                found = self._now or Cursor()
+            except Exception:  # a bug: without an answer listeners would wait for ever, and nobody would see why
+                if not was_logged:
+                    _log.exception("reading the run %r failed", self._run.name)
+                    was_logged = True
                 found = self._now or Cursor()
             if found != self._now:
                 self._now = found

@@ -11,8 +11,8 @@ larger than JSON elsewhere.
 
 from __future__ import annotations
 
-import os
 import threading
+import uuid
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -24,7 +24,6 @@ from starlette.routing import Route
 
 from ...checkpoint.catalog import scan
 from ...errors import CheckpointExistsError, UsageError
-from ...io.files import Files
 from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
@@ -175,7 +174,7 @@ def _require_own(folder: Path, run: str, run_id: str) -> None:
 def _keep(service: Service, run: str, name: str, data: bytes) -> None:
     """Write a file beside the checkpoints. Where there are some, it may be made, but not become another one."""
     folder = service.runs.folder_for_uploads(run)
-    path, files = folder / name, Files()
+    path, files = folder / name, service.settings.files
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConflictError(f"{name} is no file in the folder of {run!r}")
     if path.is_file():
@@ -186,9 +185,13 @@ def _keep(service: Service, run: str, name: str, data: bytes) -> None:
                 f"{run!r} has another {name} beside its checkpoints: expected a run of the same model; save under another name"
             )
     files.make_folder(folder)
-    part = folder / f".{name}.{os.getpid()}.part"
-    files.write_small(part, data)
-    files.rename(part, path)
+    part = folder / f".{name}.{uuid.uuid4().hex}.part"  # two clients may send one name at the same time
+    try:
+        files.write_small(part, data)
+        files.rename(part, path)
+    except BaseException:
+        files.unlink(part)
+        raise
 
 
 _JOURNAL = "/api/uploads/journals/{run}/{run_id}"
@@ -233,5 +236,5 @@ OPERATIONS = (
 
 
 def routes() -> list[Route]:
-    """Return the routes of what lies beside checkpoints."""
+    """Return the routes of a run's other files."""
     return [operation.route() for operation in OPERATIONS]
