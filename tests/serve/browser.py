@@ -91,6 +91,19 @@ def new_context(
     )
 
 
+_OVERFLOW = """
+() => new Promise((done) => {
+  const until = performance.now() + 2000;
+  const look = () => {
+    const { scrollWidth, clientWidth } = document.documentElement;
+    if (scrollWidth <= clientWidth || performance.now() > until) done(scrollWidth - clientWidth);
+    else requestAnimationFrame(look);
+  };
+  look();
+})
+"""
+
+
 def overflow_px(page: Page) -> int:
-    """Return by how much the page is wider than its window."""
-    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+    """Return by how much the page is wider than its window, once charts are drawn anew for that, or after two seconds."""
+    return int(page.evaluate(_OVERFLOW))
