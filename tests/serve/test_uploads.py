@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import urllib3
 from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
+from tests.serve.upload_kills import digests
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -55,19 +54,6 @@ def url(tmp_path: Path, serve: Serve) -> str:
     """A service over the empty folder `runs`."""
     (tmp_path / "runs").mkdir()
     return serve(tmp_path / "runs", token=TOKEN, allow_actions=True)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """The content of every file of a checkpoint; of the record all that a commit does not set."""
-    found = {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    record = json.loads((folder / "zstore.json").read_bytes())
-    for key in ("committed_ns", "digest"):
-        del record[key]
-    return found | {"zstore.json": json.dumps(record)}
 
 
 def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:

@@ -7,6 +7,7 @@ step n takes away what was there of step n and those after it, for that is what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,35 +45,51 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
         for tokens, step_s in zip(columns["tokens"], columns["step_s"], strict=True)
     ]
     columns["stall_s"] = [None] * len(rows)
-    for number, row in enumerate(rows):
-        if "links" not in row and "memory" not in row:
-            continue
-        for name, value in _measured(row).items():
+    for place, row in enumerate(rows):
+        for name, value in measured(row).items():
             if name not in columns:
                 columns[name] = [None] * len(rows)
-            columns[name][number] = value
+            columns[name][place] = None if math.isnan(value) else value
     return columns
 
 
-def _measured(row: Mapping[str, Any]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    memory, links = row.get("memory"), row.get("links")
-    if isinstance(memory, dict):
-        found |= {f"memory/{tier}": _number(nbytes) for tier, nbytes in memory.items()}
-    if not isinstance(links, dict):
+def number(value: Any) -> float:
+    """Return a number of a journal; NaN for what is none, or is not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def measured(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return memory, rates and stalls of a step's record, by the names of their columns: NaN where a value is no number.
+
+    Rates that are not known are left out, and so is all that the record does not have.
+    """
+    found = {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(record.get("memory")).items()}
+    if not isinstance(record.get("links"), dict):
         return found
-    passed_s = _number(row.get("links_s")) or _number(row.get("step_s"))
-    count = _number(row.get("links_steps")) or 1.0
+    passed_s, count = number(record.get("links_s")), number(record.get("links_steps"))
+    passed_s, count = passed_s if passed_s > 0 else number(record.get("step_s")), count if count > 0 else 1.0
     stalls: dict[str, float] = {}
-    for name, link in links.items():
-        nbytes = _number(link.get("bytes"))
-        if passed_s and nbytes is not None:
-            found[f"rate/{name}"] = nbytes / passed_s
-        for cause, seconds in link.get("stall_s", {}).items():
-            stalls[cause] = stalls.get(cause, 0.0) + (_number(seconds) or 0.0) / count
-    found |= {f"stall/{cause}": seconds for cause, seconds in stalls.items()}
+    for name, link in record["links"].items():
+        used = _mapping(link)
+        rate = number(number(used.get("bytes")) / passed_s) if passed_s > 0 else math.nan
+        if not math.isnan(rate):
+            found[f"rate/{name}"] = rate
+        for cause, seconds in _mapping(used.get("stall_s")).items():
+            known_s = number(seconds)
+            stalls[cause] = stalls.get(cause, 0.0) + (0.0 if math.isnan(known_s) else known_s / count)
+    found |= {f"stall/{cause}": stall_s for cause, stall_s in stalls.items()}
     found["stall_s"] = sum(stalls.values())
     return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float | None:

@@ -21,6 +21,7 @@ from .pruning import prune, start_verify
 from .queries import CHECKPOINT
 
 _ACCEPTED = 202
+_ACTION_PROBLEMS = (401, 403, 404, 409)
 
 
 async def _verify(request: Request, values: Values) -> Response:
@@ -35,14 +36,23 @@ async def _prune(request: Request, values: Values) -> Response:
     return await answer(lambda: prune(service_of(request), run_of(request), rules))
 
 
-async def _save(request: Request, values: Values) -> Response:
-    require_action(request)
-    return await answer(lambda: request_of_run(service_of(request), run_of(request), "save"), _ACCEPTED)
+def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
+    """Return the operation that asks a run for `action`."""
 
+    async def handle(request: Request, values: Values) -> Response:
+        require_action(request)
+        return await answer(lambda: request_of_run(service_of(request), run_of(request), action), _ACCEPTED)
 
-async def _stop(request: Request, values: Values) -> Response:
-    require_action(request)
-    return await answer(lambda: request_of_run(service_of(request), run_of(request), "stop"), _ACCEPTED)
+    return Operation(
+        path=f"/api/runs/{{run}}/actions/{action}",
+        method="POST",
+        summary=summary,
+        answer=RunAction,
+        handle=handle,
+        status=_ACCEPTED,
+        problems=(*_ACTION_PROBLEMS, 507),
+        access="act",
+    )
 
 
 def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) -> RunAction:
@@ -69,7 +79,6 @@ def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) 
     return RunAction(id=made.id, action=action, run_id=run_id, requested_at=made.at)
 
 
-_ACTION_PROBLEMS = (401, 403, 404, 409)
 OPERATIONS = (
     Operation(
         path=f"{CHECKPOINT}/verify",
@@ -91,24 +100,6 @@ OPERATIONS = (
         problems=_ACTION_PROBLEMS,
         access="act",
     ),
-    Operation(
-        path="/api/runs/{run}/actions/save",
-        method="POST",
-        summary="Have a run save at the end of its step",
-        answer=RunAction,
-        handle=_save,
-        status=_ACCEPTED,
-        problems=(*_ACTION_PROBLEMS, 507),
-        access="act",
-    ),
-    Operation(
-        path="/api/runs/{run}/actions/stop",
-        method="POST",
-        summary="Have a run stop after its step",
-        answer=RunAction,
-        handle=_stop,
-        status=_ACCEPTED,
-        problems=(*_ACTION_PROBLEMS, 507),
-        access="act",
-    ),
+    _asks("save", "Have a run save at the end of its step"),
+    _asks("stop", "Have a run stop after its step"),
 )

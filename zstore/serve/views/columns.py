@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...journal.columns import measured, number
+
 Matrix = npt.NDArray[np.float64]
 
 MOST_ROWS = 2**17
@@ -30,44 +32,13 @@ _HIDDEN = (_STEPS, _SERIAL)
 _LAST = {"step", "at", _SERIAL}
 
 
-def number(value: Any) -> float:
-    """Return a number of a journal; NaN for what is none, or is not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        found = float(value)
-    except OverflowError:
-        return math.nan
-    return found if math.isfinite(found) else math.nan
-
-
 def row_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a journal's line of a step, with the columns of `zstore.journal.steps`; see there."""
     row = {name: number(line.get(name)) for name in ("step", "at", "loss", "lr", "grad_norm", *_TIMES)}
     row["loss_min"] = row["loss_max"] = row["loss"]
-    step_s = row["step_s"]
-    row["tokens_per_s"] = _ratio(number(line.get("tokens")), step_s)
-    passed_s, count = number(line.get("links_s")), number(line.get("links_steps"))
-    passed_s, count = passed_s if passed_s > 0 else step_s, count if count > 0 else 1.0
-    stalls: dict[str, float] = {}
-    for name, link in _mapping(line.get("links")).items():
-        used = _mapping(link)
-        row[f"rate/{name}"] = _ratio(number(used.get("bytes")), passed_s)
-        for cause, stall_s in _mapping(used.get("stall_s")).items():
-            known_s = number(stall_s)
-            stalls[cause] = stalls.get(cause, 0.0) + (0.0 if math.isnan(known_s) else known_s / count)
-    row["stall_s"] = sum(stalls.values()) if "links" in line else math.nan
-    row |= {f"stall/{cause}": stall_s for cause, stall_s in stalls.items()}
-    row |= {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(line.get("memory")).items()}
-    return row
-
-
-def _ratio(value: float, duration_s: float) -> float:
-    return number(value / duration_s) if duration_s > 0 else math.nan
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+    tokens, step_s = number(line.get("tokens")), row["step_s"]
+    row["tokens_per_s"] = number(tokens / step_s) if step_s > 0 else math.nan
+    return row | {"stall_s": math.nan} | measured(line)
 
 
 class StepTable:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...checkpoint.folder import Folder
+from ...journal.columns import number
 from ...journal.names import run_of
 from ..models import ActionEvent, SaveEvent, Session, Warned
-from .columns import StepTable, number, row_of
+from .columns import StepTable, row_of
 from .journals import decode_lines, journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0

@@ -59,9 +59,5 @@ def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
 def decode_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the lines of a part of a journal that are records."""
     for text in data.decode("utf-8", "replace").split("\n"):
-        try:
-            line = decode(text)
-        except RecursionError:
-            continue
-        if line is not None:
+        if (line := decode(text)) is not None:
             yield line

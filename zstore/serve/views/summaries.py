@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from ...checkpoint.folder import Folder
+from ...journal.columns import number
 from ..cache import Cache
 from ..models import Session
-from .columns import number, row_of
+from .columns import row_of
 from .history import State, count_of, seconds_of, session_of, state_of, text_of
 from .journals import decode_lines, journals_in, read_part
 
