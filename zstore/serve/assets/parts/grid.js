@@ -170,10 +170,7 @@ export class Grid {
   }
 
   markActive() {
-    const row = this.list.element(this.active);
-    row?.classList.add("active");
-    if (row === null) this.element.removeAttribute("aria-activedescendant");
-    else this.element.setAttribute("aria-activedescendant", row.id);
+    this.list.markActive(this.element, this.active);
   }
 
   press(event) {

@@ -62,6 +62,14 @@ export class VirtualList {
     return this.rows.get(index) ?? null;
   }
 
+  /** Mark a row as the active one of `owner`, which has the focus and tells of it by the row's id. */
+  markActive(owner, index) {
+    const row = this.element(index);
+    row?.classList.add("active");
+    if (row === null) owner.removeAttribute("aria-activedescendant");
+    else owner.setAttribute("aria-activedescendant", row.id);
+  }
+
   close() {
     this.observer.disconnect();
   }
