@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from pydantic.fields import FieldInfo
 
 from .keys import Section, answer_type
+from .optimizers import OptimizerSection
 from .schema import Settings
-from .sections import OptimizerSection
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"

@@ -8,20 +8,19 @@ without them.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from .activations import ActivationCheckpointingSection
 from .keys import Section, built, no_effect, not_built, refused
+from .optimizers import OptimizerSection
+from .profiling import CommsLoggerSection, FlopsProfilerSection
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
-    ActivationCheckpointingSection,
     AioSection,
     Bf16Section,
     CheckpointSection,
-    CommsLoggerSection,
     CsvMonitorSection,
     DataTypesSection,
-    FlopsProfilerSection,
     Fp16Section,
-    OptimizerSection,
     TensorboardSection,
     WandbSection,
 )

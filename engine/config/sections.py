@@ -6,37 +6,24 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from .keys import Section, built, no_effect, not_built, refused
-from .optimizer_names import advice_on
 from .values import (
-    Anything,
     Auto,
-    BelowOne,
     Bool,
     Count,
     DataType,
     Name,
     OneOf,
-    Position,
     Positive,
     Real,
     Unread,
-    Words,
 )
 
-_CLIENT = "pass an optimizer that does it to initialize(optimizer=...)"
-_OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
-KERNEL = "there is one update kernel, torch's fused one, on every device"
-_FP32 = (
+FP32 = (
     "masters and moments are kept in fp32, which takes 12 bytes a parameter; zstore.split_master saves nearly 2 of them, and "
     "offload_optimizer takes them off the device"
 )
-_BLOCKS = "there is no deepspeed.checkpointing; wrap the model's blocks in torch.utils.checkpoint"
-_PROFILER = "nothing is profiled; use torch.profiler"
-_FLOPS = "no operations are counted; use torch.utils.flop_counter.FlopCounterMode around a step"
-_COUNTED = "collectives are not logged; engine.statistics() counts the bytes and the waits of every link"
+KERNEL = "there is one update kernel, torch's fused one, on every device"
 _IO = "requests are always submitted singly and overlapped, by threads"
-
-Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 
 
 class Fp16Section(Section):
@@ -62,7 +49,7 @@ class Fp16Section(Section):
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""
     auto_cast: Bool = built(False)
     """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
-    fp16_master_weights_and_grads: Bool = not_built(False, _FP32)
+    fp16_master_weights_and_grads: Bool = not_built(False, FP32)
     """Keep masters in fp16."""
 
 
@@ -77,79 +64,10 @@ class Bf16Section(Section):
     """Accumulate a gradient as soon as it exists."""
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
-    bf16_master_weights_and_grads: Bool = not_built(False, _FP32)
+    bf16_master_weights_and_grads: Bool = not_built(False, FP32)
     """Keep masters in bf16."""
-    bf16_optimizer_states: Bool = not_built(False, _FP32)
+    bf16_optimizer_states: Bool = not_built(False, FP32)
     """Keep moments in bf16."""
-
-
-class OptimizerParams(Section):
-    """Arguments of Adam and AdamW."""
-
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is torch's and DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments, each below 1."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-    weight_decay: Real | Auto | None = built(None)
-    """Decay of the weights per step, times lr. Unset: 0, but 0.01 for AdamW with torch_adam, as torch has it."""
-    adam_w_mode: Bool = built(True)
-    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
-    torch_adam: Bool = built(False)
-    """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
-    bias_correction: Bool = refused(True, f"the moments are always bias-corrected; {_CLIENT}")
-    """Correct the moments for starting at zero."""
-    amsgrad: Bool = refused(False, _CLIENT)
-    """Use the largest second moment seen."""
-    maximize: Bool = refused(False, _CLIENT)
-    """Ascend."""
-    max_grad_norm: Real = refused(0.0, "set gradient_clipping at the top of the config instead")
-    """Clipping inside the optimizer."""
-    fused: Bool = no_effect(True, KERNEL)
-    """torch's choice of kernel."""
-    foreach: Bool = no_effect(False, KERNEL)
-    """torch's choice of kernel."""
-    capturable: Bool = no_effect(False, KERNEL)
-    """For CUDA graphs."""
-    differentiable: Bool = refused(
-        False, "no gradient passes through the engine's step; write that loop in plain torch"
-    )
-    """Differentiate through the step."""
-    set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
-    """How gradients are cleared."""
-    fp32_optimizer_states: Bool = not_built(True, _FP32)
-    """Keep moments in fp32."""
-    freeze_step: Anything = no_effect(None, _OTHER)
-    """Warm-up steps of 1-bit Adam."""
-    var_freeze_step: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
-    var_update_scaler: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
-    local_step_scaler: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
-    local_step_clipper: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
-    cuda_aware: Anything = no_effect(None, _OTHER)
-    """MPI of 1-bit Adam."""
-    comm_backend_name: Anything = no_effect(None, _OTHER)
-    """Backend of 1-bit Adam."""
-    max_coeff: Anything = no_effect(None, _OTHER)
-    """Of LAMB."""
-    min_coeff: Anything = no_effect(None, _OTHER)
-    """Of LAMB."""
-    momentum: Anything = no_effect(None, _OTHER)
-    """Of SGD."""
-
-
-class OptimizerSection(Section):
-    """The optimizer. Without this section one is passed to `initialize`."""
-
-    type: Annotated[Literal["Adam", "AdamW"], OneOf(advice_on)]
-    """Adam means AdamW unless adam_w_mode is false."""
-    params: OptimizerParams = OptimizerParams()
-    legacy_fusion: Bool = no_effect(False, KERNEL)
-    """An older fused kernel."""
 
 
 class AioSection(Section):
@@ -207,63 +125,6 @@ class WandbSection(Section):
     """Team. Unset: the user's own."""
     project: Name = built("deepspeed")
     """Project, by default DeepSpeed's."""
-
-
-class ActivationCheckpointingSection(Section):
-    """DeepSpeed's own activation checkpointing, which a model calls; here a model uses torch's."""
-
-    partition_activations: Bool = no_effect(False, "there is no model parallelism")
-    """Share activations among model-parallel ranks."""
-    cpu_checkpointing: Bool = not_built(
-        False, f"{_BLOCKS}, within torch.autograd.graph.save_on_cpu() to keep them in host memory"
-    )
-    """Keep activations in host memory."""
-    contiguous_memory_optimization: Bool = not_built(False, _BLOCKS)
-    """Copy activations into one buffer."""
-    number_checkpoints: Positive | None = not_built(None, _BLOCKS)
-    """Checkpoints that the buffer has room for."""
-    synchronize_checkpoint_boundary: Bool = not_built(False, _BLOCKS)
-    """Wait for the device at each checkpoint."""
-    profile: Bool = not_built(False, _PROFILER)
-    """Time each checkpoint."""
-
-
-class FlopsProfilerSection(Section):
-    """Count floating-point operations."""
-
-    switch = "enabled"
-
-    enabled: Bool = not_built(False, _FLOPS)
-    """Profile."""
-    recompute_fwd_factor: Real = not_built(0.0, _FLOPS)
-    """Forward passes that are recomputed."""
-    profile_step: Positive = not_built(1, _FLOPS)
-    """Step that is profiled."""
-    module_depth: Position = not_built(-1, _FLOPS)
-    """Depth of the report."""
-    top_modules: Positive = not_built(1, _FLOPS)
-    """Modules in the report."""
-    detailed: Bool = not_built(True, _FLOPS)
-    """Report every module."""
-    output_file: Name | None = not_built(None, _FLOPS)
-    """File of the report."""
-
-
-class CommsLoggerSection(Section):
-    """Log collectives."""
-
-    switch = "enabled"
-
-    enabled: Bool = not_built(False, _COUNTED)
-    """Log."""
-    verbose: Bool = not_built(False, _COUNTED)
-    """Print each collective."""
-    prof_all: Bool = not_built(True, _COUNTED)
-    """Log all kinds."""
-    debug: Bool = not_built(False, _COUNTED)
-    """Name the caller."""
-    prof_ops: Unread = not_built(None, _COUNTED)
-    """Kinds to log."""
 
 
 class CheckpointSection(Section):
