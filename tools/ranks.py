@@ -36,6 +36,8 @@ def by_all_ranks(command: Callable[..., int | None]) -> Callable[..., int | None
     def run(**given: Any) -> int | None:
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return command(**given)
+        if sys.__stderr__ is not None:
+            sys.stderr = sys.__stderr__  # the arguments were fine
         with said_once(), _joined(command.__name__) as team:
             with _printing(team):
                 code = command(**given, team=team) or 0

@@ -64,11 +64,10 @@ def reshard_command(
         raise typer.BadParameter("give the folder to write as OUT, or a URL to upload to with --to")
     if to is not None and not is_url(to):
         raise UsageError(f"--to {to}: expected a URL like s3://bucket/run; give a local folder as OUT")
-    team = common.team
-    if to is not None and team.world_size > 1:
+    if to is not None and common.team.world_size > 1:
         raise UsageError(
-            f"--to {shown(to)} is for one process, and this is rank {team.rank} of {team.world_size}: write OUT with several, "
-            f"then `zstore reshard OUT --to {shown(to)}` with one"
+            f"--to {shown(to)} is for one process, and there are {common.team.world_size}: write OUT with several, then "
+            f"`zstore reshard OUT --to {shown(to)}` with one"
         )
     with contextlib.ExitStack() as temporary:
         folder = out or Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
@@ -89,7 +88,7 @@ def reshard_command(
                 compressed = "" if codec == "none" else f", compressed with {codec}"
                 ranks_text = f"from {source.record.world_size} to {format_count(ranks, 'rank')}"
                 plan += f", {ranks_text}{compressed}, into {where}{then}"
-                path, facts = _reshard(source, folder, (ranks, codec), plan, kept=out is not None, team=team)
+                path, facts = _reshard(source, folder, (ranks, codec), plan, kept=out is not None, team=common.team)
                 document |= {"path": None if out is None else str(path), **facts}
                 plan = ""
         if to is not None:  # the source's buffers are free again

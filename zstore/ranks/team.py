@@ -33,12 +33,18 @@ class Team:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Raise on every rank if the block raised on any (all ranks). See `World.agreeing`."""
+        """Raise on every rank if the block raised on any (all ranks). See [Note: one error for all]."""
         if self._world is None:
             yield
             return
-        with self._world.agreeing():
+        error: Exception | None = None
+        try:
             yield
+        except Exception as raised:
+            if self._world.watch is not None and self._world.watch.broken:
+                raise  # nobody is there to agree with
+            error = raised
+        self._world.raise_together(error)
 
     def check(self) -> None:
         """Raise RankError where another rank is known to be lost, so that nobody works on for nothing."""
