@@ -67,16 +67,7 @@ class _Check:
     def __init__(self, reader: CheckpointReader, team: Team) -> None:
         self._reader = reader
         self._team = team
-        num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
-        shards = [
-            (name, shard)
-            for shard in range(max(num_shards.values(), default=0))
-            for name, count in num_shards.items()
-            if shard < count
-        ]
-        items = [_chunks(reader.arrays[name], shard) for name, shard in shards]
-        shares = shares_of(items, team.rank, team.world_size)
-        self._shares = [(*shards[share.item], share.first, share.stop) for share in shares]
+        self._shares = shares_of_shards(reader.arrays, team.rank, team.world_size)
         self._manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
 
     def run(self, advance: Advance | None, num_threads: int) -> list[Fault]:
@@ -110,6 +101,19 @@ class _Check:
             return _sizes(self._reader)
         files = {self._reader.arrays[name].shard_file(shard) for name, shard, _, _ in self._shares}
         return plain_sizes(self._reader.path, files)
+
+
+def shares_of_shards(arrays: Mapping[str, StoredArray], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
+    """Return what one of several ranks checks, about the same bytes each: array, shard, and chunks `[first, stop)` of it."""
+    num_shards = {name: array.grid.num_shards for name, array in arrays.items()}
+    shards = [
+        (name, shard)
+        for shard in range(max(num_shards.values(), default=0))
+        for name, count in num_shards.items()
+        if shard < count
+    ]
+    shares = shares_of([_chunks(arrays[name], shard) for name, shard in shards], rank, world_size)
+    return [(*shards[share.item], share.first, share.stop) for share in shares]
 
 
 def _chunks(array: StoredArray, shard: int) -> tuple[int, int]:
