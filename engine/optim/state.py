@@ -226,10 +226,10 @@ class OptimizerState:
         """Return how an array of the parameter is divided among the ranks."""
         return record.grid.packed() if _is_packed(name) else record.grid
 
-    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""

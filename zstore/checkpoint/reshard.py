@@ -95,7 +95,7 @@ class _Reshard:
         group, _, fqn = name.rpartition(f"{TIE}/")
         if fqn and not group and model_array(fqn) in specs:
             grid = make_grid(specs[model_array(fqn)].stored_shape, world_size).packed()
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
+        return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
 
     def _check_chunks(self) -> None:
         for name, grid in self._plan.grids.items():
