@@ -28,6 +28,7 @@ from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
 from .runtime.messages import show_messages
@@ -106,6 +107,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
+    world.log = open_comms_log(resolved.settings.comms_logger, world)
     with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)

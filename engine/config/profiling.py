@@ -1,45 +1,66 @@
 """The sections `flops_profiler` and `comms_logger`."""
 
-from .keys import Section, not_built
-from .values import Bool, Name, Position, Positive, Real, Unread
+from typing import Annotated, Any
 
-_FLOPS = "no operations are counted; use torch.utils.flop_counter.FlopCounterMode around a step"
-_COUNTED = "collectives are not logged; engine.statistics() counts the bytes and the waits of every link"
+from pydantic import BeforeValidator
+
+from zstore.ranks.comms_log import OPERATIONS, operation_named
+
+from .keys import Section, built
+from .values import Bool, Name, Position, Positive, Real, Words, show
+
+
+def _operations(value: Any) -> Any:
+    """Return the operations that a list names, by our names."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"expected a list of names of collectives, got {show(value)}")
+    found = [operation_named(name) for name in value]
+    unknown = [name for name, known in zip(value, found, strict=True) if known is None]
+    if unknown:
+        raise ValueError(f"{show(unknown[0])} is no collective; expected some of {', '.join(OPERATIONS)}")
+    return tuple(found)
+
+
+Operations = Annotated[tuple[Name, ...], BeforeValidator(_operations), Words("a list of names of collectives")]
 
 
 class FlopsProfilerSection(Section):
-    """Count floating-point operations."""
+    """Count the floating-point operations of one step by module, and report them from rank 0. See docs/metrics.md."""
 
     switch = "enabled"
 
-    enabled: Bool = not_built(False, _FLOPS)
-    """Profile."""
-    recompute_fwd_factor: Real = not_built(0.0, _FLOPS)
-    """Forward passes that are recomputed."""
-    profile_step: Positive = not_built(1, _FLOPS)
-    """Step that is profiled."""
-    module_depth: Position = not_built(-1, _FLOPS)
-    """Depth of the report."""
-    top_modules: Positive = not_built(1, _FLOPS)
-    """Modules in the report."""
-    detailed: Bool = not_built(True, _FLOPS)
-    """Report every module."""
-    output_file: Name | None = not_built(None, _FLOPS)
-    """File of the report."""
+    enabled: Bool = built(False)
+    """Profile one step. Off, since the step that is profiled takes longer."""
+    recompute_fwd_factor: Real = built(0.0)
+    """Forwards that the backward repeats, of all modules: 1.0 with activation checkpointing of everything. Of it the report
+    takes the operations of recomputation where it did not see the backward; a backward that it saw is counted as it was."""
+    profile_step: Positive = built(1)
+    """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
+    everything up."""
+    module_depth: Position = built(-1)
+    """Depth of modules that the summary by depth goes down to; 0: the model alone. -1: all of them."""
+    top_modules: Positive = built(1)
+    """Classes of modules that the summary names at each depth, by parameters, operations and latency."""
+    detailed: Bool = built(True)
+    """Report each module below the summary, down to `module_depth`."""
+    output_file: Name | None = built(None)
+    """File that the report is written to; a relative path is relative to the working folder. Unset: to the log."""
 
 
 class CommsLoggerSection(Section):
-    """Log collectives."""
+    """Time each collective of the engine, on every rank, and sum up by operation and size. See docs/metrics.md."""
 
     switch = "enabled"
 
-    enabled: Bool = not_built(False, _COUNTED)
-    """Log."""
-    verbose: Bool = not_built(False, _COUNTED)
-    """Print each collective."""
-    prof_all: Bool = not_built(True, _COUNTED)
-    """Log all kinds."""
-    debug: Bool = not_built(False, _COUNTED)
-    """Name the caller."""
-    prof_ops: Unread = not_built(None, _COUNTED)
-    """Kinds to log."""
+    enabled: Bool = built(False)
+    """Time collectives. `zstore.profiling.comms_summary(engine)` and `deepspeed.comm.log_summary()` give the table, which rank
+    0 logs too when the engine is closed. Off, since times of a GPU are measured by two events for each collective."""
+    verbose: Bool = built(False)
+    """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
+    prof_all: Bool = built(True)
+    """Time all kinds; false: those in `prof_ops` alone."""
+    debug: Bool = built(False)
+    """Name the function that called, in the lines of `verbose` and in the table."""
+    prof_ops: Operations = built(())
+    """Kinds to time where `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
+    torch or DeepSpeed; or what they are for: all_reduce, which is made of others, and control, agreement between ranks."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
+    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
@@ -60,6 +61,8 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    utilisation: Utilisation | None
+    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -79,6 +82,7 @@ def engine_statistics(
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    utilisation: Utilisation | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -93,6 +97,7 @@ def engine_statistics(
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
+        utilisation=utilisation,
     )
 
 
