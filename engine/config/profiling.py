@@ -53,8 +53,8 @@ class CommsLoggerSection(Section):
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Time collectives. `zstore.profiling.comms_summary(engine)` and `deepspeed.comm.log_summary()` give the table, which rank
-    0 logs too when the engine is closed. Off, since times of a GPU are measured by two events for each collective."""
+    """Time collectives. Rank 0 logs the table when the engine is closed;
+    `zstore.profiling.comms_summary(engine)` and `deepspeed.comm.log_summary()` give it before. Off, since times of a GPU are measured by two events for each collective."""
     verbose: Bool = built(False)
     """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
     prof_all: Bool = built(True)

@@ -137,7 +137,7 @@ def summary_text(root: ModuleProfile, *, depth: int, top: int) -> str:
                 mine[place] += value
         found = []
         for place, unit in enumerate(("", "MACs", "s")):
-            most = sorted(sums.items(), key=lambda kind: -kind[1][place])[:top]  # noqa: B023 - used at once
+            most = sorted(sums.items(), key=lambda kind: -kind[1][place])[:top]
             texts = (
                 f"{kind} {_seconds_text(values[2]) if unit == 's' else rate_text(values[place], unit)}"
                 for kind, values in most

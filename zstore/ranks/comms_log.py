@@ -131,9 +131,7 @@ class CommsLog:
         return LoggedCollective(operation=operation, purpose=purpose, nbytes=nbytes, caller=caller)
 
     @contextmanager
-    def timing(
-        self, within: AbstractContextManager[None], operation: str, purpose: str, nbytes: int
-    ) -> Iterator[None]:
+    def timing(self, within: AbstractContextManager[None], operation: str, purpose: str, nbytes: int) -> Iterator[None]:
         """Time a `with` block, which is `within`'s too."""
         if not self._wanted(operation, purpose):
             with within:

@@ -368,9 +368,7 @@ class World:
         moving = self.links.moving(kind, sent_bytes)
         return moving if self.log is None else self.log.timing(moving, operation, kind, nbytes)
 
-    def _start(
-        self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, collective: Callable[[], Work]
-    ) -> Work:
+    def _start(self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, collective: Callable[[], Work]) -> Work:
         def begin() -> Work:
             self.links.begin(kind, sent_bytes)
             with self._within(kind):
