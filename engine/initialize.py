@@ -102,6 +102,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             answers=answers,
         )
     )
+    if resolved.settings.log_level is not None:
+        _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
         for line in resolved.report():
             _log.warning("%s: %s", resolved.source, line)

@@ -1,4 +1,4 @@
-"""The sections `flops_profiler` and `comms_logger`."""
+"""The sections `flops_profiler`, `comms_logger` and `timers`."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BeforeValidator
 
 from zstore.ranks.comms_log import OPERATIONS, operation_named
 
-from .keys import Section, built
+from .keys import Section, built, no_effect
 from .values import Bool, Name, Position, Positive, Real, Words, show
 
 
@@ -32,8 +32,8 @@ class FlopsProfilerSection(Section):
     enabled: Bool = built(False)
     """Profile one step. Off, since the step that is profiled takes longer."""
     recompute_fwd_factor: Real = built(0.0)
-    """Forwards that the backward repeats, of all modules: 1.0 with activation checkpointing of everything. Of it the report
-    takes the operations of recomputation where it did not see the backward; a backward that it saw is counted as it was."""
+    """Forwards of the model that its backward repeats, as 1.0 where all activations are checkpointed. It is for a backward
+    that the script starts by `loss.backward()`; of one that `engine.backward` runs, repeated forwards are counted."""
     profile_step: Positive = built(1)
     """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
     everything up."""
@@ -53,8 +53,8 @@ class CommsLoggerSection(Section):
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Time collectives. Rank 0 logs the table when the engine is closed;
-    `zstore.profiling.comms_summary(engine)` and `deepspeed.comm.log_summary()` give it before. Off, since times of a GPU are measured by two events for each collective."""
+    """Time collectives. Rank 0 logs the table when the engine is closed; `zstore.profiling.comms_summary(engine)` and
+    `deepspeed.comm.log_summary()` give it before. Off, since a GPU's times take two events for each collective."""
     verbose: Bool = built(False)
     """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
     prof_all: Bool = built(True)
@@ -64,3 +64,21 @@ class CommsLoggerSection(Section):
     prof_ops: Operations = built(())
     """Kinds to time where `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
     torch or DeepSpeed; or what they are for: all_reduce, which is made of others, and control, agreement between ranks."""
+
+
+class ThroughputSection(Section):
+    """How many samples a second pass."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, where
+    DeepSpeed has it on: the journal has the times of all steps."""
+    synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
+    """Wait for the device before time is taken."""
+
+
+class TimersSection(Section):
+    """How time is taken."""
+
+    throughput: ThroughputSection = ThroughputSection()

@@ -133,7 +133,7 @@ def _all(model: _Model, stage: int, per_node: int, nodes: int, factor: float) ->
     """Print the table of a stage, and return its rows."""
     _check(per_node, nodes, factor)
     rows = [_need(model, stage, (per_node, nodes), *choice[:2], factor, choice[2]) for choice in _CHOICES[stage]]
-    print(needs_text(rows, model.numel, model.largest_numel, per_node, nodes))
+    print(needs_text(rows, model.numel, model.largest_numel, per_node, nodes))  # noqa: T201 - that is what it is for
     return rows
 
 
@@ -149,8 +149,8 @@ def needs_text(rows: Sequence[MemoryNeed], numel: int, largest_numel: int, per_n
     """Return the table that is printed."""
     machines = f"{format_count(nodes, 'machine')} of {format_count(per_node, 'GPU')}"
     lines = [
-        f"Parameters, gradients and AdamW state in bf16 at stage {rows[0].stage}, on {machines}: {numel:,} parameters, "
-        f"{largest_numel:,} in the largest unit",
+        f"Parameters, gradients and AdamW state in bf16 at stage {rows[0].stage}, on {machines}",
+        f"{numel:,} parameters, {largest_numel:,} in the largest unit",
         f"{'per machine':>12}  {'per GPU':>12}  options",
     ]
     for row in rows:

@@ -46,6 +46,8 @@ class FlopsProfiler:
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._hooks: list[RemovableHandle] = []
+        with OperationCounter():  # torch imports much at the first; that is no module's time
+            torch.empty(0)
         self._reset()
 
     def _reset(self) -> None:
@@ -221,7 +223,7 @@ class FlopsProfiler:
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the classes of modules that have most parameters, operations and latency, by depth."""
-        print(summary_text(self.profile().root, depth=module_depth, top=top_modules))
+        print(summary_text(self.profile().root, depth=module_depth, top=top_modules))  # noqa: T201
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -126,12 +126,14 @@ class StepUtilisation:
 
     def step_ended(self) -> None:
         """Note that a step ended now, which began when the one before did; the first one, which warms up, counts not."""
-        now_s = time.perf_counter()
-        before_s, self._ended_s = self._ended_s, now_s
+        now_s, before_s = time.perf_counter(), self._ended_s
         self.last = None
         if before_s is not None:
             self._age_s += now_s - before_s
             self.last = self.of(now_s - before_s)
+        elif self.measures:
+            self._find_peak()
+        self._ended_s = time.perf_counter()  # without the measurement
 
     def begin_anew(self) -> None:
         """Forget when the last step ended: what came between is no part of the next."""

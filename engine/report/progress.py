@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ class RunReport:
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
+        self._line_samples, self._line_s = training.samples, time.perf_counter()
         if training.config.settings.dump_state and training.world.rank == 0:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
@@ -134,6 +136,11 @@ class RunReport:
                 *(1e3 * seconds / steps for seconds in (spent.forward_s, spent.backward_s, spent.optimizer_s)),
                 steps,
             )
+        if settings.timers.throughput.enabled and steps > 0:
+            samples, self._line_samples = training.samples - self._line_samples, training.samples
+            now_s = time.perf_counter()
+            passed_s, self._line_s = now_s - self._line_s, now_s
+            _log.info("step %d: %.4g samples/s, mean of %d steps", step, samples / passed_s, steps)
         if settings.memory_breakdown:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 

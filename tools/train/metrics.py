@@ -141,7 +141,8 @@ class TrainProgress(Bar):
         """Show a step's row."""
         moved = row["disk_read_bytes"] + row["disk_write_bytes"]
         text = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {_mfu_text(row['mfu'])}disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {_mfu_text(row['mfu'])}"
+            f"disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
             f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
         if self.update(completed=row["step"], description=text):
