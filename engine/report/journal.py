@@ -150,28 +150,24 @@ class RunJournal:
             "backward_s": spent.backward_s,
             "optimizer_s": spent.optimizer_s,
             "mfu": self._utilisation.last,
+            **self._new_flops(),
         }
         if now_s >= self._samples.next_s:
             record |= self._samples.take(now_s, step)
         self._step_ended_s = now_s
         self.writer.append(record)
-        self._tell_flops()
         if self._sink is None or self._run_id != training.run_id:
             self._open()
 
-    def _tell_flops(self) -> None:
-        """Write down where the numbers behind `mfu` are from, when that is new."""
+    def _new_flops(self) -> dict[str, Any]:
+        """Return where the numbers behind `mfu` are from, for the record of the first step that knows, and when it changes."""
         known = self._utilisation.now()
         if known is None or (known.source, known.peak_flops) == self._said_flops:
-            return
+            return {}
         self._said_flops = known.source, known.peak_flops
-        record = {"kind": "flops", "at": time.time(), "step": self._training.counters.global_steps}
         flops = known.step_flops * self._training.world.world_size
-        self.writer.append(
-            record
-            | {"step_flops": flops, "source": known.source, "peak_flops": known.peak_flops}
-            | {"peak_source": known.peak_source}
-        )
+        peak = {"peak_flops": known.peak_flops, "peak_source": known.peak_source}
+        return {"flops": {"step_flops": flops, "source": known.source} | peak}
 
     def _links(self, store: StoreStatistics) -> Mapping[str, LinkStatistics]:
         return link_statistics(self._training.world, self._training.state.store, store, self.saves_s())

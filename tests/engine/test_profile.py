@@ -213,13 +213,13 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(tmp_path:
     assert (known.step_flops, known.source, known.peak_source) == (2 * (FORWARD + BACKWARD), "counted", "measured")
     assert known.peak_flops == measure_rates(torch.device("cpu")).flops["fp32"] * torch.get_num_threads()
     records = read(tmp_path)
-    flops = [record for record in records if record["kind"] == "flops"]
+    flops = [record["flops"] for record in records if "flops" in record]
     assert [(one["step_flops"], one["source"], one["peak_flops"]) for one in flops] == [
         (known.step_flops, "counted", known.peak_flops)
     ]
     steps = [record for record in records if record["kind"] == "step"]
     assert steps[0]["mfu"] is None
-    assert 0 < steps[1]["mfu"]
+    assert steps[1]["mfu"] > 0
     assert steps[2]["mfu"] == pytest.approx(known.step_flops / known.peak_flops / steps[2]["step_s"], rel=0.2)
     with (tmp_path / "job" / "Train_Samples_mfu.csv").open(newline="") as file:
         rows = list(csv.reader(file))[1:]

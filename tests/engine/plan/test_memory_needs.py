@@ -85,7 +85,9 @@ def test_formulas_of_large_models() -> None:
     assert host == 4 * numel * gpus  # each rank builds it
     # Stage 3: all over the ranks, and two units gathered.
     found = estimate_zero3_model_states_mem_needs(numel, unit, gpus, nodes, cpu_offload=False, cpu_offload_params=False)
-    assert found == (0, 16 * numel // ranks + 2 * 2 * unit, 2 * unit)
+    assert found[0] == 0
+    assert found[1] == pytest.approx(16 * numel // ranks + 2 * 2 * unit, rel=1e-4)
+    assert found[2] == 2 * unit
     host, device, _ = estimate_zero3_model_states_mem_needs(numel, unit, gpus, nodes)
     assert device == 2 * 2 * unit
     assert host == pytest.approx(16 * numel // ranks * gpus, rel=1e-3)
