@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zstore.attention import apply as apply_sparse_attention
 from zstore.errors import ConfigError, UsageError
 from zstore.io.files import Files
 from zstore.ranks.world import World
@@ -106,6 +107,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
+    if resolved.settings.sparse_attention is not None:
+        apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
     with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)

@@ -24,6 +24,7 @@ from .sections import (
     TensorboardSection,
     WandbSection,
 )
+from .sparse_attention import SparseAttentionSection
 from .values import Auto, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Unread, Words
 from .zero import ZeroSection
 
@@ -194,8 +195,7 @@ class Settings(Section):
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
-    sparse_attention: Unread = refused(None, "choose the attention in the model")
-    """Sparse attention kernels."""
+    sparse_attention: SparseAttentionSection | None = None
     compile: Unread = refused(
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )

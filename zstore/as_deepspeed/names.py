@@ -50,6 +50,15 @@ _TORCH_COMM = (
     "send",
 )
 _COMM = (*_TORCH_COMM, "get_all_ranks_from_group", "get_local_rank", "get_world_group", "init_distributed")
+_SPARSE = (
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+)
 _CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset")
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
@@ -86,6 +95,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
     "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
     "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},

@@ -321,7 +321,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "~/nvme"}}},
         rf'write "{Path.home()}/nvme"',
     ),
-    ({"sparse_attention": {"mode": "fixed"}}, r"sparse_attention: .* is not supported"),
+    (
+        {"sparse_attention": {"mode": "strided"}},
+        r'sparse_attention.mode: choose one of "dense", "fixed", .* got "strided"',
+    ),
     (
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
         r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
