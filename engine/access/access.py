@@ -162,7 +162,7 @@ class Access:
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
-        slots = (*self.state.kernels[record.group].slots, *self.state.scalars[record])
+        slots = (*(slot.name for slot in self.state.slots_of(record)), *self.state.scalars[record])
         if slot not in slots:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record

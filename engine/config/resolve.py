@@ -27,6 +27,8 @@ class ResolveContext:
     device_supports_fp16: bool = False
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
+    whole_tensors: bool = False
+    """Whether that optimizer's steps need whole tensors, which ranks exchange."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False

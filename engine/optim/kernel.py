@@ -62,6 +62,8 @@ class SlotArray:
     """Entry of the class's state that it belongs to."""
     part: str | None = None
     """What it is of the entry's value, where that is a tensor made of several."""
+    shape: tuple[int, ...] | None = None
+    """Its shape, where that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
 class Kernel(Protocol):
