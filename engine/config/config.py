@@ -115,8 +115,8 @@ class Config:
         message = None
         if asked in ("backward", "forward") and self.whole_tensors:
             message = (
-                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and two threads cannot exchange at a '
-                "time"
+                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
+                "exchange at a time"
             )
         elif asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
             message = (

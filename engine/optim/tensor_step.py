@@ -8,8 +8,8 @@ that time. Each round:
 2. one exchange brings each owner its whole tensor, and the class's own step runs over it, on the device that computes;
 3. one exchange brings master and slots back, and every rank writes its rows and casts the parameter's own.
 So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
-what belongs to one tensor, four times over: read, received, whole, and on its way back. Where every rank has all rows nothing is exchanged,
-and each takes every tensor.
+what belongs to one tensor, four times over: read, received, whole, and on its way back. Where every rank has all rows
+nothing is exchanged, and each takes every tensor.
 
 A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
 """

@@ -35,11 +35,12 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
 def check_device(plan: Plan, device_bytes: int | None) -> None:
     """Raise BudgetError where the plan needs more than the device's memory; `device_bytes` None: not known."""
     # At least one unit has to be gathered beside what rests there.
-    needed = plan.held_total.device + max(plan.gathered_bytes, plan.update_bytes)
+    transient_bytes = max(plan.gathered_bytes, plan.update_bytes)
+    needed = plan.held_total.device + transient_bytes
     if device_bytes is not None and needed > device_bytes:
         raise BudgetError(
             f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(plan.held_total.device)} on "
-            f"it and gathers {format_bytes(needed - plan.held_total.device)} of tensors at a time, activations not counted: use "
+            f"it and gathers {format_bytes(transient_bytes)} of parameters at a time, activations not counted: use "
             "more ranks, a higher stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
 
