@@ -270,8 +270,8 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> K
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(
             f"optimizer {kind.__name__} is not known to update each element by itself, but state that is sharded (stages 1 "
-            f"to 3) or offloaded is updated in tiles; use one of {names}, or stage 0 without offload, where it steps whole "
-            "tensors"
+            f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
+            "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )
     plain = not any(group.get(name, False) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
     if kind in (torch.optim.Adam, torch.optim.AdamW):

@@ -16,11 +16,9 @@ from tests.engine.bits import digest, engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
 from tests.reference import Reference
-from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
 from zstore.engine.report.placement import placed_arrays
-from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.optim import Lamb, MuonWithAdam, split_for_muon
+from zstore.optim import Lamb, MuonWithAdam
 from zstore.testing.ranks import run_ranks
 
 PARAMS: dict[str, dict[str, Any]] = {

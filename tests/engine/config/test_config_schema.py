@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
+from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.values import expected
@@ -104,6 +105,8 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
         if section_of(field) is not None or status not in (Status.NOT_BUILT, Status.NO_EFFECT):
             continue
         *outer, name = path.split(".")
+        if outer == ["optimizer", "params"]:
+            switches["optimizer"] = {"type": next(one for one, kind in OPTIMIZERS.items() if name in kind.model_fields)}
         for value in values:
             config: dict[str, Any] = {name: value}
             for section in reversed(outer):

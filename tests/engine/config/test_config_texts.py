@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from zstore.engine.build.store import store_key
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.optimizer_names import ALIASES
 from zstore.engine.config.optimizers import OPTIMIZERS, WHOLE_TENSORS, OptimizerName
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.kernel import ELEMENT_WISE
 from zstore.engine.plan.needs import placement_settings
 from zstore.errors import ConfigError
@@ -117,7 +117,9 @@ def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(n
 
 
 def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> None:
-    assert {*(kind.__name__ for kind in ELEMENT_WISE), *WHOLE_TENSORS} == set(OPTIMIZERS) == set(get_args(OptimizerName))
+    assert (
+        {*(kind.__name__ for kind in ELEMENT_WISE), *WHOLE_TENSORS} == set(OPTIMIZERS) == set(get_args(OptimizerName))
+    )
     for name, usual in {**ALIASES, **{kind.upper(): kind for kind in OPTIMIZERS}}.items():
         config = load_config({"optimizer": {"type": name}})
         assert config.settings.optimizer is not None
