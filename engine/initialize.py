@@ -28,6 +28,7 @@ from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
+from .optim.tensor_kernel import needs_whole_tensors
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
@@ -97,6 +98,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_bf16=rates is not None and "bf16" in rates.native,
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
+            whole_tensors=optimizer is not None and needs_whole_tensors(type(optimizer)),
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,

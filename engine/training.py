@@ -24,6 +24,7 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
+from .optim.tensor_step import TensorStep
 from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
@@ -228,7 +229,9 @@ class Training:
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
-    """Takes the steps of an optimizer that must see whole tensors."""
+    """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
+    tensor_step: TensorStep | None = None
+    """Takes the steps of one that is known to need whole tensors."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -450,7 +453,9 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            if self.client_step is None:
+            if self.tensor_step is not None:
+                self.tensor_step.run(update)
+            elif self.client_step is None:
                 update.run()
             else:
                 self.client_step.run(records, settings.factor, self.gradients.take)

@@ -29,13 +29,15 @@ from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
+from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
+from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
 from .params.record import Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
-from .plan.plan import Plan
+from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
@@ -72,7 +74,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
+    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
@@ -127,6 +129,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
+            tensor_step=TensorStep(state, world) if any(isinstance(one, TensorKernel) for one in kernels) else None,
         )
     except BaseException:
         store.close()
@@ -137,7 +140,7 @@ def _open(
     model: nn.Module,
     config: Config,
     built: BuiltModel,
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     streams: Streams,
     files: Files | None,
 ) -> tuple[Plan, TensorStore]:
@@ -163,9 +166,18 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
             )
 
 
+def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:
+    """Return what the optimizer keeps of a parameter, for the plan."""
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(parameter.shape))
+    return kernel.slots
+
+
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
+    if needs_whole_tensors(optimizer.kind):
+        return kernels_for(optimizer.kind, optimizer.param_groups)
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if optimizer.kind in ELEMENT_WISE or not whole:
         return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]

@@ -19,7 +19,7 @@ from ..params.gradient_types import GradientTypes
 from ..params.record import Sharding, named_parameters
 from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
-from .plan import Need, PlacementSettings
+from .plan import Need, PlacementSettings, Slots
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -76,7 +76,7 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
 
 def find_needs(
     shapes: Sequence[ParameterShape],
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     config: Config,
     *,
     world_size: int,
@@ -102,6 +102,7 @@ def find_needs(
                 slots=slots.get(one.name),
                 stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,
+                state_ranks=world_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
             )
         )

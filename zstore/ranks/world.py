@@ -37,7 +37,7 @@ from .watch import Watch, store_port
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "control"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
