@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -170,6 +170,8 @@ class Plan:
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that this rank sends to others in a step, by kind of collective. See [Note: bytes sent]."""
 
     @property
     def file_bytes(self) -> int:

@@ -26,7 +26,13 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     """
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
     what = "training state rests" if trains else "parameters rest"
-    lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
+    lines = [
+        f"where the {what}{whose}:",
+        *_table(plan),
+        *_budget(plan),
+        *_traffic(plan, local_ranks, trains),
+        *_sent(plan, trains),
+    ]
     if notes:
         lines += [*_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
@@ -114,6 +120,14 @@ def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
     if not trains:
         return [f"  each forward reads {read} from disk{sharers}"]
     return [f"  each step reads {read} from disk and writes {written}{sharers}"]
+
+
+def _sent(plan: Plan, trains: bool) -> list[str]:
+    if not plan.sent:
+        return []
+    parts = ", ".join(f"{kind.replace('_', '-')} {format_bytes(nbytes)}" for kind, nbytes in plan.sent.items())
+    what = "step" if trains else "forward"
+    return [f"  each {what} sends {format_bytes(sum(plan.sent.values()))} to other ranks from each: {parts}"]
 
 
 def _beside(plan: Plan) -> list[str]:
