@@ -127,7 +127,7 @@ def _sent(plan: Plan, trains: bool) -> list[str]:
         return []
     parts = ", ".join(f"{kind.replace('_', '-')} {format_bytes(nbytes)}" for kind, nbytes in plan.sent.items())
     what = "step" if trains else "forward"
-    return [f"  each {what} sends {format_bytes(sum(plan.sent.values()))} to other ranks from each: {parts}"]
+    return [f"  each {what} of a rank sends {format_bytes(sum(plan.sent.values()))} to other ranks: {parts}"]
 
 
 def _beside(plan: Plan) -> list[str]:
