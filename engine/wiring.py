@@ -7,12 +7,14 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from zstore.errors import UsageError
 from zstore.io.files import Files
+from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
@@ -40,6 +42,7 @@ from .plan.plan import Plan
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
+from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
 from .zero.quantized_gradients import quantized_reducer
@@ -66,7 +69,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     `files` is what the run's store touches its disks through, `streams` what copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
-    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
+    sharding = Sharding.of_stage(
+        config.stage, world.world_size, offloads_parameters=offloads_parameters, copy_size=config.copy_size
+    )
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
     names = list(named_parameters(model))
@@ -103,16 +108,20 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
-        hooks = None
+        hooks, groups = None, _groups(config, sharding, world)
         if sharding.parameters:
-            hooks = UnitHooks(model, units, make_sharded_units(units, config, store, world, transfers))
+            sharded = make_sharded_units(
+                units, config, store, transfers, world=world, groups=groups, copies=sharding.num_copies
+            )
+            hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
-        gradients = _gradients(state, units, hooks, config, sharding, world)
+        gradients = _gradients(state, units, hooks, config, sharding, world, groups)
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
+            groups=groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,
@@ -200,6 +209,16 @@ def _present_bytes(store: TensorStore) -> Counter[Path]:
     return present
 
 
+def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, ...]:
+    """Return the groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions.
+    None, where every rank is for itself (all ranks)."""
+    if sharding.num_copies == 1:
+        return () if config.secondary_size is None else (make_groups(world, config.secondary_size),)
+    groups = make_groups(world, sharding.copy_size)
+    # Gathers come in another order than reductions within a group, which gloo has none of: see CopiesReduction.
+    return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
+
+
 def _gradients(
     state: OptimizerState,
     units: list[Unit],
@@ -207,6 +226,7 @@ def _gradients(
     config: Config,
     sharding: Sharding,
     world: World,
+    groups: tuple[Groups, ...],
 ) -> Gradients:
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that nobody asked for.
@@ -225,7 +245,10 @@ def _gradients(
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=in_backward,
+        copies=sharding.num_copies,
     )
+    if sharding.num_copies > 1:
+        rules = replace(rules, reduce=partial(CopiesReduction, groups[-1]))
     if not by_unit:
         everywhere = not (sharding.optimizer_state and rules.scatter)
         return WholeGradients(trained, others, world, rules, everywhere=everywhere)

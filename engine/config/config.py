@@ -242,6 +242,16 @@ class Config:
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
 
     @property
+    def copy_size(self) -> int | None:
+        """Ranks that hold one copy of what is sharded; None: all."""
+        return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Ranks that hold a second copy of the parameters among them; None: there is none."""
+        return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
+
+    @property
     def reduce_bucket_numel(self) -> int:
         """Elements of gradients reduced in one collective."""
         return int(self._plain(self.zero.reduce_bucket_size))

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from .keys import Section, answer_type
 from .optimizers import OptimizerSection
 from .schema import Settings
+from .zero_groups import group_problems
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -163,6 +164,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'
         )
+    problems += group_problems(settings.zero_optimization, context.world_size)
     derived, defaults, missing = _fill(settings, context.hidden_size)
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 

@@ -224,7 +224,8 @@ class OptimizerState:
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
-        return record.grid.packed() if _is_packed(name) else record.grid
+        grid = record.state_grid if self.is_sharded else record.grid
+        return grid.packed() if _is_packed(name) else grid
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint."""

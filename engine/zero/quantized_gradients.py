@@ -169,11 +169,11 @@ class QuantizedReduction:
         return True
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's row of the mean, [cols]."""
+        """Wait, and return this rank's row of the mean, [1, cols]."""
         while True:
             self._work.wait()
             if not self._advance():
-                return self._mean()[0].to(self.bucket.dtype)
+                return self._mean().to(self.bucket.dtype)
 
 
 def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:

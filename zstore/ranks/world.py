@@ -166,6 +166,8 @@ class World:
         """
         if self.world_size == 1:
             return self
+        if self.world_size != torch_dist.get_world_size():
+            raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
         with self._within("new_group"):
             group = torch_dist.new_group()
         self.know_connections()
@@ -241,8 +243,14 @@ class World:
         if sent_bytes > near_bytes:
             self.links.begin("between_groups", sent_bytes - near_bytes)
 
-    def _global_rank(self, rank: int) -> int:
-        return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole run, whichever of them this world has."""
+        return self.world_size if self.group is None else torch_dist.get_world_size()
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number among all ranks of one of this world."""
+        return rank if self.group is None else torch_dist.getglobal_rank(self.group, rank)
 
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
@@ -344,7 +352,7 @@ class World:
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             self._count_reach(sent_bytes)
             with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self._global_rank(source), group=self.group)
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -357,9 +365,9 @@ class World:
         self._count_reach(sent_bytes, target)
         with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
             if self.rank == source:
-                torch_dist.send(flat, self._global_rank(target), group=self.group)
+                torch_dist.send(flat, self.global_rank(target), group=self.group)
             else:
-                torch_dist.recv(flat, self._global_rank(source), group=self.group)
+                torch_dist.recv(flat, self.global_rank(source), group=self.group)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
