@@ -108,20 +108,20 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
-        hooks, groups = None, _groups(config, sharding, world)
+        hooks, rank_groups = None, _groups(config, sharding, world)
         if sharding.parameters:
             sharded = make_sharded_units(
-                units, config, store, transfers, world=world, groups=groups, copies=sharding.num_copies
+                units, config, store, transfers, world=world, groups=rank_groups, copies=sharding.num_copies
             )
             hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
-        gradients = _gradients(state, units, hooks, config, sharding, world, groups)
+        gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
-            groups=groups,
+            groups=rank_groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,

@@ -103,6 +103,18 @@ class Config:
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
+        if context.world_size == 1:
+            keys = [
+                key
+                for key in ("zero_quantized_weights", "zero_quantized_gradients")
+                if getattr(settings.zero_optimization, key)
+            ]
+            known = {notice.key for notice in notices}
+            notices += [
+                Notice(f"zero_optimization.{key}", "no effect: one rank sends nothing to others")
+                for key in keys
+                if f"zero_optimization.{key}" not in known
+            ]
         resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))

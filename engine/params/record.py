@@ -115,7 +115,7 @@ class ParameterRecord:
     """Number of this rank's shard on `state_grid`."""
     world_size: int
     """Ranks that `grid` cuts for."""
-    copy: int | None
+    copy: int | None = None
     """Number of the copy of the state that this rank holds a shard of; None: there is one. See [Note: copies]."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""

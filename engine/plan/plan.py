@@ -48,6 +48,23 @@ class Traffic:
         return self.read + self.written
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends to others in a step, padding included."""
+
+    within: int = 0
+    """To ranks of its group; to all others where there are no groups."""
+    between: int = 0
+    """To ranks of other groups."""
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(within=self.within + other.within, between=self.between + other.between)
+
+    def times(self, count: int) -> Sent:
+        """Return what `count` of these send."""
+        return Sent(within=self.within * count, between=self.between * count)
+
+
 Rest = Literal["device", "host", "disk"]
 
 
@@ -82,6 +99,10 @@ class Need:
     fetches: int = 2
     """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
     is still there."""
+    secondary_numel: int = 0
+    """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
+    reduced_numel: int = 0
+    """Elements of the parameter as it is cut over all ranks, padding included."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 
@@ -157,8 +178,8 @@ class Plan:
     stay_gathered: frozenset[str]
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
-    """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
-    arrive), "master", each slot, "buffers"."""
+    """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
+    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]
@@ -170,8 +191,13 @@ class Plan:
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
-    sent: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that this rank sends to others in a step, by kind of collective. See [Note: bytes sent]."""
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+    """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
+    group_size: int | None = None
+    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    several machines)."""
+    tells_sent: bool = False
+    """Whether what is sent is worth a line: it depends on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:
@@ -190,6 +216,11 @@ class Plan:
     def held_total(self) -> Held:
         """Bytes of all kinds."""
         return sum(self.held.values(), Held())
+
+    @property
+    def sent_total(self) -> Sent:
+        """Bytes sent in a step of all kinds."""
+        return sum(self.sent.values(), Sent())
 
     @property
     def traffic_total(self) -> Traffic:

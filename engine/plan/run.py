@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from .needs import find_needs, placement_settings, shapes_of_model, units_of_mod
 from .placement import make_plan
 from .plan import Plan
 from .report import check_device, check_host, describe
-from .wire import sent_bytes
+from .sent import with_sent
 
 _AUTO_PERCENT = 60
 
@@ -69,13 +68,12 @@ def plan_run(
     with world.agreeing():
         needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units)
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
-        sizes = {"world_size": world.world_size, "local_world_size": world.local_world_size}
-        plan = replace(make_plan(needs, settings, units), sent=sent_bytes(needs, config, **sizes))
+        ranks = {"native": world.backend != "gloo", "local_world_size": world.local_world_size}
+        plan = with_sent(make_plan(needs, settings, units), needs, config, world.world_size, **ranks)
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
     _check_host(plan, world, memory or read_host_memory())
-    quantizes = bool(plan.sent) and (config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients)
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
-    if world.rank == 0 and (offloads or quantizes):
+    if world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
         _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
     return plan

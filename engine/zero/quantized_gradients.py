@@ -29,7 +29,7 @@ from zstore.ranks.world import Kind, Work, World
 from ..config.config import Config
 from ..params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
 from ..params.record import ParameterRecord
-from ..plan.wire import quantized_group
+from ..plan.sent import quantized_group
 from .collectives import Bucket, TypeOf, plan_buckets
 
 
@@ -181,4 +181,4 @@ def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:
     if not config.zero.zero_quantized_gradients or world.world_size == 1:
         return None
     group_size = quantized_group(config, world.world_size, world.local_world_size)
-    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)
+    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size or world.world_size)

@@ -32,7 +32,9 @@ def _coded(draw: st.DrawFn) -> tuple[BlockCode, torch.Tensor]:
     lengths = draw(st.lists(st.integers(1, 70).map(lambda n: 16 * n), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     values = torch.randn(draw(st.integers(1, 3)), sum(lengths), generator=generator)
-    values *= 10.0 ** torch.randint(-30, 30, values.shape, generator=generator).float().mul(draw(st.sampled_from([0, 1])))
+    values *= 10.0 ** torch.randint(-30, 30, values.shape, generator=generator).float().mul(
+        draw(st.sampled_from([0, 1]))
+    )
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     return BlockCode(tuple(lengths), draw(st.sampled_from([4, 8]))), values.to(dtype)
 
@@ -127,7 +129,11 @@ def _train(rank: int, config: dict[str, Any], load: str | None = None, save: str
         sent = {kind: after.sent_bytes[kind] - before.sent_bytes.get(kind, 0) for kind in after.sent_bytes}
         return {
             "sent": {kind: nbytes for kind, nbytes in sent.items() if nbytes and kind not in ("control", "broadcast")},
-            "planned": dict(engine.training_state.plan.sent),
+            "reach": [
+                after.links[name].bytes - before.links[name].bytes if name in after.links else 0
+                for name in ("within_group", "between_groups")
+            ],
+            "planned": {kind: [sent.within, sent.between] for kind, sent in engine.training_state.plan.sent.items()},
             "weight": seen["weight"],
             "masters": masters,
         }
@@ -162,6 +168,8 @@ def _run_all(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     # Two machines of two ranks.
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found["two hops"] = _train(rank, _config(QG))
+    found["two hops and a second copy"] = _train(rank, _config(QW | QG | {"zero_hpz_partition_size": 2}))
+    found["copies"] = _train(rank, _config(QW | {"mics_shard_size": 2}))
     return found
 
 
@@ -173,7 +181,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
 def test_the_bytes_sent_are_those_of_the_formula_and_of_the_plan(runs: list[dict[str, dict[str, Any]]]) -> None:
     for found in runs:
         for name, run in found.items():
-            assert run["sent"] == run["planned"], name
+            planned = {kind: sum(run["planned"][kind]) for kind in ("parameters", "gradients")}
+            assert run["sent"] == {"all_gather": planned["parameters"], "reduce_scatter": planned["gradients"]}, name
+        for name in ("two hops", "two hops and a second copy"):
+            reach = [sum(reach) for reach in zip(*found[name]["planned"].values(), strict=True)]
+            assert found[name]["reach"] == reach
     matrices = 2 * ROWS * WIDTH
     # A rank's rows are padded to 16 elements: of the norm, and of two biases.
     vectors = sum(16 * math.ceil(n / 64) for n in (WIDTH, WIDTH, ROWS, WIDTH))
