@@ -47,6 +47,7 @@ from .training import Accumulation, PendingUpdate, Training
 from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
+from .zero.quantized_gradients import quantized_reducer
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -268,4 +269,6 @@ def _gradients(
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     arrived = None if hooks is None else hooks.arrived
+    if (quantizer := quantized_reducer(config, world)) is not None:
+        rules = replace(rules, quantizer=quantizer)
     return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

@@ -102,6 +102,18 @@ class Config:
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
+        if context.world_size == 1:
+            keys = [
+                key
+                for key in ("zero_quantized_weights", "zero_quantized_gradients")
+                if getattr(settings.zero_optimization, key)
+            ]
+            known = {notice.key for notice in notices}
+            notices += [
+                Notice(f"zero_optimization.{key}", "no effect: one rank sends nothing to others")
+                for key in keys
+                if f"zero_optimization.{key}" not in known
+            ]
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
         whole = named or context.whole_tensors
         resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)

@@ -222,7 +222,10 @@ class Plan:
     sent: Mapping[str, Sent] = field(default_factory=dict)
     """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
     group_size: int | None = None
-    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`)."""
+    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    several machines)."""
+    tells_sent: bool = False
+    """Whether what is sent is worth a line: it depends on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:

@@ -119,9 +119,12 @@ def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
 
 
 def _sent(plan: Plan, world_size: int) -> list[str]:
-    """Say what a step sends, where that depends on groups of ranks."""
-    if plan.group_size is None:
+    """Say what a step sends, where that depends on groups of ranks, or on what travels as integers."""
+    if not plan.tells_sent:
         return []
+    if plan.group_size is None:
+        parts = ", ".join(f"{kind} {format_bytes(sent.within)}" for kind, sent in plan.sent.items())
+        return [f"  each step sends {format_bytes(plan.sent_total.within)} from each rank to the others: {parts}"]
     sent, groups = plan.sent_total, world_size // plan.group_size
     within = f"each step sends {format_bytes(sent.within)} from each rank within its group of {plan.group_size}"
     return [f"  {within} and {format_bytes(sent.between)} to other groups ({groups} groups)"]
