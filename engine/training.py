@@ -14,6 +14,7 @@ from torch import nn
 from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.world import World
 
+from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
@@ -229,6 +230,8 @@ class Training:
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
     """Takes the steps of an optimizer that must see whole tensors."""
+    activations: ActivationOffload | None = None
+    """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -277,6 +280,8 @@ class Training:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.activations is not None:
+            self.activations.take_all()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return
@@ -340,6 +345,8 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
+            if self.activations is not None:
+                self.activations.end_backward()
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -507,4 +514,6 @@ class Training:
             self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
+        if self.activations is not None:
+            self.activations.close()
         self.state.store.close()
