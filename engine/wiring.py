@@ -17,6 +17,7 @@ from zstore.store import TensorStore
 
 from .activations.blocks import find_blocks
 from .activations.offload import ActivationOffload
+from .activations.recompute import set_up_checkpointing
 from .activations.tiers import ActivationTier, DiskPieces, HostPieces
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
@@ -70,6 +71,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
+    section = config.settings.activation_checkpointing
+    set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.

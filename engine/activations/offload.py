@@ -29,6 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -191,13 +192,16 @@ class ActivationOffload:
         self._fixed = frozenset(self._fixed_storages())
         if self._context is None:
             self._context = self._transfers.stream_context()
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            yield
+        token = _active.set(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            _active.reset(token)
 
     def _fixed_storages(self) -> Iterator[int]:
         for record in self._records:
             yield record.full.untyped_storage()._cdata
-            yield record.parameter.untyped_storage()._cdata
         for buffer in self._model.buffers():
             yield buffer.untyped_storage()._cdata
 
@@ -430,6 +434,14 @@ class ActivationOffload:
         self.take_all()
         self._writer.close()
         self._reader.close()
+
+
+_active: ContextVar[ActivationOffload | None] = ContextVar("active_offload", default=None)
+
+
+def active_offload() -> ActivationOffload | None:
+    """Return what takes activations of the forward under way; None: nothing does."""
+    return _active.get()
 
 
 def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -50,7 +50,15 @@ _TORCH_COMM = (
     "send",
 )
 _COMM = (*_TORCH_COMM, "get_all_ranks_from_group", "get_local_rank", "get_world_group", "init_distributed")
-_CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset")
+_CHECKPOINTING = (
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
