@@ -15,6 +15,7 @@ from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
+from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
@@ -235,6 +236,8 @@ class Training:
     """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
     tensor_step: TensorStep | None = None
     """Takes the steps of one that is known to need whole tensors."""
+    activations: ActivationOffload | None = None
+    """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -288,6 +291,8 @@ class Training:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.activations is not None:
+            self.activations.take_all()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return
@@ -351,6 +356,8 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
+            if self.activations is not None:
+                self.activations.end_backward()
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -522,4 +529,6 @@ class Training:
             self.hooks.remove()
         for groups in self.groups:
             groups.release()
+        if self.activations is not None:
+            self.activations.close()
         self.state.store.close()

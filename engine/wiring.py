@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,10 @@ from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
+from .activations.blocks import find_blocks
+from .activations.offload import ActivationOffload
+from .activations.recompute import set_up_checkpointing
+from .activations.tiers import ActivationTier, DiskPieces, HostPieces
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
@@ -36,10 +40,10 @@ from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
 from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import Sharding, named_parameters
+from .params.record import ParameterRecord, Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
-from .plan.needs import spill_pool_bytes
+from .plan.needs import activation_pool_bytes, spill_pool_bytes
 from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
@@ -76,6 +80,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     )
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
+    section = config.settings.activation_checkpointing
+    set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
@@ -86,7 +92,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     if config.frozen:
         model.requires_grad_(False)
     transfers = Transfers(streams, store.links)
-    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
+    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
         map_large_blocks()
     try:
         _require_own_snapshots(config, store, world)
@@ -141,10 +147,27 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
             tensor_step=TensorStep(state, world) if any(isinstance(one, TensorKernel) for one in kernels) else None,
+            activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
         store.close()
         raise
+
+
+def _activations(
+    model: nn.Module, records: Sequence[ParameterRecord], config: Config, store: TensorStore, transfers: Transfers
+) -> ActivationOffload | None:
+    """Return what takes activations off the device; None where they stay."""
+    tier: ActivationTier
+    if config.activations == "disk":
+        tier = DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+    elif config.activations == "host" and not transfers.streams.device_is_host:
+        tier = HostPieces(store, transfers)
+    else:
+        if config.activations == "host":
+            _log.info("activations stay where they are: the CPU computes, in host memory")
+        return None
+    return ActivationOffload(model, records, find_blocks(model), tier, transfers)
 
 
 def _open(

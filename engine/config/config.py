@@ -235,6 +235,23 @@ class Config:
         return _offload(self.zero.offload_param)
 
     @property
+    def activations(self) -> Literal["device", "host", "disk"]:
+        """Where what a forward keeps for its backward rests."""
+        if self.frozen:
+            return "device"
+        on_host: Literal["device", "host"] = (
+            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
+        )
+        return self.own.activations or on_host
+
+    @property
+    def activations_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives that activations go to; none where they stay in memory."""
+        if self.activations != "disk":
+            return ()
+        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+
+    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""

@@ -79,6 +79,18 @@ class ZstoreSection(Section):
     split_master: Bool = built(False)
     """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
+    activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
+    """Where tensors that the forward keeps for the backward rest between the two: inputs of checkpointed blocks, and of
+    blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
+    to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
+    activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    activations_path: Folders | None = built(None)
+    """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
+    that of offload_param."""
+    gradient_checkpointing: Bool = built(False)
+    """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
+    computation. The blocks are transformers' own where the model has `gradient_checkpointing_enable()`, else the modules
+    in its outermost ModuleLists."""
     durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
     """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
     on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""

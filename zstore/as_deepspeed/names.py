@@ -59,7 +59,15 @@ _SPARSE = (
     "SparsityConfig",
     "VariableSparsityConfig",
 )
-_CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset")
+_CHECKPOINTING = (
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
