@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from .activations import ActivationCheckpointingSection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
-from .profiling import CommsLoggerSection, FlopsProfilerSection
+from .profiling import CommsLoggerSection, FlopsProfilerSection, TimersSection
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
@@ -145,10 +145,8 @@ class Settings(Section):
     """Metrics for Trackio."""
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
-    log_level: Unread = not_built(
-        None, 'messages keep their levels; write logging.getLogger("zstore").setLevel(...) into the script'
-    )
-    """How much is logged."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
+    """Least level of what the logger `zstore` lets pass, on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
     """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
     gc.collect() where it suits."""
@@ -191,10 +189,7 @@ class Settings(Section):
     """Order of process groups."""
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
-    timers: Unread = not_built(
-        None, "throughput is not logged; engine.statistics() has times and bytes, wall_clock_breakdown logs phase times"
-    )
-    """How time is taken."""
+    timers: TimersSection = TimersSection()
     nebula: Unread = not_built(
         None,
         "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",

@@ -97,7 +97,7 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
     """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
-    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger")
+    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput")
     switches |= {key: {"enabled": True} for key in sections}
     values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "forward"]
     for path, field in known_keys(Settings):
@@ -166,9 +166,9 @@ def test_lines_that_come_with_those_of_progress_are_reported_where_there_are_non
 
 
 def test_report_joins_keys_of_one_reason() -> None:
-    lines = load_config({"comms_logger": {"enabled": True, "verbose": True}}).report()
+    lines = load_config({"prescale_gradients": True, "gradient_predivide_factor": 2.0}).report()
     assert len(lines) == 1
-    assert lines[0].startswith("comms_logger.enabled, comms_logger.verbose: not built: ")
+    assert lines[0].startswith("prescale_gradients, gradient_predivide_factor: not built: ")
 
 
 def test_other_spellings() -> None:
