@@ -302,7 +302,7 @@ class World:
         everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(everyone, mine, kind="control")
         rows = everyone.cpu().view(self.world_size, longest)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return rank `source`'s `value` (JSON data) on every rank."""
