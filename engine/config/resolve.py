@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from .keys import Section, answer_type
 from .optimizers import OptimizerSection
-from .schema import Settings
+from .schema import BATCH_KEYS, Settings
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -88,11 +88,11 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
     return quotient
 
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
+    if settings.elasticity.enabled and not context.frozen:
+        train, micro, accumulation = settings.elasticity.sizes_at(context.world_size)
+        return BatchSizes(train_batch_size=train, micro_batch_size=micro, accumulation_steps=accumulation)
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
     if all(size in (None, "auto") for size in written[:2]):
