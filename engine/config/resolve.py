@@ -128,6 +128,16 @@ def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
 
 
+def stand_ins(settings: Settings) -> dict[str, Any]:
+    """Return answers for what only a training script can answer: 1 for a batch size that is open, and for each "auto"
+    without a default. They are there to look at the rest of a config."""
+    found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
+    sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
+    if all(size in (None, "auto") for size in sizes) and not settings.elasticity.enabled:
+        found["train_micro_batch_size_per_gpu"] = 1
+    return found
+
+
 _PRECISION_KEYS = ("bf16.enabled", "fp16.enabled")
 _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_prefetch_bucket_size": 90}
 """Sizes of buckets, in hundredths of the hidden size squared."""

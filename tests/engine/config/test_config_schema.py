@@ -327,7 +327,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
         r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
     ),
-    ({"elasticity": {"enabled": True}}, r"elasticity.max_train_batch_size: the key is missing, .* whole number"),
+    (
+        {"elasticity": {"enabled": True, "micro_batch_sizes": [1]}},
+        r"elasticity.max_train_batch_size: the key is missing.*",
+    ),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
     ({"checkpoint": {"use_node_local_storage": True}}, r"checkpoint\.use_node_local_storage: true is not supported"),
