@@ -2,11 +2,20 @@
 
 from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
 from .elastic_batch import ElasticBatch, elastic_batch, elastic_micro_batch
 from .keys import Section, built, no_effect, refused
 from .values import Bool, Count, OneOf, Positive, Words
 
 Sizes = Annotated[tuple[Positive, ...], Words("a list of whole numbers of at least 1")]
+
+Version = Annotated[
+    Literal["0.1", "0.2"],
+    OneOf(),
+    BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
+    Words("0.1 or 0.2"),
+]
 
 
 class ElasticitySection(Section):
@@ -27,7 +36,7 @@ class ElasticitySection(Section):
     """Fewest ranks that count as valid."""
     max_gpus: Positive = built(10_000)
     """Most ranks that count as valid."""
-    version: Annotated[Literal[0.1, 0.2], OneOf()] = built(0.2)
+    version: Version = built("0.2")
     """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key. Where a node has one rank they are the
     same."""
     num_gpus_per_node: Positive = built(1)
@@ -51,7 +60,7 @@ class ElasticitySection(Section):
             self.max_train_batch_size,
             min_world_size=self.min_gpus,
             max_world_size=self.max_gpus,
-            ranks_per_node=self.num_gpus_per_node if self.version == 0.2 else 1,
+            ranks_per_node=self.num_gpus_per_node if self.version == "0.2" else 1,
             prefer_larger=self.prefer_larger_batch,
         )
 
@@ -64,7 +73,7 @@ class ElasticitySection(Section):
                 f"elasticity: world size {world_size} cannot train with its batch of {found.train_batch_size}; start "
                 f"one of {', '.join(map(str, found.valid_world_sizes))} ranks"
             )
-        larger = self.prefer_larger_batch or self.version == 0.1
+        larger = self.prefer_larger_batch or self.version == "0.1"
         micro = elastic_micro_batch(
             found.train_batch_size, world_size, self.micro_batch_sizes or (), prefer_larger=larger
         )

@@ -91,8 +91,8 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
 def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
     if settings.elasticity.enabled and not context.frozen:
-        train, micro, accumulation = settings.elasticity.sizes_at(context.world_size)
-        return BatchSizes(train_batch_size=train, micro_batch_size=micro, accumulation_steps=accumulation)
+        sizes = settings.elasticity.sizes_at(context.world_size)
+        return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
     if all(size in (None, "auto") for size in written[:2]):

@@ -146,7 +146,7 @@ def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan:
         activations_bytes=activations,
         transit_bytes=transit,
         device_bytes=0 if machine.device_is_host else on_device,
-        host_bytes=machine.num_ranks * (held.host + held.pinned) + (on_device if machine.device_is_host else 0),
+        host_bytes=machine.num_ranks * (held.host + held.pinned + (on_device if machine.device_is_host else 0)),
         disk_bytes=machine.num_ranks * plan.file_bytes,
         seconds=step_seconds(job, choice, plan),
         lacking=(),

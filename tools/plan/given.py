@@ -48,8 +48,8 @@ def differences(
     for name in dict.fromkeys((*before, *after)):
         one, other = before.get(name), after.get(name)
         if isinstance(one, Mapping) or isinstance(other, Mapping):
-            sections = [value if isinstance(value, Mapping) else {} for value in (one, other)]
-            yield from differences(*sections, f"{prefix}{name}.")
+            one, other = (value if isinstance(value, Mapping) else {} for value in (one, other))
+            yield from differences(one, other, f"{prefix}{name}.")
         elif one != other:
             yield f"{prefix}{name}", one, other
 
