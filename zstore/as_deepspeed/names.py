@@ -60,7 +60,32 @@ _COMM = (
 _PROFILER = ("FlopsProfiler", "get_model_profile")
 _ZERO2_MEMORY = tuple(f"estimate_zero2_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
 _ZERO3_MEMORY = tuple(f"estimate_zero3_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
-_CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset")
+_SPARSE = (
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+)
+_CHECKPOINTING = (
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
+_ELASTICITY = (
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "ensure_immutable_elastic_config",
+)
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
@@ -90,12 +115,15 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
     "deepspeed.comm": {"comm": _COMM},
     "deepspeed.comm.comm": {"comm": _COMM},
+    "deepspeed.elasticity": {"elasticity": _ELASTICITY},
+    "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.git_version_info": {"root": ("version",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
     "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
     "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"profiling": _PROFILER},
     "deepspeed.profiling.flops_profiler.profiler": {"profiling": _PROFILER},
@@ -129,7 +157,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """DeepSpeed's module -> this package's module -> names that it gives."""
 
 INSTEAD: Mapping[str, str] = {
-    "autotuning": "there is no autotuner; `zstore plan` says what a config takes",
+    "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
     "checkpointing": "wrap the model's blocks in torch.utils.checkpoint",
     "comm": "use torch.distributed, whose groups these are",
     "compression": "nothing is compressed",
@@ -137,7 +165,7 @@ INSTEAD: Mapping[str, str] = {
     "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
     "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
     "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
-    "elasticity": "any world size resumes a checkpoint",
+    "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
     "HybridEngine": "there is no inference engine",
     "inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
     "InferenceEngine": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
