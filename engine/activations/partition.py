@@ -97,7 +97,7 @@ class Partition:
         ):
             return self._pack(tensor)
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        whole.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))  # type: ignore[call-overload]
+        whole.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
         share = round_up(-(-tensor.nbytes // self._ranks), _ALIGN_BYTES)
         part = whole.new_zeros(share)
         own = whole[self._rank * share : (self._rank + 1) * share]
