@@ -113,9 +113,12 @@ class Partition:
             return self._unpack(kept)
         part = self._unpack(kept.packed)
         whole = part.new_empty(part.numel() * self._ranks)
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self._group)
+        _all_gather_single(whole, part.contiguous(), group=self._group)
         empty = torch.empty(0, dtype=kept.dtype, device=part.device)
         return empty.set_(whole.untyped_storage(), 0, kept.size, kept.stride)
 
 
 _ALIGN_BYTES = 16
+
+# Its name since torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

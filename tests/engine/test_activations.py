@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zstore
+from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
 from tests.engine.fake_device import FakeDevice
-from tests.engine.models import Block
 from tests.engine.runs import make_config, start, state_of
 from zstore import checkpointing
 from zstore.engine import Engine
@@ -23,57 +22,7 @@ from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError,
 from zstore.io.buffers import PAGE_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 
-WIDTH, TOKENS, SAMPLES, BLOCKS = 64, 96, 12, 4
-INPUT_BYTES = 2 * SAMPLES * TOKENS * WIDTH
-"""Of a block's input in bf16: 147 kB, in an array of several chunks of which the last is not full."""
 KINDS = ("plain", "torch", "reentrant", "zstore")
-
-
-class Dropping(Block):
-    """A block with dropout, and a branch over parts of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        x = x + nn.functional.dropout(q.sigmoid() * k.transpose(1, 2).softmax(1).transpose(1, 2) * v, 0.1)
-        return super().forward(x)
-
-
-class Deep(nn.Module):
-    """Blocks that are checkpointed in one of several ways, and a head."""
-
-    def __init__(self, kind: str = "plain") -> None:
-        super().__init__()
-        self.kind = kind
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Dropping() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("shift", torch.linspace(-0.1, 0.1, WIDTH))
-        self.last: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) + self.shift
-        for block in self.blocks:
-            if self.kind == "zstore":
-                x = checkpointing.checkpoint(block, x)
-            elif self.kind != "plain":
-                x = torch_checkpoint(block, x, use_reentrant=self.kind == "reentrant")
-            else:
-                x = block(x)
-        return self.head(x).float().square().mean()
-
-
-def deep(kind: str = "plain") -> Deep:
-    torch.manual_seed(0)
-    return Deep(kind)
-
-
-def data(number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator).bfloat16()
 
 
 def config(stage: int = 0, **own: Any) -> dict[str, Any]:
@@ -196,7 +145,7 @@ def test_host_memory_counts_against_the_budget() -> None:
     with (
         FakeDevice() as device,
         start(limited, deep(), _streams=device) as engine,
-        pytest.raises(BudgetError, match='zstore.activations to "disk"'),
+        pytest.raises(BudgetError, match='activations to "disk"'),
     ):
         engine(data(0))
 

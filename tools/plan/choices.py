@@ -135,8 +135,11 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     elif job.precision != "fp32":
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {"gradient_checkpointing": True} if choice.checkpointing else {}
     if budget_bytes is not None:
-        config["zstore"] = {"host_budget_bytes": budget_bytes}
+        own["host_budget_bytes"] = budget_bytes
+    if own:
+        config["zstore"] = own
     return config
 
 
