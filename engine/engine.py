@@ -248,7 +248,8 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        return _time_phase(self.times, phase, self._wait_for_device)
+        timed = _time_phase(self.times, phase, self._wait_for_device)
+        return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -782,7 +783,13 @@ class Engine(nn.Module):
         training = self.training_state
         saves_s = _saves_s(self.checkpoints, self.steps)
         found = engine_statistics(
-            training.world, training.state, training.gradients, self.access.units, self.times, saves_s
+            training.world,
+            training.state,
+            training.gradients,
+            self.access.units,
+            self.times,
+            saves_s,
+            self.report.utilisation.now(),
         )
         return replace(found, activations=activation_statistics(training.activations, training.config))
 

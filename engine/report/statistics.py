@@ -4,6 +4,9 @@
 `EngineStatistics.links` has, by name:
 - `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
   On CUDA the times are the host's, which seldom waits there;
+- `within_group`, `between_groups`: what of these bytes, `control` left out, went to ranks of this rank's group and of
+  others, where the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
+  machines); they count every collective a second time;
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
+    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
@@ -62,6 +66,8 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    utilisation: Utilisation | None
+    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
     activations: ActivationStatistics | None = None
     """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
@@ -83,6 +89,7 @@ def engine_statistics(
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    utilisation: Utilisation | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -93,10 +100,11 @@ def engine_statistics(
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
-        held=held_bytes(state, gradients),
+        held=held_bytes(state, gradients, units),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
+        utilisation=utilisation,
     )
 
 
