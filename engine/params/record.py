@@ -204,16 +204,13 @@ class ParameterRecord:
 
     def make_room(self) -> None:
         """Give `full` its memory back, with undefined values, before it is gathered."""
-        self.full.untyped_storage().resize_(self._padded_numel * self.full.element_size())
+        padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
+        self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         advise_huge_pages(self.full)
 
-    @property
-    def _padded_numel(self) -> int:
-        return self.grid.shard_numel * self.world_size
-
-    def padded_full(self) -> torch.Tensor:
-        """Return `full` with the room behind it, 1-D [world_size x shard_numel]: the rows of all ranks."""
-        return self.full.as_strided((self._padded_numel,), (1,))
+    def padded_full(self, numel: int) -> torch.Tensor:
+        """Return `full` with the room behind it, 1-D [numel]: the rows of all ranks, or of those of a copy, with padding."""
+        return self.full.as_strided((numel,), (1,))
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""

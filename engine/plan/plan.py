@@ -103,6 +103,8 @@ class Need:
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     reduced_numel: int = 0
     """Elements of the parameter as it is cut over all ranks, padding included."""
+    near_numel: int = 0
+    """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 

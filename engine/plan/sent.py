@@ -74,8 +74,7 @@ def planned_sent(needs: Iterable[Need], config: Config, world_size: int, *, nati
             reduced = types.reduced(getattr(torch, need.dtype)).itemsize
             one = _reduction(need.reduced_numel * reduced, config, sharding, ranks, native=native)
             sent["gradients"] += one.times(micro_batches if sharding.gradients else 1)
-        nbytes = need.reduced_numel * numpy_dtype(need.dtype).itemsize
-        sent["parameters"] += _gathers(need, nbytes, config, sharding, ranks, micro_batches)
+        sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches)
     return sent
 
 
@@ -89,14 +88,16 @@ def _reduction(nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, *
     return ranks.over_all(nbytes) + ranks.between_copies(nbytes)
 
 
-def _gathers(need: Need, nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
+def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
     """Return what gathers of a parameter send in a step."""
-    far = ranks.over_all if sharding.num_copies == 1 else ranks.in_group
+    itemsize = numpy_dtype(need.dtype).itemsize
+    near = ranks.in_group(need.near_numel * itemsize)
+    far = ranks.over_all(need.reduced_numel * itemsize) if sharding.num_copies == 1 else near
     if not sharding.parameters or need.stays_gathered:
         updated = sharding.optimizer_state and need.slots is not None and not config.frozen
-        return far(nbytes) if updated else Sent()
+        return far if updated else Sent()
     count = need.fetches * micro_batches
     if config.secondary_size is None:
-        return far(nbytes).times(count)
+        return far.times(count)
     first = need.slots is not None and not config.frozen
-    return ranks.in_group(nbytes).times(count - first) + (far(nbytes) if first else Sent())
+    return near.times(count - first) + (far if first else Sent())

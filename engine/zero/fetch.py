@@ -233,7 +233,7 @@ class Fetcher:
         grid_of = self.secondary.grid if fetch.near and self.secondary is not None else over_copy
         for record in fetch.records:
             record.make_room()
-            padded = record.padded_full()
+            padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
                 small.append(record)
                 continue

@@ -3,20 +3,21 @@ bytes by formula."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import zstore
-from tests.engine.bits import Case, compare_all
+from tests.engine.bits import Case, compare_all, engine_digests
 from tests.engine.block_models import Base, ids_of
-from tests.engine.models import Block
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
-from zstore.errors import ConfigError
+from tests.engine.models import Block, make_net
+from tests.engine.resume_runs import config as resumed_config
+from tests.engine.resume_runs import train
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.engine import Engine
 from zstore.testing.ranks import run_ranks
 
 MICS, HPZ = {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}
@@ -69,6 +70,8 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
             links = {name: link["bytes"] for name, link in now.links_since(before).items()}
             large = [record for record in records if record.numel >= 50]
             over_all = {record: RANKS * record.grid.shard_numel for record in records}
+            # A group's shards have less padding where all rows are in a few of the shards over all ranks.
+            near = {record: GROUP * min(COPIES, record.grid.num_shards) * record.grid.shard_numel for record in records}
             found.append(
                 {
                     "within": links.get("within_group", 0),
@@ -86,6 +89,9 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
                     "own": sum(record.owned_numel for record in records),
                     "all padded": 2 * sum(over_all.values()),
                     "large padded": 2 * sum(over_all[record] for record in large),
+                    "all near": 2 * sum(near.values()),
+                    "large near": 2 * sum(near[record] for record in large),
+                    "turn near": 2 * sum(near[record] for record in large if record.name.startswith("head.")),
                     # The head is the last unit of a forward and the first of the backward, and gathered once for both.
                     "turn padded": 2 * sum(over_all[record] for record in large if record.name.startswith("head.")),
                 }
@@ -102,19 +108,22 @@ def test_bytes_are_those_of_the_formulas_and_of_the_plan(tmp_path: Path) -> None
         whole, large = full["all padded"], full["large padded"]
         small = whole - large
         gathers = MICRO * (2 * large - full["turn padded"])
+        gathers_near = MICRO * (2 * full["large near"] - full["turn near"])
+        small_near = full["all near"] - full["large near"]
         # Full sharding: a reduce-scatter for each micro-batch, gathers for forward and backward, small ones after the update.
         assert full["all"] == (MICRO * whole + gathers + small) * (RANKS - 1) // RANKS
         # Copies: the same reduce-scatter and a gather between the groups of what it gave; other gathers within the group.
         assert mics["between"] == MICRO * whole * (far + COPIES - 1) // RANKS
-        assert mics["within"] == MICRO * whole * near // RANKS + (gathers + small) * near // GROUP
+        assert mics["within"] == MICRO * whole * near // RANKS + (gathers_near + small_near) * near // GROUP
         # Second copies: the first gather of a step is from all ranks.
         assert hpz["between"] == (MICRO * whole + large + small) * far // RANKS
-        assert hpz["within"] == (MICRO * whole + large + small) * near // RANKS + (gathers - large) * near // GROUP
+        later = gathers_near - full["large near"]
+        assert hpz["within"] == (MICRO * whole + large + small) * near // RANKS + later * near // GROUP
         assert second_stage["between"] == mics["between"]
-        assert second_stage["within"] == MICRO * whole * near // RANKS + whole * near // GROUP
+        assert second_stage["within"] == MICRO * whole * near // RANKS + full["all near"] * near // GROUP
         # An all-reduce a step, over all ranks.
         assert first_stage["between"] == 2 * whole * far // RANKS
-        assert first_stage["within"] == 2 * whole * near // RANKS + whole * near // GROUP
+        assert first_stage["within"] == 2 * whole * near // RANKS + full["all near"] * near // GROUP
         for one in (mics, hpz, offloaded, second_stage, first_stage):
             assert (one["within"], one["between"]) == (one["planned within"], one["planned between"])
             assert one["within"] + one["between"] == one["all"]
@@ -128,3 +137,54 @@ def test_bytes_are_those_of_the_formulas_and_of_the_plan(tmp_path: Path) -> None
         ranks = by_rank[GROUP * group :][:GROUP]
         assert sum(one[1]["own"] for one in ranks) == numel
         assert 2 * numel > sum(one[2]["second"] for one in ranks) == sum(one[3]["second"] for one in ranks) > 0
+
+
+def _engine(keys: dict[str, Any], nvme: str, seed: int) -> Engine:
+    config = resumed_config(3, "nvme", nvme) | {"train_micro_batch_size_per_gpu": 1}
+    config["zero_optimization"] |= keys
+    return zstore.initialize(model=make_net(seed, width=112), config=config)[0]
+
+
+def _save_copies(rank: int, folder: str) -> tuple[int, dict[str, str], dict[str, str]]:
+    """Save a run of two copies, load it again, and train on; return linked bytes and hashes of both runs after that."""
+    with _engine(MICS, folder, 0) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(f"{folder}/ckpt", "copies")
+        engine.save_checkpoint(f"{folder}/part", "part", trainable_only=True)
+        train(engine, 1)
+        expected = engine_digests(engine)
+    with _engine(MICS, folder, 1) as engine:
+        engine.load_checkpoint(f"{folder}/ckpt", "copies")
+        report = engine.load_report
+        train(engine, 1)
+        return report.linked_bytes, expected, engine_digests(engine)
+
+
+def _load_and_save(rank: int, folder: str, keys: dict[str, Any], loads: str, saves: str) -> None:
+    with _engine(keys, folder, 1) as engine:
+        engine.load_checkpoint(f"{folder}/ckpt", loads)
+        engine.save_checkpoint(f"{folder}/ckpt", saves)
+        train(engine, 1)
+    with _engine(keys, folder, 0) as engine:
+        engine.load_checkpoint(f"{folder}/part", "part")  # compares frozen parameters by their digests
+
+
+def test_checkpoints_of_copies_are_written_once_and_load_anywhere(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for linked, expected, resumed in run_ranks(_save_copies, RANKS, folder):
+        assert linked > 0
+        assert resumed == expected
+    run_ranks(_load_and_save, 3, folder, {}, "copies", "of-three")
+    run_ranks(_load_and_save, RANKS, folder, HPZ, "of-three", "second")
+    run_ranks(_load_and_save, RANKS, folder, MICS, "second", "back")
+    with open_checkpoint(tmp_path / "ckpt", "copies") as copies:
+        embed = copies.array("model/embed.weight")
+        assert embed.grid.num_shards == GROUP
+        files = [path for path in (tmp_path / "ckpt" / "copies").rglob("c.*") if "model/embed.weight" in str(path)]
+        assert len(files) == GROUP
+        for tag in ("of-three", "second", "back"):
+            with open_checkpoint(tmp_path / "ckpt", tag) as other:
+                assert verify_checkpoint(other) == []
+                assert copies.arrays.keys() == other.arrays.keys()
+                for name in copies.arrays:
+                    assert copies.read_array(name).tobytes() == other.read_array(name).tobytes(), (tag, name)
