@@ -18,6 +18,11 @@ def _problems(zero: ZeroSection, world_size: int) -> Iterator[str]:
             "parameters there is nothing for a second copy to save; leave out zero_hpz_partition_size, or with less memory "
             "mics_shard_size"
         )
+    if mics > 0 and zero.zero_quantized_gradients:
+        yield (
+            f"zero_optimization.mics_shard_size {mics} and zero_quantized_gradients: gradients of copies are reduced in their "
+            "own type; leave one of them out, or use zero_hpz_partition_size, which goes with both quantizations"
+        )
     if mics > 0 and zero.stage == 0:
         yield (
             f"zero_optimization.mics_shard_size {mics} needs stage 1, 2 or 3, got stage 0, which shards nothing; set the "

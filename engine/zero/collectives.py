@@ -86,10 +86,13 @@ def plan_buckets(
     limit_numel: int,
     dtype_of: TypeOf = _own_type,
     grid_of: GridOf = over_all,
+    *,
+    align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
-    """Return buckets of at most `limit_numel` elements (or 16 columns) that cover the records in order, one type
-    each: that in which the elements travel, by default the parameters'."""
-    limit = max(limit_numel // world_size // ALIGN_NUMEL, 1) * ALIGN_NUMEL
+    """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, one
+    type each: that in which the elements travel, by default the parameters'. Parameters are cut at multiples of
+    `align_numel` columns."""
+    limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     cols = 0
@@ -109,9 +112,9 @@ def plan_buckets(
             dtype = dtype_of(record)
         first, shard_numel = 0, grid_of(record).shard_numel
         while first < shard_numel:
-            if cols >= limit:
+            if cols > limit - align_numel:
                 close()
-            stop = min(shard_numel, first + limit - cols)
+            stop = min(shard_numel, first + (limit - cols) // align_numel * align_numel)
             segments.append(Segment(record, first, stop, cols, shard_numel))
             cols += stop - first
             first = stop

@@ -36,6 +36,7 @@ from zstore.tensors import as_torch
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
 from .collectives import Bucket, over_copy, plan_buckets, unpack
+from .quantized_gather import QuantizedGather, gathers_quantized, start_gathers
 from .secondary import SecondaryShards
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
@@ -141,21 +142,29 @@ class Fetch:
     error: BaseException | None = None
     works: list[Work] = field(default_factory=list)
     buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
+    quantized: list[QuantizedGather] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)
     """Memory that the collectives read."""
 
 
 class Fetcher:
     """Carries fetches out among the ranks of `world`, which hold one copy of the parameters. `reader` is None where nothing
-    rests in the store, `secondary` where no second copy is kept."""
+    rests in the store, `secondary` where no second copy is kept; `quantizes` sends matrices as integers."""
 
     def __init__(
-        self, world: World, reader: RowReader | None, limit_numel: int, secondary: SecondaryShards | None = None
+        self,
+        world: World,
+        reader: RowReader | None,
+        limit_numel: int,
+        secondary: SecondaryShards | None = None,
+        *,
+        quantizes: bool = False,
     ) -> None:
         self._world = world
         self.secondary = secondary
         self._reader = reader
         self._limit_numel = limit_numel
+        self._quantizes = quantizes
         self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
@@ -229,10 +238,15 @@ class Fetcher:
         return self.secondary.world if fetch.near and self.secondary is not None else self._world
 
     def _send_rows(self, fetch: Fetch) -> None:
-        world, small = self._world_of(fetch), []
+        world, small, quantized = self._world_of(fetch), [], []
         grid_of = self.secondary.grid if fetch.near and self.secondary is not None else over_copy
+        # What a second copy holds travelled as integers before.
+        quantizes = self._quantizes and not fetch.near
         for record in fetch.records:
             record.make_room()
+            if quantizes and gathers_quantized(record):
+                quantized.append(record)
+                continue
             padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
                 small.append(record)
@@ -248,6 +262,9 @@ class Fetcher:
             fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
             fetch.keep.append(mine)
             fetch.buckets.append((bucket, matrix))
+        for gather in start_gathers(world, quantized, self._limit_numel, partial(self._rows, fetch)):
+            fetch.works.append(gather.work)
+            fetch.quantized.append(gather)
         fetch.rows.clear()
 
     def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
@@ -273,6 +290,9 @@ class Fetcher:
             work.wait()
         for bucket, matrix in fetch.buckets:
             unpack(bucket, matrix, _full)
+        for gather in fetch.quantized:
+            gather.finish()
+        fetch.quantized.clear()
         if self.secondary is not None and not fetch.near:
             self.secondary.keep(fetch.records)
         fetch.buckets.clear()
@@ -325,6 +345,7 @@ class Fetcher:
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()
+        fetch.quantized.clear()
         return True
 
     def close(self) -> None:

@@ -21,11 +21,13 @@ from zstore.ranks.world import World
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
 from .collectives import Reduce, Reduction, reduce_whole
+from .quantized_gradients import QuantizedReducer
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` alone."""
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `quantizer`
+    alone."""
 
     bucket_numel: int
     """Most elements of one reduction."""
@@ -44,6 +46,8 @@ class GradientRules:
     """Begins a reduction of which each rank gets its rows."""
     copies: int = 1
     """Shards of the grid over all ranks that a rank's rows are: one of each copy of the state."""
+    quantizer: QuantizedReducer | None = None
+    """Reduces what travels as integers (stages 2 and 3); None: nothing does."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 

@@ -113,6 +113,7 @@ class UnitGradients(Gradients):
         self._d2h = D2HQueue(transfers)
         self._spill = spill
         self._tell = arrived
+        self._quantizer = rules.quantizer
         self.on_final: Told | None = None
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
@@ -166,6 +167,8 @@ class UnitGradients(Gradients):
         self._last = last
         self._closing = False
         self._arrivals.start()
+        if self._quantizer is not None and self._quantizer.feedback is not None:
+            self._quantizer.feedback.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
@@ -227,13 +230,9 @@ class UnitGradients(Gradients):
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
-        limit = bucket_limit(self._world, self._rules.bucket_numel)
-        reduce: Reduce = self._rules.reduce if self._rules.scatter else Reduction
-        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduced):
-            matrix = pack(bucket, self._world.world_size, flat)
-            self._under_way.append((reduce(self._reduce_world, bucket, matrix, kind), fresh))
-            for segment in bucket.segments:
+        for reduction in self._reductions(records, flat):
+            self._under_way.append((reduction, fresh))
+            for segment in reduction.bucket.segments:
                 self._segments_left[segment.record] += self._rules.copies
             if self._rules.overlap and self._rules.scatter:
                 self.overlapped += 1
@@ -242,6 +241,21 @@ class UnitGradients(Gradients):
         gradients.clear()
         while self._under_way and self._under_way[0][0].done():
             self._add_up()
+
+    def _reductions(
+        self, records: Sequence[ParameterRecord], flat: Callable[[ParameterRecord], torch.Tensor | None]
+    ) -> Iterator[Reducing]:
+        """Begin the reductions of the gradients that `flat` gives, bucket by bucket."""
+        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
+        reduce: Reduce = self._rules.reduce if self._rules.scatter else Reduction
+        world_size, limit = self._world.world_size, bucket_limit(self._world, self._rules.bucket_numel)
+        if (quantizer := self._quantizer) is not None:
+            quantized = [record for record in records if quantizer.takes(record)]
+            for bucket in quantizer.buckets(quantized, world_size, limit, self._rules.reduced):
+                yield quantizer.start(bucket, pack(bucket, world_size, flat), kind)
+            records = [record for record in records if not quantizer.takes(record)]
+        for bucket in plan_buckets(records, world_size, limit, self._rules.reduced):
+            yield reduce(self._reduce_world, bucket, pack(bucket, world_size, flat), kind)
 
     def _add_up(self) -> None:
         """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
@@ -419,5 +433,7 @@ class UnitGradients(Gradients):
         """See Gradients."""
         super().close()
         self._reduce_world.release()
+        if self._quantizer is not None:
+            self._quantizer.release()
         if self._spill is not None:
             self._spill.close()

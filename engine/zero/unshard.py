@@ -351,5 +351,6 @@ def make_sharded_units(
     if groups and copies == 1:
         secondary = SecondaryShards(groups[0].within, groups[0].between.world_size)
     copy_world = world if copies == 1 else groups[0].within
-    fetcher = Fetcher(copy_world, reader, config.allgather_bucket_numel, secondary)
+    quantizes = config.zero.zero_quantized_weights
+    fetcher = Fetcher(copy_world, reader, config.allgather_bucket_numel, secondary, quantizes=quantizes)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)
