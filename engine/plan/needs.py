@@ -111,7 +111,7 @@ def find_needs(
                 reduced_numel=over_all.shard_numel * world_size,
                 near_numel=near.shard_numel * near_size,
                 whole_gradient=world_size > 1 and not sharding.gradients,
-                state_ranks=world_size if sharding.optimizer_state else 1,
+                state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
             )
         )
