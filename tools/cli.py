@@ -24,6 +24,8 @@ COMMANDS = {
     "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
+    "tune": "Find the fastest config for a model or a script: the plan says what fits, short runs say what is fast.",
+    "config": "Check a config: what each key does here, every problem, and what is left open comes to.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
@@ -36,11 +38,11 @@ COMMANDS = {
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
     "report": "Write the page of a run as one file with its data inside, to pass on.",
 }
-_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
+_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command", "tune": ".tune.command"}
 """Modules of the commands that are not in a file of their name."""
 _BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
 """Those that several ranks of a launcher carry out together."""
-_WITH_TORCH = ("train", "run", "plan", "doctor")
+_WITH_TORCH = ("train", "run", "plan", "tune", "config", "doctor")
 
 
 class Commands(TyperGroup):

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .activations import ActivationCheckpointingSection
+from .autotuning import AutotuningSection
+from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
 from .profiling import CommsLoggerSection, FlopsProfilerSection, TimersSection
@@ -33,6 +35,9 @@ _MEAN = (
     "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"
 )
+
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class ZstoreSection(Section):
@@ -201,6 +206,8 @@ class Settings(Section):
     """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
+    elasticity: ElasticitySection = ElasticitySection()
+    autotuning: AutotuningSection = AutotuningSection()
     amp: Unread = refused(None, "Apex is no longer maintained; use bf16 or fp16")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
@@ -210,10 +217,6 @@ class Settings(Section):
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )
     """DeepCompile."""
-    elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
-    """Batch sizes from a list of world sizes."""
-    autotuning: Unread = refused(None, "there is no autotuner; remove the section")
-    """Search for a config."""
     pipeline: Unread = refused(None, "there is no pipeline parallelism; remove the section")
     """Pipeline parallelism."""
     tensor_parallel: Unread = refused(None, "there is no tensor parallelism; remove the section")

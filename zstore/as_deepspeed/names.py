@@ -78,6 +78,14 @@ _CHECKPOINTING = (
     "non_reentrant_checkpoint",
     "reset",
 )
+_ELASTICITY = (
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "ensure_immutable_elastic_config",
+)
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
@@ -107,6 +115,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
     "deepspeed.comm": {"comm": _COMM},
     "deepspeed.comm.comm": {"comm": _COMM},
+    "deepspeed.elasticity": {"elasticity": _ELASTICITY},
+    "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.git_version_info": {"root": ("version",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
@@ -147,7 +157,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """DeepSpeed's module -> this package's module -> names that it gives."""
 
 INSTEAD: Mapping[str, str] = {
-    "autotuning": "there is no autotuner; `zstore plan` says what a config takes",
+    "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
     "checkpointing": "wrap the model's blocks in torch.utils.checkpoint",
     "comm": "use torch.distributed, whose groups these are",
     "compression": "nothing is compressed",
@@ -155,7 +165,7 @@ INSTEAD: Mapping[str, str] = {
     "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
     "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
     "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
-    "elasticity": "any world size resumes a checkpoint",
+    "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
     "HybridEngine": "there is no inference engine",
     "inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
     "InferenceEngine": "there is no inference engine; `zstore consolidate` writes safetensors for a server",

@@ -97,8 +97,9 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
     """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
-    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput")
+    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput", "autotuning")
     switches |= {key: {"enabled": True} for key in sections}
+    switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}
     values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "forward"]
     for path, field in known_keys(Settings):
         status, _ = about(field)
@@ -329,7 +330,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
         r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
     ),
-    ({"elasticity": {"enabled": True}}, r"elasticity: .* is not supported: set train_batch_size"),
+    (
+        {"elasticity": {"enabled": True, "micro_batch_sizes": [1]}},
+        r"elasticity.max_train_batch_size: the key is missing.*",
+    ),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
     ({"checkpoint": {"use_node_local_storage": True}}, r"checkpoint\.use_node_local_storage: true is not supported"),
