@@ -54,9 +54,9 @@ class Sent:
     """Bytes that a rank sends to others in a step, padding included."""
 
     within: int = 0
-    """To ranks of its group; to all others where there are no groups."""
+    """To ranks of its group, or without groups of its machine."""
     between: int = 0
-    """To ranks of other groups."""
+    """To others."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(within=self.within + other.within, between=self.between + other.between)

@@ -98,9 +98,11 @@ def planned_sent(
         return {}
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     group = config.secondary_size or quantized_group(config, world_size, local_world_size)
+    # Without groups those of a machine count as one.
+    near_size = local_world_size if local_world_size and world_size % local_world_size == 0 else world_size
     ranks = _Ranks(
         world_size=world_size,
-        group=group or (sharding.copy_size if sharding.optimizer_state else world_size),
+        group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
     )
     types, sent = GradientTypes.of(config, world_size), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
